@@ -18,6 +18,7 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_TESTS = 5  # pytest's exit status where -k or -m picks nothing
+FAILED = 1  # of a command that could not be run, or whose output could not be printed
 RAY = "tests/e2e"
 PIECES = (  # the last one is all that no other has
     "tests/actors/runner",
@@ -58,7 +59,11 @@ class Work:
         """Runs ``first``, then commands until none is left."""
         command = first or self._next()
         while command is not None:
-            self._run(command)
+            code = FAILED
+            try:
+                code = self._run(command)
+            finally:
+                self.codes.append(code)
             command = self._next()
 
     def stop(self) -> None:
@@ -72,14 +77,15 @@ class Work:
         except Empty:
             return None
 
-    def _run(self, command: list[str]) -> None:
+    def _run(self, command: list[str]) -> int:
         with tempfile.TemporaryFile() as log:
             done = subprocess.run(
                 command, cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT
             )
-            self.codes.append(done.returncode)
             with self._printing:
                 self._print(command, log)
+            # mypy picks no tests
+            return NO_TESTS if command == MYPY and not done.returncode else done.returncode
 
     def _print(self, command: list[str], log: IO[bytes]) -> None:
         log.seek(0)
@@ -88,8 +94,14 @@ class Work:
         sys.stdout.flush()
 
 
+def status(codes: list[int]) -> int:
+    """The exit status of commands with these ones; of a signal it is negative."""
+    failures = set(codes) - {0, NO_TESTS}
+    return max(failures) if failures else min(codes)
+
+
 def run_all(arguments: list[str], first: list[list[str]]) -> int:
-    """Runs ``first`` and all pieces; the highest exit status."""
+    """Runs ``first`` and all pieces; returns an exit status: see ``status``."""
     work = Work([*first, *(pytest_of(piece, arguments) for piece in PIECES)])
     other = threading.Thread(target=work.run)
     other.start()
@@ -100,8 +112,7 @@ def run_all(arguments: list[str], first: list[list[str]]) -> int:
         raise
     finally:
         other.join()
-    failures = set(work.codes) - {0, NO_TESTS}
-    return max(failures) if failures else min(work.codes)
+    return status(work.codes)
 
 
 def main() -> int:
@@ -111,7 +122,7 @@ def main() -> int:
     if any((ROOT / argument.partition("::")[0]).exists() for argument in arguments):
         commands = [*first, [sys.executable, "-m", "pytest", *arguments]]
         codes = [subprocess.run(command, cwd=ROOT).returncode for command in commands]
-        return max(codes)
+        return next((code for code in codes if code), 0)
     return run_all(arguments, first)
 
 

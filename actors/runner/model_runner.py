@@ -172,7 +172,7 @@ class ModelRunner:
 
     def sleep(self) -> None:
         """Frees the pages' memory; no step may come before the next ``start``."""
-        self._graphs = self._bound = None
+        self._graphs = self._bound = self._speculator = None
         host = self._loaded.host_pages(0, self._args.page_size)
         self._mover = PageMover(self._bind(0), host, self._loaded.bind_states(0, 0))
         if self._loaded.device.type == "cuda":
@@ -524,7 +524,7 @@ class ModelRunner:
         if self._bound is not None and self._bound[0] == config and not self._loaded.recurrent:
             self._close_observers()
             return self._bound[1]
-        self._graphs = self._bound = None
+        self._graphs = self._bound = self._speculator = None
         self._bind(0)  # frees the old pages before it takes new ones
         cache = self._bind(config.num_pages)
         host = self._loaded.host_pages(config.num_host_pages, self._args.page_size)

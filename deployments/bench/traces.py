@@ -126,7 +126,7 @@ class BurstFilter:
 
 def is_burst_file(path: Path) -> bool:
     """Whether the file's first line is the head of a BurstGPT table."""
-    with path.open(errors="replace") as file:
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
         head = file.readline()
     return all(column in head for column in BURST_COLUMNS[:1] + BURST_COLUMNS[2:4])
 
@@ -144,7 +144,7 @@ def read_burst(path: Path, wanted: BurstFilter | None = None, limit: int | None 
     wanted = wanted or BurstFilter()
     reader = _Rows(path)
     calls: list[Call] = []
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         table = csv.DictReader(file)
         for column in BURST_COLUMNS:
             if column not in (table.fieldnames or ()):

@@ -183,11 +183,17 @@ def throughput(
     Example:
       rayfin bench throughput --model ./my-model --requests 64 --executor ray
     """
+    from rayfin.deployments.bench.datasets import dataset_of, load
     from rayfin.deployments.bench.offline import run_offline
     from rayfin.deployments.bench.workload import varied
 
-    jobs = _dataset(_with_trace(settings), settings["max_model_len"]).jobs
+    settings = _with_trace(settings)
+    loaded = load(settings)  # a bad file is an error before an engine starts
     with _Engine(executor) as engine:
+        dataset = dataset_of(loaded, settings, engine.info.max_model_len)
+        if dataset.summary is not None:
+            print(dataset.summary, flush=True)
+        jobs = dataset.jobs
         runs = [run_offline(engine, varied(jobs, number)) for number in range(rounds + 1)][1:]
     return _report("throughput", runs, json_file, plot)
 
@@ -317,6 +323,8 @@ def serve_bench(
     share = None if find_rate is None else parse_share(find_rate)
     if share is not None and not limits:
         raise InvalidConfig("find_rate needs limits: --goodput ttft:500", "find_rate")
+    if share is not None and plot is not None:
+        raise InvalidConfig("plot shows one run, and --find-rate makes several", "plot")
     settings = _with_trace(settings)
     pace = _pace(settings)
     loaded = load(settings)
@@ -465,8 +473,10 @@ def _dataset(settings: dict[str, Any], max_model_len: int | None) -> "Dataset":
 def _positions(model: Path) -> int | None:
     """The context of a model that is a folder, as its config says."""
     try:
-        positions = json.loads((model / "config.json").read_text()).get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError):
+        config = json.loads((model / "config.json").read_text())
+        config = {**config, **config.get("text_config", {})}  # of a model that reads images too
+        positions = config.get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError, TypeError):
         return None
     return positions if isinstance(positions, int) else None
 

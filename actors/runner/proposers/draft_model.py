@@ -205,10 +205,16 @@ def with_draft(loaded: LoadedModel, args: EngineArgs) -> LoadedModel:
     except RayfinError as error:
         raise InvalidConfig(f"speculative_config model: {error}", "speculative_config") from None
     torch.set_num_threads(threads)
-    if loaded.recurrent is not None or draft.recurrent is not None or loaded.pools is not None:
+    why = None
+    if loaded.recurrent is not None:
+        why = f"the layers of {args.model} keep states; ngram and suffix draft for it"
+    elif draft.recurrent is not None:
+        why = f"the layers of {own.model} keep states"
+    elif loaded.pools is not None:
+        why = f"{args.model} gives vectors"
+    if why:
         raise InvalidConfig(
-            f"speculative_config model {own.model} cannot draft for {args.model}: one of them "
-            "keeps states, or gives vectors",
+            f"speculative_config model {own.model} cannot draft for {args.model}: {why}",
             "speculative_config",
         )
     sizes = [one.config.get_text_config(decoder=True).vocab_size for one in (loaded, draft)]

@@ -24,6 +24,7 @@ from rayfin.deployments.cli.main import main
         ("serve --ramp-up-start-rps 5", "--ramp-up-strategy"),
         ("serve --find-rate 0.9", "--goodput"),
         ("serve --find-rate 0 --goodput ttft:500", "--find-rate"),
+        ("serve --find-rate 90% --goodput ttft:500 --plot x.png", "--plot"),
         ("serve --find-rate 120 --goodput ttft:500", "--find-rate"),
     ],
 )
