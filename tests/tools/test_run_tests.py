@@ -27,7 +27,7 @@ def test_status(codes: list[int], expected: int) -> None:
 
 
 def test_mypy_counts_as_no_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So ``-k`` that picks nothing is told from tests that pass."""
+    """So a ``-k`` that picks nothing does not look like tests that pass."""
     monkeypatch.setattr(run_tests, "MYPY", [sys.executable, "-c", ""])
     work = Work([run_tests.MYPY, [sys.executable, "-c", "raise SystemExit(5)"]])
     work.run()

@@ -21,7 +21,7 @@ class DecodeMicrobatcher:
 
     def __init__(self, running: RunningTable, turns: int) -> None:
         self._running = running
-        self._turns = turns
+        self.turns = turns
         self._now = 0
         self._went: Int64Array = np.full(len(running.requests), -turns, np.int64)  # by slot
         self.alternate = False
@@ -34,7 +34,7 @@ class DecodeMicrobatcher:
 
         All of them if they are fewer than ``turns``, or if some must stay in lockstep.
         """
-        running, turns = self._running, self._turns
+        running, turns = self._running, self.turns
         slots = running.decodable()
         if len(self.resting):
             slots = slots[~np.isin(slots, self.resting)]

@@ -60,14 +60,14 @@ class BackgroundScheduler:
         return 1 if most == 2 and self._budget.alone else most
 
     def may_admit(self, request: Request) -> bool:
-        """See ``AdmissionGate``: a background request waits that would rest at once, or make steps
-        long."""
+        """See ``AdmissionGate``: a background request waits if it would rest at once, or if steps
+        would become long."""
         if not (request.source.background and self._rest):
             return True
         state = self._lifecycle.state
         if state.waiting.has_foreground:
             return False
-        return self._budget.takes_background(len(state.running))
+        return self._budget.takes_background(len(state.running) // self._microbatcher.turns)
 
     def schedule(self) -> tuple[Int64Array, list[Chunk]]:
         """See ``StepScheduler``."""

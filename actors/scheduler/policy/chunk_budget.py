@@ -6,6 +6,7 @@ the measured time of steps. A step that has only background requests is short in
 request that arrives waits for it.
 """
 
+import math
 from collections.abc import Callable
 
 from rayfin.actors.messages import SchedulerInfo, StepResult
@@ -14,6 +15,11 @@ from rayfin.actors.timing import BACKGROUND_STEP_SECONDS
 
 LEAST_TOKENS = 16
 """Prompts get so many tokens of a step even if streams then wait longer than the target."""
+
+SHORTEST_STEPS = 3
+"""A step of background requests may take as long as so many of the shortest one that has run. Where
+that is more than ``BACKGROUND_STEP_SECONDS``, smaller steps would only read the weights more often.
+"""
 
 
 class ChunkBudget:
@@ -33,6 +39,10 @@ class ChunkBudget:
         self._only_background = only_background
         self._cost: StepCost | None = None  # until a step has run
         self._last_seconds = 0.0  # of a step that was observed
+        self._shortest = math.inf  # seconds of any step
+        self._half = (
+            0  # tokens of the last one, if it took under half of what a background step may
+        )
 
     @property
     def alone(self) -> bool:
@@ -45,20 +55,18 @@ class ChunkBudget:
 
     def limit(self, decoding: int, budget: int) -> int:
         """Most of the ``budget`` tokens that prompts may take beside so many decoding rows."""
-        target = self._target if decoding else None
+        if self._target is not None and decoding:
+            fitting = 0 if self._cost is None else self._cost.tokens(self._target) - decoding
+            budget = min(budget, max(fitting, LEAST_TOKENS))
         if self._only_background():
-            target = min(BACKGROUND_STEP_SECONDS, target or BACKGROUND_STEP_SECONDS)
-        if target is None:
-            return budget
-        fitting = 0 if self._cost is None else self._cost.tokens(target) - decoding
-        return min(budget, max(fitting, LEAST_TOKENS))
+            budget = min(budget, max(self._background_tokens() - decoding, LEAST_TOKENS))
+        return budget
 
-    def takes_background(self, running: int) -> bool:
-        """Whether steps stay short with one more background request beside so many."""
+    def takes_background(self, rows: int) -> bool:
+        """Whether steps stay short with one more background request beside so many rows of one."""
         if self._cost is None:
             return True
-        fitting = self._cost.tokens(BACKGROUND_STEP_SECONDS)
-        return running < max(fitting - LEAST_TOKENS, LEAST_TOKENS)
+        return rows < max(self._background_tokens() - LEAST_TOKENS, LEAST_TOKENS)
 
     def observe(self, info: SchedulerInfo, result: StepResult) -> None:
         """A call has taken the runner ``result.seconds``."""
@@ -71,3 +79,19 @@ class ChunkBudget:
             self._cost = StepCost.guessed(tokens, seconds, self._most)
         else:
             self._cost.observe(tokens, seconds)
+        self._shortest = min(self._shortest, seconds)
+        self._half = tokens if 2 * seconds < self._background_seconds else 0
+
+    @property
+    def _background_seconds(self) -> float:
+        return max(BACKGROUND_STEP_SECONDS, SHORTEST_STEPS * self._shortest)
+
+    def _background_tokens(self) -> int:
+        """Most tokens of a step of background requests.
+
+        Twice those of a quick step in any case: a table that a slow first step has drawn learns of
+        larger steps only from steps that are larger.
+        """
+        if self._cost is None:
+            return 0
+        return max(self._cost.tokens(self._background_seconds), 2 * self._half)

@@ -26,8 +26,8 @@ class TokenScheduler:
     """Fills a step of ``max_batch_tokens``: decoding rows, then running prompts, then new requests.
 
     A prompt gets at most ``long_prefill`` tokens of a step (0: no limit), so that prompts
-    behind a long one share its steps (vLLM's ``long_prefill_token_threshold``). Beside streams
-    prompts get no more than ``beside_streams`` allows.
+    behind a long one share its steps (vLLM's ``long_prefill_token_threshold``). Beside streams,
+    and where only background requests run, prompts get no more than ``chunk_budget`` allows.
     """
 
     def __init__(
@@ -36,21 +36,21 @@ class TokenScheduler:
         microbatcher: DecodeMicrobatcher,
         limits: BatchLimits,
         long_prefill: int = 0,
-        beside_streams: ChunkBudget | None = None,
+        chunk_budget: ChunkBudget | None = None,
         uncut: Uncut = ANY,
     ) -> None:
         self._lifecycle = lifecycle
         self._microbatcher = microbatcher
         self._limits = limits
         self._longest_chunk = long_prefill or limits.max_batch_tokens
-        self._beside_streams = beside_streams or ChunkBudget(None, limits.max_batch_tokens)
+        self._chunk_budget = chunk_budget or ChunkBudget(None, limits.max_batch_tokens)
         self._images = ImageBudget(limits.max_batch_tokens, uncut)
         self._budget = limits.max_batch_tokens  # of a step, less after one that ran out of memory
 
     def schedule(self) -> tuple[Int64Array, list[Chunk]]:
         """Decides the next step: slots that decode, then chunks of prompts."""
         decoding, preempted = make_room(self._lifecycle, self._microbatcher.next_rows())
-        budget = self._beside_streams.limit(len(decoding), self._budget - len(decoding))
+        budget = self._chunk_budget.limit(len(decoding), self._budget - len(decoding))
         self._images.begin(len(decoding))
         chunks = self._continue_prompts(budget)
         if not preempted:
@@ -67,7 +67,7 @@ class TokenScheduler:
 
     def observe(self, info: SchedulerInfo, result: StepResult) -> None:
         """Halves the budget if a step ran out of memory; else raises it slowly to the limit."""
-        self._beside_streams.observe(info, result)
+        self._chunk_budget.observe(info, result)
         if result.out_of_memory:
             self._budget = max(self._budget // 2, min(LEAST_BUDGET, self._limits.max_batch_tokens))
         elif self._budget < self._limits.max_batch_tokens:

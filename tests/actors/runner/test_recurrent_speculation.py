@@ -1,6 +1,8 @@
 """Speculation changes no token of decoders whose layers keep a state: it goes back with drafts."""
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -130,9 +132,13 @@ def _of_prompts(outcome: Outcome) -> Outcome:
     return {key: outcome[0][key] for key in range(len(PROMPTS))}, {}, {}
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_preempted_at_each_step(preemption: str, args_of: Make) -> None:
-    args, requests = args_of("lfm2", preemption=preemption), requests_of(Sampling())
+@pytest.mark.parametrize(
+    ("family", "preemption", "steps"),
+    [("lfm2", "recompute", 1), ("lfm2", "swap", 1), ("qwen3_next", "recompute", 2)],
+)
+def test_preempted_at_each_step(family: str, preemption: str, steps: int, args_of: Make) -> None:
+    args, requests = args_of(family, preemption=preemption), requests_of(Sampling())
+    drafting = DRAFTING | {"steps_in_flight": steps}
     expected, _ = run(args, requests)
     turns = itertools.count()
 
@@ -142,7 +148,7 @@ def test_preempted_at_each_step(preemption: str, args_of: Make) -> None:
             lifecycle.preempt(lifecycle.victim())
 
     future = known_future(expected, 0.8)
-    actual, engine = run(args, requests, future, disturb=preempts, **DRAFTING)
+    actual, engine = run(args, requests, future, disturb=preempts, **drafting)
     assert actual == expected
     assert engine.stats().preemptions and engine.stats().spec_accepted_tokens
 
@@ -191,6 +197,16 @@ def test_second_turn_starts_from_a_snapshot(
         assert said == tiny.greedy(turn, 12)
     assert engine.cached[1] == 84 and engine.cached[2] >= 84
     assert engine.engine.stats().spec_drafts
+
+
+def test_sleep_frees_the_states(args_of: Make) -> None:
+    runner = ModelRunner(speculating(args_of()))
+    runner.start(resolve(runner._args, *runner.profile()), epoch=0)
+    states = weakref.ref(runner._loaded.states)
+    assert runner._speculator is not None and states() is not None
+    runner.sleep()
+    gc.collect()
+    assert states() is None
 
 
 def test_beams_get_no_drafts(tiny_model: Make, served: Make, request_of: Make) -> None:

@@ -147,20 +147,50 @@ def test_a_foreground_request_waits_one_step_at_most() -> None:
 def test_steps_of_background_requests_alone_are_short(depth: int) -> None:
     """A request that arrives waits for those in flight."""
     h = make_harness(steps_in_flight=depth, max_batch_tokens=256, max_model_len=400, num_pages=4000)
-    h.executor.step_seconds, h.executor.token_seconds = 0.002, 0.008
+    h.executor.step_seconds, h.executor.token_seconds = 0.002, 0.004
     for _ in range(150):
         h.add(200, 40, background=True)
     for _ in range(60):
         h.step()
     alone = [len(info.merge_prompt) for info in h.executor.log[20:]]
-    assert 16 < max(alone) <= 40, "of 24 tokens, which take 0.2 s"
-    assert len(_running(h)) < 24
+    assert 32 < max(alone) <= 75, "of 49 tokens, which take 0.2 s"
+    assert len(_running(h)) < 49
+    assert len(h.engine._pipeline) == 0, "no second step is in flight"
     before = len(h.executor.log)
     other = h.add(200, 2)
     while not other.tokens:
         h.step()
     own = h.executor.log[before]
     assert own.prefill_batch == 1 and not own.decoding_batch, "the next step is its own"
+    h.run()
+    h.check()
+
+
+def test_steps_of_a_slow_model_have_as_many_rows_as_before() -> None:
+    """Where one token takes longer than a step should, small steps gain nothing."""
+    h = make_harness(max_batch_tokens=64, max_decoding_batch=32, max_model_len=100, num_pages=4000)
+    h.executor.step_seconds, h.executor.token_seconds = 0.7, 0.001
+    for _ in range(60):
+        h.add(30, 40, background=True)
+    for _ in range(40):
+        h.step()
+    assert len(_running(h)) == 32
+    h.run()
+    h.check()
+
+
+def test_a_slow_first_step_is_forgotten() -> None:
+    """Prompts alone: no decoding row varies the size of steps."""
+    h = make_harness(max_batch_tokens=256, max_model_len=300, num_pages=4000)
+    h.executor.step_seconds, h.executor.token_seconds = 30.0, 0.0
+    h.add(16, 1, background=True)
+    h.step()
+    h.executor.step_seconds, h.executor.token_seconds = 0.01, 0.001
+    for place in range(60):
+        h.add(200 + place, 1, background=True)
+    for _ in range(20):
+        h.step()
+    assert max(info.num_prefill_tokens for info in h.executor.log[-6:]) > 120
     h.run()
     h.check()
 
