@@ -64,7 +64,7 @@ ENVIRONMENT = {
     "RAY_memory_monitor_refresh_ms": "1000",
     # Ray's agents would ask every 400 ms whether their raylet lives. The end of a pipe says so.
     "RAY_enable_pipe_based_agent_to_parent_health_check": "1",
-    # What each worker imports before it takes work: it takes part in what Serve imports.
+    # Each worker imports this first, so that Serve does not import pandas.
     "RAY_preload_python_modules": "rayfin.actors.processes.spared_imports",
 }
 

@@ -1,9 +1,9 @@
-"""A program: the agent of a raylet that needs none. It imports no Ray, and sleeps until that ends.
+"""A program in place of a raylet's agent: it imports no Ray, and sleeps until the raylet ends.
 
-A raylet starts an agent beside itself, which measures the machine and its processes for a
-dashboard, and waits for its ports before it takes work: two seconds of imports. It also ends when
-its agent does. ``own_ray.py`` starts this program in its place, with the arguments of Ray's, where
-no program reads what the agent would report.
+A raylet starts an agent, which measures the machine and its processes for a dashboard. The raylet
+takes no work before the agent has opened its ports, after two seconds of imports, and the raylet
+ends when the agent ends. Where no program reads what the agent would report, ``own_ray.py`` has the
+raylet start this program instead, with the agent's arguments.
 """
 
 import os

@@ -5,21 +5,20 @@ frames that a deployment may return. None of Rayfin's does, and where pandas is 
 does without.
 
 To import this module is enough. Ray's workers do so before they take work (``environment.py``).
+Where Serve's module has another name, Serve imports pandas as it would.
 """
 
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
-from types import ModuleType
+from types import FrameType, ModuleType
 
 SPARED = "pandas"
 IMPORTER = "ray.serve._private.utils"
-ENCODERS = "serve_encoders"
-"""What the importer defines after its imports, of what these have brought."""
 
 
 class PandasSpared(MetaPathFinder):
-    """Says that pandas is not installed while Serve's module is being imported."""
+    """Says that pandas is not installed where Serve's module imports it."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -29,9 +28,18 @@ class PandasSpared(MetaPathFinder):
         Raises:
             ModuleNotFoundError: it is Serve's.
         """
-        importer = sys.modules.get(IMPORTER) if fullname == SPARED else None
-        if importer is not None and not hasattr(importer, ENCODERS):
+        if fullname == SPARED and _imports(IMPORTER):
             raise ModuleNotFoundError(f"Ray Serve is spared {SPARED}", name=SPARED)
+
+
+def _imports(module: str) -> bool:
+    """Whether the import under way in this thread stands in the body of that module."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_name != "<module>":
+        return False
+    return bool(frame.f_globals.get("__name__") == module)
 
 
 if not any(isinstance(finder, PandasSpared) for finder in sys.meta_path):
