@@ -26,7 +26,8 @@
     │   ├── RequestHandedBack           -   an engine that drains returns the request
     │   └── NotOwner                    -   another supervisor has claimed the engine
     ├── InvalidConfig                   -   a flag or a model that cannot be served
-    │   └── UnsupportedModel            -   an architecture that Rayfin does not serve
+    │   ├── UnsupportedModel            -   an architecture that Rayfin does not serve
+    │   └── NoRoomNow                   -   a request that fits no memory which is free now
     ├── RunnerGroupFailed               -   the runners are gone or broken
     │   └── CallLost                    -   a call to a runner, or its answer, was lost
     ├── Fenced                          -   the runners belong to a later scheduler
@@ -279,6 +280,13 @@ class UnsupportedModel(InvalidConfig):
     """The architecture does not fit a paged decoder (encoder-decoder, state space)."""
 
     code = "unsupported_model"
+
+
+class NoRoomNow(InvalidConfig):
+    """The longest request does not fit into the memory that was free when it was measured.
+
+    Another engine that loads, or one that ends, may have held the rest: a later start may succeed.
+    """
 
 
 # Between a scheduler and its runners.

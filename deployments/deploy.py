@@ -42,7 +42,7 @@ def start_on_own_ray(
     Returns when Serve takes applications, while its proxy starts. It goes down with Ray.
 
     Returns:
-        What deploys the application, and waits until requests can come (:func:`_deploy`).
+        What deploys the application, and waits until requests can come (:func:`_deploy_beside`).
     """
     application = bind_models(server, engine, models)  # sees a cluster without engines
     ahead = [_engine_ahead(name, own) for own in models if _has_one_engine(own.server)]
@@ -60,7 +60,7 @@ def start_on_serve(
     name: str,
 ) -> Callable[[], None]:
     """As :func:`start_on_own_ray`, on the Serve of a cluster (:func:`serve_instance`)."""
-    return partial(_deploy, bind_models(server, engine, models), name)
+    return partial(_deploy_on, bind_models(server, engine, models), name)
 
 
 def _engine_ahead(app: str, model: ModelArgs) -> EngineAhead:
@@ -133,7 +133,7 @@ def _start_proxies(host: str, port: int, door: Door) -> None:
 def _deploy(
     application: ray_serve.Application, name: str, ahead: Sequence[EngineAhead] = ()
 ) -> None:
-    """Deploys and waits until requests can come.
+    """Deploys and waits until the application runs.
 
     Raises:
         RayfinError: the deployment's own error, if it was one of Rayfin's. That of an engine of
@@ -152,6 +152,25 @@ def _deploy(
             time.sleep(START_POLL_SECONDS)
     except RuntimeError as error:
         raise _reason("\n".join([str(error), *_deployment_messages(name)])) from None
+
+
+def _deploy_on(application: ray_serve.Application, name: str) -> None:
+    """Deploys on a Serve that runs, and waits for its proxies."""
+    _deploy(application, name)
+    _await_proxies()
+
+
+def _await_proxies() -> None:
+    """Returns when all proxies have started, also one in the place of another that was too slow.
+
+    Raises:
+        TimeoutError: a proxy takes longer than Serve's own limit, a minute.
+    """
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client()
+    assert client is not None
+    client.wait_for_proxies_serving(wait_for_applications_running=True)
 
 
 def _state(name: str) -> ApplicationStatusOverview:
@@ -180,6 +199,7 @@ def _deploy_beside(
             proxies.result()
         raise
     proxies.result()
+    _await_proxies()
 
 
 def delete(name: str) -> None:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.errors import InvalidConfig, NoRoomNow
 from rayfin.actors.settings.lora_limits import least_adapters
 
 if TYPE_CHECKING:
@@ -15,6 +15,9 @@ def too_long(args: "EngineArgs", facts: "ModelFacts", wanted: int, available: in
     Args:
         wanted: tokens of the longest request.
         available: bytes for pages.
+
+    Returns:
+        A NoRoomNow where ``available`` was measured, and not set by ``args``.
     """
     size, page, saved = args.page_size, facts.page_bytes, facts.int4_saves
     needed = -(-wanted // size)
@@ -31,10 +34,11 @@ def too_long(args: "EngineArgs", facts: "ModelFacts", wanted: int, available: in
             (f"{least} ({saved:,} bytes less) for {{}}", (available + saved) // page * size)
         )
     more = f"memory_utilization for {needed * page - available:,} bytes more"
-    if args.num_pages or args.kv_cache_memory:
+    fixed = args.num_pages or args.kv_cache_memory
+    if fixed:
         more = f"num_pages {needed}" if args.num_pages else f"kv_cache_memory {needed * page}"
     fits = [way.format(min(longest, wanted)) for way, longest in ways if longest > 0]
-    return InvalidConfig(
+    return (InvalidConfig if fixed else NoRoomNow)(
         f"a request of {wanted} tokens needs {needed} pages ({needed * page:,} bytes), {pages} "
         f"fit. What fits: {'; '.join([*fits, more])}",
         "max_model_len",

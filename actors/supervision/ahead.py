@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.errors import EngineUnavailable, RayfinError
+from rayfin.actors.errors import EngineUnavailable, InvalidConfig, NoRoomNow, RayfinError
 from rayfin.actors.supervision.supervisor import Supervisor
 from rayfin.actors.timing import RUNNER_PROCESS_SECONDS
 
@@ -24,8 +24,9 @@ class EngineAhead:
     """Starts an engine in a thread.
 
     An engine that does not start is ended. The supervisor then finds none, and starts another one.
-    Serve repeats that a few times before it reports the reason, so ``refusal`` tells that of a
-    model that cannot be served at once.
+    Serve repeats that a few times before it reports the reason. ``refusal`` holds the reason as
+    soon as the engine has refused its model. A refusal for memory that was not free is not held
+    (``NoRoomNow``): the supervisor's start measures again.
 
     Args:
         args: its settings, those of the supervisor that is to claim it.
@@ -33,7 +34,7 @@ class EngineAhead:
     """
 
     def __init__(self, args: EngineArgs, prefix: str) -> None:
-        self.refusal: RayfinError | None = None
+        self.refusal: InvalidConfig | None = None
         self._supervisor = Supervisor(args, prefix, detached=True)
         self._supervisor.place_ahead()
         threading.Thread(target=self._launch, name="engine-ahead", daemon=True).start()
@@ -54,7 +55,18 @@ class EngineAhead:
             asyncio.run(self._supervisor.launch_ahead())
         except Exception as error:
             name = self._supervisor.name
-            if isinstance(error, RayfinError) and not isinstance(error, EngineUnavailable):
-                self.refusal = error
-            else:  # a process has died, or the program ends; the supervisor's replica reports it
+            self.refusal = _refusal(error)
+            if self.refusal is None:
+                # A process has died, memory was short, or the program ends: the supervisor's
+                # replica reports it.
                 logger.info("engine %s has not started ahead: %s", name, error)
+
+
+def _refusal(error: Exception) -> InvalidConfig | None:
+    """The reason why the model can never be served, None for an error that may pass."""
+    if not isinstance(error, RayfinError) or isinstance(error, (EngineUnavailable, NoRoomNow)):
+        return None
+    if isinstance(error, InvalidConfig):
+        return error
+    # As the deployment's report of the same error is read.
+    return InvalidConfig(error.message, error.param)

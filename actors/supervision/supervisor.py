@@ -179,7 +179,8 @@ class Supervisor:
         """Kills scheduler, runners and spares, and frees their resources."""
         if self._watching is not None:
             self._watching.cancel()
-        if self._scheduler is None:
+        # After ray.shutdown() these calls would start another Ray.
+        if self._scheduler is None or not ray.is_initialized():
             return
         ray.kill(self._scheduler)
         for seat in range(seats(self._args)):

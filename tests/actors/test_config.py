@@ -15,7 +15,7 @@ from rayfin.actors.config import (
     resolve_limits,
     resolve_model_len,
 )
-from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.errors import InvalidConfig, NoRoomNow
 from rayfin.actors.settings.tenant_weights import parse_weights
 
 PAGE_BYTES = 1000
@@ -259,14 +259,18 @@ def test_identity_is_of_what_decides_tokens() -> None:
 # What an error about memory offers.
 
 
-def why_too_long(facts: dict[str, Any], **args: Any) -> str:
+def error_of(facts: dict[str, Any], **args: Any) -> InvalidConfig:
     values = {"max_position": 4096, "page_bytes": 1000, "available_bytes": 10_500, **facts}
     known = ModelFacts(architecture="Llama", vocab_size=100, **values)
     given = EngineArgs(model="x", max_model_len=400, page_size=16, **args)
     with pytest.raises(InvalidConfig) as caught:
         resolve(given, known, resolve_limits(given, "cpu", 400))
     assert caught.value.param == "max_model_len"
-    return str(caught.value)
+    return caught.value
+
+
+def why_too_long(facts: dict[str, Any], **args: Any) -> str:
+    return str(error_of(facts, **args))
 
 
 def test_a_smaller_context_or_more_memory() -> None:
@@ -297,6 +301,11 @@ def test_memory_that_was_given() -> None:
         "max_model_len 144; kv_cache_memory 25000"
     )
     assert why_too_long({}, num_pages=3).endswith("max_model_len 48; num_pages 25")
+
+
+def test_only_memory_that_was_measured_may_be_free_later() -> None:
+    for fixed in ({"num_pages": 3}, {"kv_cache_memory": 9000}, {}):
+        assert (error_of({}, **fixed).__class__ is NoRoomNow) == (not fixed)
 
 
 def test_no_page_at_all() -> None:

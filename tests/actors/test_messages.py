@@ -132,6 +132,7 @@ def test_statuses() -> None:
         "NotPermitted": 403,
         "InvalidConfig": 500,
         "UnsupportedModel": 500,
+        "NoRoomNow": 500,
         "RequestFailed": 500,
         "NumericalError": 500,
         "RequestQuarantined": 500,

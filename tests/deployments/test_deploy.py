@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from ray import serve as ray_serve
 from ray.exceptions import ActorUnavailableError
+from ray.serve import context
 from ray.serve.schema import ApplicationStatus
 
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig
@@ -71,6 +72,29 @@ def test_proxies_that_cannot_start_are_the_reason(monkeypatch: pytest.MonkeyPatc
         deploy._deploy_beside(Proxies(EngineUnavailable("its port is taken")), [], application, "a")
     with pytest.raises(TimeoutError, match="planted"):
         deploy._deploy_beside(Proxies(None), [], application, "a")
+
+
+def test_proxies_are_waited_for_once_the_application_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve may have replaced one while it started, or have more on other nodes."""
+    steps: list[str] = []
+
+    class Client:
+        def wait_for_proxies_serving(self, wait_for_applications_running: bool) -> None:
+            assert wait_for_applications_running
+            steps.append("all")
+
+    class Started(Proxies):
+        def result(self) -> None:
+            steps.append("first")
+
+    monkeypatch.setattr(deploy, "_deploy", lambda *_: steps.append("deployed"))
+    monkeypatch.setattr(context, "_get_global_client", Client)
+    application: Any = None
+    deploy._deploy_beside(Started(None), [], application, "a")
+    assert steps == ["deployed", "first", "all"]
+    steps.clear()
+    deploy._deploy_on(application, "a")
+    assert steps == ["deployed", "all"]
 
 
 def test_a_proxy_that_serve_replaces_ends_no_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.errors import EngineUnavailable, InvalidConfig
+from rayfin.actors.errors import (
+    EngineUnavailable,
+    InvalidConfig,
+    NoRoomNow,
+    StorageFull,
+    UnsupportedModel,
+)
 from rayfin.actors.messages import EngineInfo
 from rayfin.actors.scheduler import actor, status_line
 from rayfin.actors.scheduler.actor import UNCLAIMED, EngineClaim, EngineStart, SchedulerActor
-from rayfin.actors.supervision import adoption, ahead
+from rayfin.actors.supervision import adoption, ahead, supervisor
 from rayfin.actors.supervision.adoption import claim_engine
 from rayfin.actors.supervision.ahead import EngineAhead
 from rayfin.actors.supervision.supervisor import Supervisor
@@ -143,21 +150,24 @@ def test_a_late_answer_is_waited_for(
 
 
 @pytest.mark.parametrize(
-    ("error", "refused"),
+    ("error", "refusal"),
     [
-        (InvalidConfig("a request needs 7 pages: lower max_model_len"), True),
-        (EngineUnavailable("the runner has died"), False),
-        (RuntimeError("the program ends"), False),
+        (InvalidConfig("a request needs 7 pages: lower max_model_len"), InvalidConfig),
+        (UnsupportedModel("no decoder"), UnsupportedModel),
+        (StorageFull("no room on the disk"), InvalidConfig),
+        (NoRoomNow("a request needs 7 pages, 3 fit"), None),
+        (EngineUnavailable("the runner has died"), None),
+        (RuntimeError("the program ends"), None),
     ],
-    ids=["refused", "died", "ended"],
+    ids=["refused", "unsupported", "disk", "memory", "died", "ended"],
 )
 def test_why_a_model_cannot_be_served_is_known_at_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     error: Exception,
-    refused: bool,
+    refusal: type[InvalidConfig] | None,
 ) -> None:
-    """Serve reports it after several more loads."""
+    """Serve reports it after several more loads, which may find more memory free."""
 
     class Refused(Supervisor):
         def place_ahead(self) -> None: ...
@@ -175,8 +185,34 @@ def test_why_a_model_cannot_be_served_is_known_at_once(
     monkeypatch.setattr(threading, "Thread", Now)
     with caplog.at_level(logging.INFO, logger=ahead.__name__):
         engine = EngineAhead(ARGS, "app/engine/")
-    assert engine.refusal is (error if refused else None)
-    assert [str(error) in each.getMessage() for each in caplog.records] == [True] * (not refused)
+    if refusal is None:
+        assert engine.refusal is None
+        assert [str(error) in each.getMessage() for each in caplog.records] == [True]
+    else:
+        assert type(engine.refusal) is refusal and str(engine.refusal) == str(error)
+        assert not caplog.records
+
+
+def test_what_fails_after_ray_has_ended_starts_no_other_ray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray's calls to end actors start a Ray where none runs."""
+    called: list[str] = []
+
+    class Gone(Supervisor):
+        async def _launch(self) -> EngineInfo:
+            raise RuntimeError("Ray has ended")
+
+    running = [False]
+    monkeypatch.setattr(ray, "is_initialized", lambda: running[0])
+    monkeypatch.setattr(ray, "kill", lambda own: called.append("kill"))
+    monkeypatch.setattr(supervisor, "kill_named", called.append)
+    own = Gone(ARGS, "app/engine/0", detached=True)
+    own._scheduler = object()
+    for running[0] in (False, True):
+        with pytest.raises(RuntimeError, match="has ended"):
+            asyncio.run(own.launch_ahead())
+        assert bool(called) == running[0]
 
 
 def test_its_spare_runners_come_after_its_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
