@@ -163,6 +163,8 @@ class PlainMtp(nn.Module):
         config._attn_implementation, config.num_hidden_layers = "eager", 1
         if hasattr(config, "first_k_dense_replace"):
             config.first_k_dense_replace = 0
+        if hasattr(config, "layer_types"):
+            config.layer_types = ["full_attention"]
         decoder = target.get_decoder()
         self.target, self.behind = [target], behind  # no parameters of this module
         hidden, norm = config.hidden_size, type(decoder.norm)

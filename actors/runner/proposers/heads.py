@@ -311,12 +311,10 @@ def require_states(loaded: LoadedModel, args: EngineArgs) -> None:
     """Raises unless a head can read the states of the model.
 
     Raises:
-        InvalidConfig: it keeps states of its own, gives vectors, or reads images.
+        InvalidConfig: it gives vectors, or reads images.
     """
     why = None
-    if loaded.recurrent is not None:
-        why = "its layers keep states; ngram and suffix draft for it"
-    elif loaded.pools is not None:
+    if loaded.pools is not None:
         why = "it gives vectors"
     elif loaded.vision is not None:
         why = "it reads images"

@@ -75,6 +75,22 @@ def test_drafts_are_those_of_plain_torch(
     assert share_right(engine) > 0.2
 
 
+def test_for_recurrent_layers(tiny_model: Make, engine_args: Make, tmp_path: Path) -> None:
+    tiny = tiny_model("qwen3_next")
+    plain = PlainEagle3(tiny.model)
+    plain.fit([[*prompt, *tiny.greedy(prompt, 20)] for prompt in PROMPTS])
+    plain.save(tmp_path)
+    args = engine_args(tiny.folder, max_decoding_batch=24)
+    expected = finish(engine_of(args)[0], requests_of(Sampling()))
+    engine, runner = engine_of(headed(args, "eagle3", tmp_path))
+    seen = watch(runner)
+    assert finish(engine, requests_of(Sampling())) == expected
+    assert sum(len(drafts) for _, drafts in seen) > 40
+    for text, drafts in seen:
+        assert drafts == plain.drafts(text, len(drafts))
+    assert share_right(engine) > 0.2
+
+
 def test_after_a_time_without_drafts(args: Any, folder: Path, plain: PlainEagle3) -> None:
     """The ring was full more than once: nothing is lost."""
     engine, runner = engine_of(headed(args, "eagle3", folder))

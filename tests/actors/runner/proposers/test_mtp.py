@@ -1,11 +1,13 @@
 """A checkpoint's own head drafts what plain torch says, and changes no token."""
 
+import itertools
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from draft_heads import PlainMtp
@@ -19,15 +21,27 @@ from head_checks import (
     share_right,
     watch,
 )
-from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.messages import Sampling
+from rayfin.actors.errors import InvalidConfig, RunnerGroupFailed
+from rayfin.actors.messages import Sampling, StopRules
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.proposers.heads import HeadedModel
+from rayfin.actors.scheduler.engine import Engine
+from spec_checks import run
 
 Make = Callable[..., Any]
-FORMS = {"llama": False, "qwen3": False, "glm4_moe": True, "deepseek_v3": True}
+FORMS = {
+    "llama": False,
+    "qwen3": False,
+    "glm4_moe": True,
+    "deepseek_v3": True,
+    "qwen3_next": False,
+    "qwen3_5_text": False,
+}
 """Models, and whether the head is behind the last layer."""
+
+RECURRENT = ("qwen3_next", "qwen3_5_text")
+"""Those whose layers keep states, which go back to the last right draft."""
 
 Headed = tuple[Path, PlainMtp]
 
@@ -55,7 +69,10 @@ def with_head(
 
 @pytest.mark.parametrize(
     ("name", "attention"),
-    [*((name, "auto") for name in FORMS), ("llama", "reference"), ("glm4_moe", "reference")],
+    [
+        *((name, "auto") for name in FORMS),
+        *((name, "reference") for name in ("llama", "glm4_moe", "qwen3_next")),
+    ],
 )
 def test_drafts_are_those_of_plain_torch(
     name: str, attention: str, with_head: Callable[[str], Headed], engine_args: Make
@@ -72,12 +89,17 @@ def test_drafts_are_those_of_plain_torch(
     assert share_right(engine) > 0.2
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
 @pytest.mark.parametrize("rule", RULES)
 def test_no_token_changes(
-    rule: str, with_head: Callable[[str], Headed], engine_args: Make, tiny_tokenizer: Make
+    rule: str,
+    name: str,
+    with_head: Callable[[str], Headed],
+    engine_args: Make,
+    tiny_tokenizer: Make,
 ) -> None:
     tokenizer = str(tiny_tokenizer("byte_level"))
-    args = engine_args(with_head("llama")[0], max_decoding_batch=24, tokenizer=tokenizer)
+    args = engine_args(with_head(name)[0], max_decoding_batch=24, tokenizer=tokenizer)
     requests = requests_of(Sampling(**RULES[rule]))
     expected = finish(engine_of(args)[0], requests)
     for settings in ({}, {"adaptive": True}):
@@ -101,11 +123,73 @@ def test_the_fused_decoder_stays(with_head: Callable[[str], Headed], engine_args
     assert isinstance(model, HeadedModel) and isinstance(model.target, CpuDecoder)
 
 
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_wrong_head_beside_recurrent_layers(
+    name: str, tiny_model: Make, engine_args: Make, tmp_path: Path
+) -> None:
+    """It has learned nothing: nearly each step takes states back."""
+    tiny = tiny_model(name)
+    shutil.copytree(tiny.folder, tmp_path, dirs_exist_ok=True)
+    PlainMtp(tiny.model, behind=False).save(tmp_path)
+    engine, _ = engine_of(headed(engine_args(tmp_path, max_decoding_batch=24), "mtp"))
+    tokens, _ = finish(engine, requests_of(Sampling()))
+    for key, prompt in enumerate(PROMPTS):
+        expected = tiny.greedy(prompt, 20)
+        assert tokens[key][: len(expected)] == expected
+    assert share_right(engine) < 0.2
+
+
+@pytest.mark.parametrize("event", ["forks", "preemption", "restart"])
+def test_recurrent_layers_go_on_after(
+    event: str, with_head: Callable[[str], Headed], engine_args: Make
+) -> None:
+    args = engine_args(with_head("qwen3_next")[0], max_decoding_batch=24, check_pages=True)
+    requests = requests_of(Sampling())
+    if event == "forks":
+        for number in range(3):
+            fork = replace(requests[1], key=10 + number, request_id=f"c{number}", parent_key=1)
+            requests.append(replace(fork, sampling=Sampling(temperature=0.6, seed=10 + number)))
+    expected, _ = run(args, requests)
+    turns = itertools.count()
+
+    def disturb(engine: Engine) -> None:
+        turn, lifecycle = next(turns), engine.lifecycle
+        if event == "preemption" and turn % 4 == 3 and len(lifecycle.state.running):
+            lifecycle.preempt(lifecycle.victim())
+        elif event == "restart" and turn in (4, 9):
+            engine.replace_runners(RunnerGroupFailed("planted"))
+
+    actual, engine = run(headed(args, "mtp"), requests, disturb=disturb)
+    assert actual == expected
+    stats = engine.stats()
+    assert stats.spec_accepted_tokens
+    assert event != "preemption" or stats.preemptions > 3
+    assert stats.runner_restarts == (2 if event == "restart" else 0)
+
+
+def test_recurrent_layers_start_from_a_snapshot(
+    with_head: Callable[[str], Headed], tiny_model: Make, engine_args: Make
+) -> None:
+    """The second turn finds the first one's pages and states, which the head has too."""
+    tiny = tiny_model("qwen3_next")
+    args = engine_args(with_head("qwen3_next")[0], max_decoding_batch=24)
+    engine, _ = engine_of(headed(args, "mtp"))
+    turn = [3 + (7 * place) % 19 for place in range(85)]
+    for key in range(2):
+        asked = replace(
+            requests_of(Sampling())[0],
+            key=key,
+            prompt=np.array(turn, np.int32),
+            stopping=StopRules(12, frozenset([2])),
+        )
+        said = finish(engine, [asked])[0][key]
+        assert said == tiny.greedy(turn, 12)
+        turn += [*said, 9, 30, 17]
+    assert engine.stats().prefix_hits and engine.stats().spec_drafts
+
+
 def test_refused(tiny_model: Make, engine_args: Make) -> None:
     args = engine_args(tiny_model("llama").folder)
     with pytest.raises(InvalidConfig, match="has no layer for multi-token prediction") as caught:
         ModelRunner(headed(args, "mtp"))
     assert caught.value.param == "speculative_config"
-    recurrent = replace(args, model=str(tiny_model("qwen3_next").folder))
-    with pytest.raises(InvalidConfig, match="its layers keep states; ngram and suffix"):
-        ModelRunner(headed(recurrent, "mtp"))
