@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from draft_heads import PlainMtp
 from head_checks import (
@@ -137,6 +138,30 @@ def test_a_wrong_head_beside_recurrent_layers(
         expected = tiny.greedy(prompt, 20)
         assert tokens[key][: len(expected)] == expected
     assert share_right(engine) < 0.2
+
+
+def test_beside_a_tower(tiny_model: Make, engine_args: Make, tmp_path: Path) -> None:
+    """Qwen3.5 is published as a model that reads images; its text is drafted."""
+    tiny = tiny_model("qwen3_5_text")
+    tower = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    tower["out_hidden_size"] = tiny.model.config.hidden_size
+    config = Qwen3_5Config(text_config=tiny.model.config.to_dict(), vision_config=tower)
+    both = Qwen3_5ForConditionalGeneration(config)
+    both.model.language_model.load_state_dict(tiny.model.model.state_dict())
+    both.lm_head.load_state_dict(tiny.model.lm_head.state_dict())
+    both.save_pretrained(tmp_path)
+    head = PlainMtp(tiny.model, behind=False)
+    head.fit([[*prompt, *tiny.greedy(prompt, 20)] for prompt in PROMPTS])
+    head.save(tmp_path)
+    args = engine_args(tmp_path, max_decoding_batch=24, language_model_only=True)
+    engine, runner = engine_of(headed(args, "mtp"))
+    seen = watch(runner)
+    tokens, _ = finish(engine, requests_of(Sampling()))
+    for key, prompt in enumerate(PROMPTS):
+        expected = tiny.greedy(prompt, 20)
+        assert tokens[key][: len(expected)] == expected
+    assert seen and all(drafts == head.drafts(text, len(drafts)) for text, drafts in seen)
+    assert share_right(engine) > 0.2
 
 
 @pytest.mark.parametrize("event", ["forks", "preemption", "restart"])
