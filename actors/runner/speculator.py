@@ -159,7 +159,7 @@ class Speculator:
         lengths = info.kv_len + grown
         self._lengths[info.ids] = lengths
         if self._states is not None and info.num_drafts:
-            self._states.settle(lengths)
+            self._states.settle(lengths.astype(np.int64))
         rows = np.flatnonzero(counts)
         self._proposer.accept(info.ids[rows].astype(np.int64), tokens[rows], counts[rows])
         for sampled in results:

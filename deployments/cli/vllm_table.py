@@ -20,7 +20,10 @@ from rayfin.deployments.cli.vllm_flags import (
 
 LORA = Lacks("such LoRA adapters")
 MEDIA = Lacks("audio or video in prompts, nor this setting for images")
-MAMBA = Lacks("state-space (Mamba) layers")
+ROUNDING = Lacks("stochastic rounding of states of recurrent layers")
+STATES = Lacks("a choice of the type of states", ("auto",))
+SAVED = Accepted("Rayfin chooses where states of recurrent layers are saved")
+DRAFTED = Accepted("Rayfin keeps the state behind each drafted token")
 EXPERTS = Lacks("expert parallelism")
 CONTEXTS = Lacks("context parallelism", ("1",))
 OFFLOAD = Lacks("weights in host memory", ("0", "0.0", "auto"))
@@ -365,17 +368,17 @@ MODEL: tuple[VllmFlag, ...] = (
     value("--mm-ipc-gpu-memory-gb", "media between processes", Accepted("Rayfin chooses it")),
     switch("--mm-device-do-normalize", "device of the processor", Accepted("Rayfin chooses it")),
     # Mamba
-    value("--mamba-backend", "kernels", Accepted("there are no Mamba layers")),
-    value("--mamba-ssu-algorithm", "kernels", Accepted("there are no Mamba layers")),
-    switch("--enable-mamba-cache-stochastic-rounding", "rounding of states", MAMBA),
-    value("--mamba-cache-philox-rounds", "rounding of states", Lacks(MAMBA.missing, ("0",))),
-    value("--mamba-cache-dtype", "type of states", Lacks(MAMBA.missing, ("auto",))),
-    value("--mamba-ssm-cache-dtype", "type of states", Lacks(MAMBA.missing, ("auto",))),
-    value("--mamba-block-size", "block of states", MAMBA),
-    value("--mamba-cache-mode", "prefixes of states", Lacks(MAMBA.missing, ("none",))),
-    switch("--enable-mamba-shared-prefix-checkpoint", "prefixes of states", MAMBA),
-    value("--replayssm-buffer-len", "replay of states", Accepted("there are no Mamba layers")),
-    switch("--use-replayssm", "replay of states", MAMBA),
+    value("--mamba-backend", "kernels", KERNELS),
+    value("--mamba-ssu-algorithm", "kernels", KERNELS),
+    switch("--enable-mamba-cache-stochastic-rounding", "rounding of states", ROUNDING),
+    value("--mamba-cache-philox-rounds", "rounding of states", Lacks(ROUNDING.missing, ("0",))),
+    value("--mamba-cache-dtype", "type of states", STATES),
+    value("--mamba-ssm-cache-dtype", "type of states", STATES),
+    value("--mamba-block-size", "block of states", SAVED),
+    value("--mamba-cache-mode", "prefixes of states", SAVED),
+    switch("--enable-mamba-shared-prefix-checkpoint", "prefixes of states", SAVED),
+    value("--replayssm-buffer-len", "replay of states", DRAFTED),
+    switch("--use-replayssm", "replay of states", DRAFTED),
     value("--gdn-prefill-backend", "kernels of linear attention", KERNELS),
     value("--kda-prefill-backend", "kernels of linear attention", KERNELS),
     value("--kda-decode-backend", "kernels of linear attention", KERNELS),

@@ -42,7 +42,7 @@ def measure_steps(
     def run(tokens: int) -> float:
         info = decode_step(tokens, context, page_size, drafts)
         if states is not None:
-            states.assume(info.ids.astype(np.int64), info.kv_len)
+            states.assume(info.ids.astype(np.int64), info.kv_len.astype(np.int64))
         slots = RequestSlots(len(info.ids), int(info.kv_page_len.max()))
         slots.apply(info)
         started = time.perf_counter()
