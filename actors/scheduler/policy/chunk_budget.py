@@ -40,9 +40,7 @@ class ChunkBudget:
         self._cost: StepCost | None = None  # until a step has run
         self._last_seconds = 0.0  # of a step that was observed
         self._shortest = math.inf  # seconds of any step
-        self._half = (
-            0  # tokens of the last one, if it took under half of what a background step may
-        )
+        self._half = 0  # tokens of the last one, if it took under half of a background step's time
 
     @property
     def alone(self) -> bool:

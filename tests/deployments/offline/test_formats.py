@@ -41,7 +41,7 @@ def llm() -> Iterator[LLM]:
 def test_a_forced_call(llm: LLM, monkeypatch: pytest.MonkeyPatch, name: str, choice: Any) -> None:
     """Drawn: each call that was not cut has its form, and nothing is left as content."""
     monkeypatch.setitem(llm.__dict__, "_formats", Detected(tools=TOOL_FORMATS[name]))
-    params = SamplingParams(temperature=1, seed=3, n=2 if choice == NAMED else 1, max_tokens=300)
+    params = SamplingParams(temperature=1, seed=3, n=2 if choice == NAMED else 1, max_tokens=600)
     answers = llm.chat(QUESTION, params, tools=TOOLS, tool_choice=choice, use_tqdm=False)
     whole = 0
     for answer in answers[0].outputs:
