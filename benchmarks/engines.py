@@ -42,8 +42,12 @@ PEERS = Path(__file__).with_name("peers")
 PAGES = Path(__file__).parents[1] / "docs" / "benchmarks"
 OURS = "rayfin"
 VOCABULARY = 2000
-TITLES = {"135m": "The 135M Llama shape", "0.6b": "The shape of Qwen3-0.6B"}
-BATCH = {"135m": 64, "0.6b": 16}
+TITLES = {
+    "135m": "The 135M Llama shape",
+    "0.6b": "The shape of Qwen3-0.6B",
+    "hybrid": "A hybrid of gated delta rule and attention",
+}
+BATCH = {"135m": 64, "0.6b": 16, "hybrid": 32}
 """Number of requests of W1, about a minute's work."""
 
 
@@ -88,9 +92,8 @@ def make_model(folder: Path, shape: str, weights: str) -> None:
     """Saves random fp32 weights that ``weights`` can represent, with the demo's tokenizer."""
     torch.manual_seed(0)
     architecture, sizes = SHAPES[shape]
-    config = AutoConfig.for_model(
-        architecture, max_position_embeddings=4096, tie_word_embeddings=True, **sizes
-    )
+    common = {"max_position_embeddings": 4096, "tie_word_embeddings": True}
+    config = AutoConfig.for_model(architecture, **{**common, **sizes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if weights != "float32":
         model.to(torch.bfloat16).to(torch.float32)
@@ -152,7 +155,7 @@ def main() -> None:
     parser.add_argument("--settings", default="threads=2", help="settings of Rayfin: key=value,...")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--shape", choices=SHAPES, default="135m")
+    parser.add_argument("--shape", choices=TITLES, default="135m")
     parser.add_argument("--weights", choices=["float32", "bfloat16", "gptq"], default="float32")
     parser.add_argument("--page", type=Path, help="page to write; default: the one in docs/")
     options = parser.parse_args()
