@@ -1,8 +1,9 @@
 """The Ray shell of an Engine: a thread that steps, and the methods that clients call.
 
-    submit      requests and aborts                           (concurrency group "requests")
-    subscribe   one client's output, a message per step       (a group and thread per client)
-    the others  start, claim, pulse, ...: never wait for a step  ("control")
+    submit        requests and aborts                      (concurrency group "requests")
+    subscribe     one client's output, a message per step  (a group and thread per client)
+    wait_for_end  nothing: it ends with the process        ("end")
+    the others    start, claim, pulse, ...: never wait for a step           ("control")
 
 These methods only use queues; the engine belongs to the loop's thread. A supervisor owns this actor
 while it sends pulses. Without them another supervisor may claim it; in the end the actor kills its
@@ -77,7 +78,10 @@ OPTIONS: dict[str, Any] = {
     "max_task_retries": 0,
     "num_cpus": 0,
     "enable_task_events": False,  # Ray's GCS would keep a record of each call
-    "concurrency_groups": {"requests": 1, "control": 6, "prepare": 1, **dict.fromkeys(STREAMS, 1)},
+    "concurrency_groups": {
+        **{"requests": 1, "control": 6, "prepare": 1, "end": 1},
+        **dict.fromkeys(STREAMS, 1),
+    },
 }
 
 
@@ -242,6 +246,11 @@ class SchedulerActor:
     def process(self) -> Process:
         """This process, for those who must wait for its end."""
         return _process()
+
+    @ray.method(concurrency_group="end")
+    def wait_for_end(self) -> None:
+        """Never returns: the call fails when this process dies, which tells the supervisor so."""
+        threading.Event().wait()
 
     @ray.method(concurrency_group="control")
     def runners(self) -> list[Process]:

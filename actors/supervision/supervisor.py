@@ -54,6 +54,7 @@ from rayfin.actors.supervision.adoption import (
     has_runners,
     other_model_exists,
 )
+from rayfin.actors.supervision.death_watch import DeathWatch
 from rayfin.actors.supervision.placement import bundles, create_scheduler, pick_cluster_device
 from rayfin.actors.timing import (
     CLIENT_LEAVE_SECONDS,
@@ -95,6 +96,7 @@ class Supervisor:
         self._reason: str | None = None
         self.stats = EngineStats()  # at the last pulse
         self._watching: asyncio.Task[None] | None = None
+        self._death = DeathWatch()
 
     @property
     def scheduler(self) -> Any:
@@ -179,6 +181,7 @@ class Supervisor:
         """Kills scheduler, runners and spares, and frees their resources."""
         if self._watching is not None:
             self._watching.cancel()
+            self._death.close()
         # After ray.shutdown() these calls would start another Ray.
         if self._scheduler is None or not ray.is_initialized():
             return
@@ -262,7 +265,7 @@ class Supervisor:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(PULSE_SECONDS)
+            await self._death.wait(self._scheduler, PULSE_SECONDS)
             try:
                 reason = await self._pulse()
                 if reason is not None:
@@ -270,6 +273,7 @@ class Supervisor:
             except NotOwner as error:
                 logger.error("another supervisor has claimed the engine: %s", error)
                 self._scheduler = None  # stop() must not kill it
+                self._death.close()
                 self._failures, self._reason = MAX_FAILURES, str(error)
                 return
             except Exception as error:

@@ -29,6 +29,7 @@ from rayfin.actors.timing import (
     CLIENT_STUCK_SECONDS,
     ENGINE_SILENT_SECONDS,
     HEARTBEAT_SECONDS,
+    MAX_RECONNECT_SECONDS,
     RECONNECT_SECONDS,
     SILENCE_TICK_SECONDS,
 )
@@ -305,9 +306,11 @@ class EngineConnection:
         self._lose(EngineLost(f"engine {self.name} was left"))
 
     async def _run(self) -> None:
+        pause = RECONNECT_SECONDS
         while True:
             try:
                 await self._connect()
+                pause = RECONNECT_SECONDS
                 await self._receive()
                 self.scheduler.unsubscribe.remote(self._seat.client)  # all is read
                 lost = EngineLost(f"engine {self.name} closed the connection")
@@ -321,10 +324,11 @@ class EngineConnection:
                 if isinstance(error, EngineUnavailable) and not self.connected:
                     self._log_refusal(error)
             self._lose(lost)
-            await asyncio.sleep(RECONNECT_SECONDS)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, MAX_RECONNECT_SECONDS)
 
     def _log_refusal(self, error: EngineUnavailable) -> None:
-        # Once for each reason: a connection is tried four times a second.
+        # Once for each reason: a connection is tried several times a second.
         refusal = str(getattr(error, "cause", error))  # Ray's copy has a traceback in its text
         if refusal != self._refusal:
             self._refusal = refusal

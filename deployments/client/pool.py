@@ -155,6 +155,7 @@ class EnginePool:
         self._limits: EngineInfo | None = None
         self._homes: dict[int, EngineConnection] = {}  # by key of a running request: forks join it
         self._any_ready = asyncio.Event()
+        self._lost_last = asyncio.Event()  # the last engine that was ready is no more
         self.events = PoolEvents()
         self._tasks = [
             asyncio.create_task(work) for work in (self._refresh(), self._watch_for_the_end())
@@ -395,8 +396,14 @@ class EnginePool:
                 logger.warning("cannot look for engines: %s", error)
             else:
                 self._update_connections(found)
+            self._lost_last.clear()
             searching = not self._any_ready.is_set() and not self._room.is_quiet
-            await asyncio.sleep(REGISTRY_SEARCH_SECONDS if searching else REGISTRY_REFRESH_SECONDS)
+            if searching:
+                await asyncio.sleep(REGISTRY_SEARCH_SECONDS)
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REGISTRY_REFRESH_SECONDS):
+                    await self._lost_last.wait()
 
     async def _watch_for_the_end(self) -> None:
         """A separate task: Serve may take long to answer, and ``_refresh`` goes on meanwhile."""
@@ -439,6 +446,8 @@ class EnginePool:
         if infos or self._all_asleep or self._over:  # waiting requests can go on, or must end
             self._any_ready.set()
         else:
+            if self._any_ready.is_set():
+                self._lost_last.set()
             self._any_ready.clear()
 
     def _label(self, name: str) -> str:

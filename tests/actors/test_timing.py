@@ -133,7 +133,8 @@ def test_an_engine_leaves_in_time() -> None:
 
 def test_connections_are_tried_faster_than_engines_are_given_up() -> None:
     first, longest = t.REPLAY_PAUSE_SECONDS
-    assert t.RECONNECT_SECONDS < t.HEARTBEAT_SECONDS and first < longest
+    assert t.RECONNECT_SECONDS < t.MAX_RECONNECT_SECONDS < t.HEARTBEAT_SECONDS
+    assert first < longest
     assert t.REGISTRY_SEARCH_SECONDS < t.REGISTRY_REFRESH_SECONDS < t.ENGINE_SILENT_SECONDS
 
 

@@ -391,6 +391,23 @@ async def test_lease_is_renewed_whatever_the_event_loop_does(
     assert len(engines[0].calls) == calls and engines[0].left == ["edge.0"]
 
 
+async def test_the_next_engine_is_looked_for_as_soon_as_the_last_one_is_lost(
+    engines: list[FakeScheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_client, "REGISTRY_REFRESH_SECONDS", 3600.0)
+    client = EnginePool("edge", lambda: {"app/engine/0": engines[0]})
+    reading = asyncio.create_task(read(client, "a"))
+    await until(lambda: engines[0].calls)
+    await asyncio.sleep(3 * ray_client.REGISTRY_SEARCH_SECONDS)  # it searches no more
+    engines.insert(0, FakeScheduler())
+    engines[1].die()
+    await until(lambda: engines[0].calls)
+    key = engines[0].requests[0].key
+    engines[0].say((key, 5), ended=(Ended(key, "length"),))
+    assert [delta.tokens for delta in await reading] == [[5]]
+    client.close()
+
+
 async def test_refused_connection_is_told_once_and_tried_again(
     engines: list[FakeScheduler],
     monkeypatch: pytest.MonkeyPatch,
