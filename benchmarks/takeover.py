@@ -1,11 +1,11 @@
-"""Measures how long a killed runner pauses a stream, with and without a spare runner.
+"""Measures how long a killed runner or scheduler pauses a stream, with and without a spare runner.
 
-    python benchmarks/takeover.py [--shape 135m] [--weights-cache] [--rounds 5]
+    python benchmarks/takeover.py [--kill scheduler] [--shape 135m] [--weights-cache] [--rounds 5]
 
 Two applications run on one Ray of the script's own: an engine with ``spare_runners`` 0, and one
-with 1. They take turns: a stream starts, its runner is killed (SIGKILL), and the pause is the
-longest gap between two of its events. Each round waits until the spare is ready. The model is the
-built-in one, or one of random weights of a size in shapes.py.
+with 1. They take turns: a stream starts, its runner or its scheduler is killed (SIGKILL), and the
+pause is the longest gap between two of its events. Each round waits until the spare is ready. The
+model is the built-in one, or one of random weights of a size in shapes.py.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from rayfin.deployments.client.engine_names import find_engine
 from rayfin.deployments.serve.server_args import ServerArgs
 
 BEFORE, LENGTH = 20, 120
-"""Tokens of a stream before its runner is killed, and in all."""
+"""Tokens of a stream before the process is killed, and in all."""
 
 PATIENCE = 600.0  # seconds; only a failure waits so long
 
@@ -58,12 +58,17 @@ class App:
 
         until(settled, "the spare is ready")
 
-    def kill_runner(self) -> None:
-        (process,) = ray.get(self.scheduler().runners.remote())
-        os.kill(process.pid, signal.SIGKILL)
+    def pid(self, what: str) -> int:
+        """The process id of its runner or its scheduler."""
+        scheduler = self.scheduler()
+        if what == "runner":
+            (process,) = ray.get(scheduler.runners.remote())
+        else:
+            process = ray.get(scheduler.process.remote())
+        return int(process.pid)
 
-    async def pause(self) -> float:
-        """The longest gap of a stream whose runner is killed, seconds."""
+    async def pause(self, what: str) -> float:
+        """The longest gap of a stream whose runner or scheduler is killed, seconds."""
         body = {
             "prompt": "Tell me a story.",
             "max_tokens": LENGTH,
@@ -71,7 +76,7 @@ class App:
             "stream": True,
             "temperature": 0,
         }
-        times: list[float] = []
+        pid, times = self.pid(what), list[float]()
         async with (
             httpx.AsyncClient(base_url=self.url, timeout=PATIENCE) as http,
             http.stream("POST", "/v1/completions", json=body) as answer,
@@ -81,7 +86,7 @@ class App:
                     assert '"error"' not in line, line
                     times.append(time.perf_counter())
                     if len(times) == BEFORE:
-                        await asyncio.to_thread(self.kill_runner)
+                        os.kill(pid, signal.SIGKILL)
         return max(later - earlier for earlier, later in zip(times, times[1:], strict=False))
 
 
@@ -110,14 +115,14 @@ def deploy(port: int, spares: int, settings: dict[str, Any]) -> App:
     return App(name, f"http://127.0.0.1:{port}/{name}", spares)
 
 
-def measure(apps: list[App], rounds: int) -> dict[int, list[float]]:
+def measure(apps: list[App], what: str, rounds: int) -> dict[int, list[float]]:
     """Seconds of each pause, by the number of spares."""
     pauses: dict[int, list[float]] = {app.spares: [] for app in apps}
     for round_ in range(rounds):
         for app in apps if round_ % 2 else apps[::-1]:
             for each in apps:
                 each.settle()
-            pauses[app.spares].append(asyncio.run(app.pause()))
+            pauses[app.spares].append(asyncio.run(app.pause(what)))
     return pauses
 
 
@@ -146,6 +151,7 @@ def memory(apps: list[App]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kill", choices=("runner", "scheduler"), default="runner")
     parser.add_argument("--shape", help="a size of shapes.py; default: the built-in model")
     parser.add_argument("--weights-cache", action="store_true", help="with packed weights")
     parser.add_argument("--rounds", type=int, default=5)
@@ -170,9 +176,9 @@ def main() -> None:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         try:
             apps = [deploy(port, spares, settings) for spares in (0, 1)]
-            pauses = measure(apps, options.rounds)
+            pauses = measure(apps, options.kill, options.rounds)
             apps[1].settle()
-            print("| spare runners | pause of a stream, s: median | longest | all |")
+            print(f"| spare runners | pause by a killed {options.kill}, s: median | longest | all |")
             print("| --- | --- | --- | --- |")
             for spares, found in pauses.items():
                 each = ", ".join(f"{seconds:.2f}" for seconds in found)

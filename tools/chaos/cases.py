@@ -38,6 +38,8 @@ IMAGES = Layout(
 )
 IMAGES_TWO = replace(IMAGES, engines=2)
 IMAGES_NODES = replace(NODES, runner="model", images=True, engine=IMAGES.engine)
+SPARED = Layout(engine=(("spare_runners", 1),))
+SPARED_MODEL = replace(SPARED, runner="model")
 RANKS = Layout(runner="model", ranks=2)
 CLOCK = Layout(variables=(("CHAOS_CLOCK", "1"),))
 BATCHES = Layout(
@@ -194,6 +196,22 @@ CASES = [
     ),
     Case("runner-decode", "3, 5", "the only runner killed mid-stream", faults.kill_runner),
     Case("runner-decode-two", "3", "one of two runners killed mid-stream", faults.kill_runner, TWO),
+    Case(
+        "runner-spare",
+        "3, 5",
+        "the only runner killed mid-stream, twice, each time with a spare",
+        faults.kill_runners_with_a_spare,
+        SPARED,
+    ),
+    Case(
+        "runner-spare-model",
+        "3, 5",
+        "the same with the demo model",
+        faults.kill_runners_with_a_spare,
+        SPARED_MODEL,
+        streams=8,
+        rate=2,
+    ),
     Case(
         "runner-reply",
         "4",

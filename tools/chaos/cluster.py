@@ -226,6 +226,11 @@ class Cluster:
         """Process ids of the living actors of a kind (a key of CLASSES)."""
         return [row["Pid"] for row in self._table(CLASSES[what]) if row["Pid"]]
 
+    def serving(self) -> list[int]:
+        """Process ids of the runners that serve; the others of their kind are spares."""
+        asked = [scheduler.runners.remote() for scheduler in self.schedulers()]
+        return [process.pid for each in ray.get(asked, timeout=30) for process in each]
+
     def engine(self) -> list[int]:
         """Process ids of one engine: its scheduler and its runners."""
         name = self._table(CLASSES["scheduler"])[0]["Name"]

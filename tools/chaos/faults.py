@@ -29,6 +29,28 @@ async def kill_runner(nemesis: Nemesis) -> None:
     nemesis.kill("runner")
 
 
+async def kill_runners_with_a_spare(nemesis: Nemesis) -> None:
+    """Kills the runner when its spare is ready, which must take over; then once more."""
+    for _ in range(2):
+        await _kill_runner_with_a_spare(nemesis)
+
+
+async def _kill_runner_with_a_spare(nemesis: Nemesis) -> None:
+    cluster = nemesis.cluster
+    await nemesis.until(lambda: [s.spare_runners for s in cluster.stats()] == [1], "a spare")
+    known, serving = set(cluster.pids("runner")), cluster.serving()
+    nemesis.signal(serving, signal.SIGKILL)
+    successors: set[int] = set()
+
+    def replaced() -> bool:
+        successors.update(set(cluster.serving()) - set(serving))
+        return bool(successors)
+
+    await nemesis.until(replaced, "a runner serves")
+    if not successors <= known:
+        nemesis.complaints.append("no spare has taken over")
+
+
 async def kill_runner_in_prefill(nemesis: Nemesis) -> None:
     for _ in range(8):
         nemesis.load.start(nemesis.load.asks.long_prompt(2000))
