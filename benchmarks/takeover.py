@@ -178,7 +178,7 @@ def main() -> None:
             apps = [deploy(port, spares, settings) for spares in (0, 1)]
             pauses = measure(apps, options.kill, options.rounds)
             apps[1].settle()
-            print(f"| spare runners | pause by a killed {options.kill}, s: median | longest | all |")
+            print(f"| spare runners | {options.kill} killed: pause, s: median | longest | all |")
             print("| --- | --- | --- | --- |")
             for spares, found in pauses.items():
                 each = ", ".join(f"{seconds:.2f}" for seconds in found)
