@@ -319,10 +319,12 @@ class Cluster:
             time.sleep(0.2)
 
     def healthy(self) -> bool:
-        """Whether all engines and the API answer."""
+        """Whether all engines and the API answer, and spares are ready."""
         with suppressed():
             health = httpx.get(f"{self.url}/health", timeout=5).status_code == 200
-            return health and len(self.stats()) == self.layout.engines
+            stats, spares = self.stats(), dict(self.layout.engine).get("spare_runners", 0)
+            ready = all(each.spare_runners >= spares for each in stats)
+            return health and ready and len(stats) == self.layout.engines
         return False
 
     def wait_healthy(self, seconds: float = PATIENCE) -> None:

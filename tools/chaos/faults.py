@@ -29,13 +29,8 @@ async def kill_runner(nemesis: Nemesis) -> None:
     nemesis.kill("runner")
 
 
-async def kill_runners_with_a_spare(nemesis: Nemesis) -> None:
-    """Kills the runner when its spare is ready, which must take over; then once more."""
-    for _ in range(2):
-        await _kill_runner_with_a_spare(nemesis)
-
-
-async def _kill_runner_with_a_spare(nemesis: Nemesis) -> None:
+async def kill_runner_with_a_spare(nemesis: Nemesis) -> None:
+    """Kills the runner when its spare is ready, which must take over."""
     cluster = nemesis.cluster
     await nemesis.until(lambda: [s.spare_runners for s in cluster.stats()] == [1], "a spare")
     known, serving = set(cluster.pids("runner")), cluster.serving()
