@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import quick_interpreter
 from rayfin.actors.config import EngineArgs, resolve
 from rayfin.actors.messages import (
     EngineRequest,
@@ -30,6 +31,8 @@ from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.sampling.grammars import GrammarBook, Vocabulary
 from rayfin.actors.scheduler.engine import Engine
 
+quick_interpreter.install()
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
@@ -38,6 +41,31 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger tiles in Triton's interpreter: its time goes by programs. tests/kernels has others."""
+    if torch.cuda.is_available():
+        return
+    pytest.importorskip("triton")
+    from rayfin.kernels.triton import products, sample
+
+    programs = products._programs
+
+    def large(rows: int, outputs: int, *sizes: Any) -> tuple[tuple[int], dict[str, Any]]:
+        _, launch = programs(rows, outputs, *sizes)
+        columns = 128
+        return (-(-outputs // columns),), launch | {"COLUMNS": columns}
+
+    monkeypatch.setattr(products, "_programs", large)
+    monkeypatch.setattr(sample, "BLOCK", 512)
+
+
+@pytest.fixture(scope="session")
+def two_layers(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Qwen 3 with two layers, as a TinyModel: the interpreter's time goes by layers as well."""
+    return tiny_models.TinyModel("qwen3", tmp_path_factory.mktemp("qwen3"), num_hidden_layers=2)
 
 
 def make_args(folder: Path | str, **changes: Any) -> EngineArgs:

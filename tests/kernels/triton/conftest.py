@@ -8,6 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import quick_interpreter
+
+quick_interpreter.install()
+
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:

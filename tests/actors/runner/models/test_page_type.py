@@ -126,16 +126,19 @@ def test_swapped_pages_come_back(
 
 
 def test_fp8_pages_on_triton(
-    tiny_model: Make, served: Make, request_of: Make, monkeypatch: pytest.MonkeyPatch
+    two_layers: Any,
+    served: Make,
+    request_of: Make,
+    few_programs: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prompts in chunks and leases as on a GPU: the tokens of transformers with a rounded cache."""
     pytest.importorskip("triton")
     for module in (checkpoint, attention_select, sampling_select):
         monkeypatch.setattr(module, "can_use_triton", lambda device: True)
     monkeypatch.setattr(multi_step, "CALL_SECONDS", 1e6)  # long leases, however slow the machine
-    tiny = tiny_model("qwen3")
     engine = served(
-        tiny.folder,
+        two_layers.folder,
         kv_cache_dtype="fp8_e4m3",
         attention="triton",
         max_lease=3,
@@ -146,7 +149,7 @@ def test_fp8_pages_on_triton(
     engine.runner._model.forward, engine.runner._advance = engine._forward, engine._advance
     tokens = engine.run(*(request_of(key, PROMPTS[key], 4) for key in (0, 2)))
     for key in (0, 2):
-        assert tokens[key] == rounded_greedy(tiny.model, PROMPTS[key], "fp8", 4)[0]
+        assert tokens[key] == rounded_greedy(two_layers.model, PROMPTS[key], "fp8", 4)[0]
 
 
 def test_pages_that_the_attention_does_not_read(tiny_model: Make, engine_args: Make) -> None:

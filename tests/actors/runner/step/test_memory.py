@@ -72,7 +72,7 @@ def test_graphs_are_not_made_to_be_measured_on_a_cpu() -> None:
 
 
 def test_graphs_are_not_pages(
-    tiny_model: Make, engine_args: Make, monkeypatch: pytest.MonkeyPatch
+    two_layers: Any, engine_args: Make, few_programs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recorded for the buckets and tables of the engine to come, and let go."""
     pytest.importorskip("triton")
@@ -87,7 +87,7 @@ def test_graphs_are_not_pages(
     monkeypatch.setattr(model_runner, "bytes_taken", measure)
     monkeypatch.setattr(model_runner, "available_bytes", lambda *args: 10_000)
     args = engine_args(
-        tiny_model("qwen3").folder,
+        two_layers.folder,
         kv_cache_memory=None,
         attention="triton",
         max_decoding_batch=2,
