@@ -318,8 +318,8 @@ class ModelRunner:
             page = max(self._loaded.page_bytes(page_size), 1)
             ahead = min(AHEAD_TOKENS // page_size, AHEAD_BYTES // page)
             observers.append(PagePrefaulter([*cache.keys, *cache.values], ahead))
-        if self._args.check_pages and cache.keys:
-            own = self._loaded.checked(cache)
+        own = self._loaded.checked(cache)
+        if self._args.check_pages and own.keys:
             observers.append(PageChecksums(own, page_size, self._slots))
         if self._loaded.peers:
             observers.append(RankAgreement(self._loaded.peers))

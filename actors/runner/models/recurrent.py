@@ -178,8 +178,9 @@ class StepPlan:
 class RecurrentLayers:
     """All stateful modules of a model, called row by row.
 
-    ``stepwise`` continues a prompt token by token, for modules whose form over many tokens cannot
-    start from a state (Mamba 1's scan in transformers).
+    ``stepwise`` continues a prompt token by token in all of them. Modules whose form over many
+    tokens does not read the state that it should start from (Mamba 1's scan in transformers) are
+    found when they first continue a prompt, and do so by themselves.
     """
 
     def __init__(self, modules: list[StatefulModule]) -> None:
@@ -307,6 +308,7 @@ class RowByRow:
         self.own = own
         self.numbers = keys
         self.fused: FusedForward | None = None
+        self._forgets: bool | None = None  # whether several tokens ignore the state; None: not seen
         self._layers = layers
         self._forward = forward
 
@@ -324,6 +326,10 @@ class RowByRow:
             output = self._call(cut, wave.read, wave.write)
             parts.append((wave.tokens, _map(output, lambda tensor: tensor.transpose(0, 1))))
         for start, end, read, write, past in plan.chunks:
+            if past and end - start > 1 and self._forgets is None:
+                cut = _cut((args, kwargs), tokens, slice(start, end))
+                before = torch.tensor([read], device=plan.single.device)
+                self._forgets = self._forgets_past(cut, before)
             for first, last, source in self._pieces(start, end, read, write, past):
                 part = slice(first, last)
                 cut = _cut((args, kwargs), tokens, part)
@@ -348,17 +354,36 @@ class RowByRow:
         self, start: int, end: int, read: int, write: int, past: bool
     ) -> list[tuple[int, int, int | None]]:
         """(first token, one past the last, row to read or None) of the calls for one chunk."""
-        if not (past and self._layers.stepwise):
+        if not (past and (self._layers.stepwise or self._forgets)):
             return [(start, end, read if past else None)]
         return [(at, at + 1, read if at == start else write) for at in range(start, end)]
 
+    def _forgets_past(self, cut: Any, read: torch.Tensor) -> bool:
+        """Whether the module says the same of several tokens behind a state and behind another."""
+        kinds = [key for key in self.numbers if key[0] != "conv"]
+        if not kinds:
+            return False  # columns of a convolution are put before the tokens here
+        args, kwargs = cut
+        said = []
+        for change in (0, 1):
+            states = self._states(read)
+            for key in kinds:
+                states[key] += change
+            cache = _RowCache(states, self.own.states)
+            said.append(self._forward(*args, **{**kwargs, self.own.argument: cache}))
+        one, other = (output[0] if isinstance(output, tuple) else output for output in said)
+        return bool(torch.equal(one, other))
+
+    def _states(self, read: torch.Tensor) -> dict[Key, torch.Tensor]:
+        """Copies of the states in the rows ``read`` [N]."""
+        return {
+            key: self._layers.tensor(number).index_select(0, read)
+            for key, number in self.numbers.items()
+        }
+
     def _call(self, cut: Any, read: torch.Tensor | None, write: torch.Tensor) -> Any:
         args, kwargs = cut
-        states: dict[Key, torch.Tensor] = {}
-        if read is not None:
-            for key, number in self.numbers.items():
-                states[key] = self._layers.tensor(number).index_select(0, read)
-        cache = _RowCache(states, self.own.states)
+        cache = _RowCache({} if read is None else self._states(read), self.own.states)
         output = self._forward(*args, **{**kwargs, self.own.argument: cache})
         for key, number in self.numbers.items():
             kept = self._layers.tensor(number)

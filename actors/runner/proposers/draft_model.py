@@ -1,9 +1,10 @@
 """A small model drafts: its layers are more layers of the cache, on the pages of the large one.
 
-So prefix hits, forks, swaps and the budget of pages need nothing for it. It computes every prompt
-beside the large model. Of the tokens that follow it computes what it has missed when it next
-drafts: where it is not asked, it costs nothing. What its layers hold decides drafts only, never
-tokens. (Leviathan et al., 2023; drafts are its likeliest tokens.)
+So prefix hits, forks, swaps and the budget of pages need nothing for it; where all layers of the
+large model keep states, pages are for it alone. It computes every prompt beside the large model. Of
+the tokens that follow it computes what it has missed when it next drafts: where it is not asked, it
+costs nothing. What its layers hold decides drafts only, never tokens. (Leviathan et al., 2023;
+drafts are its likeliest tokens.)
 """
 
 import time
@@ -193,7 +194,8 @@ def with_draft(loaded: LoadedModel, args: EngineArgs) -> LoadedModel:
     """The model with the layers of the draft model that ``args`` names, if any.
 
     Raises:
-        InvalidConfig: the draft model cannot be loaded, has another vocabulary, or keeps states.
+        InvalidConfig: the draft model cannot be loaded, has another vocabulary, or keeps states
+            of its own.
     """
     own = args.draft_model
     if own is None:
@@ -206,10 +208,9 @@ def with_draft(loaded: LoadedModel, args: EngineArgs) -> LoadedModel:
         raise InvalidConfig(f"speculative_config model: {error}", "speculative_config") from None
     torch.set_num_threads(threads)
     why = None
-    if loaded.recurrent is not None:
-        why = f"the layers of {args.model} keep states; ngram and suffix draft for it"
-    elif draft.recurrent is not None:
-        why = f"the layers of {own.model} keep states"
+    if draft.recurrent is not None:
+        # They would have to go back with each wrong draft, as the model's do.
+        why = f"the layers of {own.model} keep states; a draft model has layers of attention alone"
     elif loaded.pools is not None:
         why = f"{args.model} gives vectors"
     if why:

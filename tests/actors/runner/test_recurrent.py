@@ -11,7 +11,9 @@ import torch
 
 from rayfin.actors.config import resolve
 from rayfin.actors.messages import BeamParams, Sampling
+from rayfin.actors.runner.loading import load
 from rayfin.actors.runner.model_runner import ModelRunner
+from rayfin.actors.runner.models.replace import chunked_logits
 
 EOS, MAX_TOKENS = 2, 10
 FAMILIES = ("qwen3_next", "lfm2", "mamba", "mamba2", "zamba")
@@ -194,3 +196,17 @@ def test_few_snapshots_and_pages(tiny_model: Make, served: Make, request_of: Mak
     engine.engine.lifecycle.state.snapshots.__init__(2, 4)
     _check(tiny, prompts, engine.run(*_requests(request_of, prompts), stagger=2))
     assert any(engine.cached.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chunk_goes_on_from_the_state_before_it(
+    family: str, tiny_model: Make, engine_args: Make
+) -> None:
+    """Logits right behind a cut are those of the whole prompt; they are wrong where it is lost."""
+    tiny = tiny_model(family)
+    model = load(engine_args(tiny.folder)).model
+    for tokens in (torch.arange(3, 43), torch.tensor([5] * 40)):
+        expected = tiny.logits(tokens.tolist())
+        for cuts in ([0, 24, 40], [0, 1, 40], [0, 20, 21, 22, 40]):
+            logits = chunked_logits(model, model, tokens, cuts)
+            torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)

@@ -1,5 +1,6 @@
 """A draft model changes no token, and its layers follow their requests wherever pages go."""
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from rayfin.actors.config import resolve
@@ -125,6 +127,57 @@ def test_its_layers_go_with_the_pages(
         assert stats.preemptions and bool(stats.swapped_in) == ("num_host_pages" in changes)
 
 
+RECURRENT = ("qwen3_next", "qwen3_5_text", "lfm2", "mamba", "mamba2", "zamba")
+
+
+@pytest.fixture(scope="module")
+def alike(
+    tiny_model: Make, tiny_models: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """family -> a llama that says by the last token alone what the family's model may say.
+
+    It has that model's embeddings and head, and its layers add nothing: some drafts are right.
+    """
+
+    @functools.cache
+    def make(family: str) -> Path:
+        folder = Path(tmp_path_factory.mktemp(f"alike_{family}"))
+        draft, target = tiny_models.make_tiny_model("llama", folder), tiny_model(family).model
+        with torch.no_grad():
+            for name, weight in draft.named_parameters():
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    weight.zero_()
+            for own, given in (
+                (draft.get_input_embeddings(), target.get_input_embeddings()),
+                (draft.get_output_embeddings(), target.get_output_embeddings()),
+            ):
+                own.weight.copy_(given.weight)
+        draft.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_before_a_model_that_keeps_states(
+    family: str, tiny_model: Make, engine_args: Make, alike: Callable[[str], Path]
+) -> None:
+    """States go back to the last right draft; some are right, and some are not."""
+    tiny = tiny_model(family)
+    args = engine_args(tiny.folder, max_decoding_batch=24, max_model_len=64)
+    for rule in ({}, {"temperature": 0.8, "repetition_penalty": 1.2}):
+        requests = requests_of(Sampling(**rule))
+        expected = finish(engine_of(args), requests)
+        if not rule:
+            for key, prompt in enumerate(PROMPTS):
+                said = tiny.greedy(prompt, OUTPUT)  # to an end-of-sequence token
+                assert expected[key][: len(said)] == said
+        for adaptive in (False, True):
+            engine = engine_of(drafted(args, alike(family), adaptive=adaptive))
+            assert finish(engine, requests) == expected
+            assert adaptive or rule or 0 < share_right(engine) < 1
+
+
 def test_what_it_missed_it_computes_when_it_drafts_again(
     tiny_model: Make, engine_args: Make
 ) -> None:
@@ -178,3 +231,5 @@ def test_refused(tiny_model: Make, tiny_models: Any, engine_args: Make, tmp_path
     assert caught.value.param == "speculative_config"
     with pytest.raises(InvalidConfig, match="no folder /nowhere"):
         ModelRunner(drafted(args, "/nowhere"))
+    with pytest.raises(InvalidConfig, match="cannot draft .* keep states; a draft model has"):
+        ModelRunner(drafted(args, tiny_model("mamba2").folder))
