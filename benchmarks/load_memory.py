@@ -5,11 +5,12 @@
     python benchmarks/load_memory.py --settings '{"quantization": "int4"}'
     python benchmarks/load_memory.py --checkpoint gptq
     python benchmarks/load_memory.py --encoder
+    python benchmarks/load_memory.py --images
 
-A Llama (Mixtral with experts, BERT with --encoder) of random weights, with layers that are all
-alike, is loaded in a process of its own, as an engine loads it. Anonymous memory is what the
-process cannot give back; pages of the mapped checkpoint are the system's cache, which it takes back
-whenever it needs them.
+A Llama (Mixtral with experts, BERT with --encoder, LLaVA with --images) of random weights, with
+layers that are all alike, is loaded in a process of its own, as an engine loads it. Anonymous
+memory is what the process cannot give back; pages of the mapped checkpoint are the system's cache,
+which it takes back whenever it needs them.
 """
 
 import argparse
@@ -47,6 +48,7 @@ def main() -> int:
     parser.add_argument("--stored", default="bfloat16", help="dtype of the checkpoint")
     parser.add_argument("--checkpoint", choices=["plain", "gptq", "fp8"], default="plain")
     parser.add_argument("--encoder", action="store_true", help="a BERT")
+    parser.add_argument("--images", action="store_true", help="a LLaVA: as many layers twice")
     parser.add_argument("--settings", type=json.loads, default={}, help="EngineArgs, as JSON")
     parser.add_argument("--json", action="store_true", help="print MiB as JSON")
     parser.add_argument(
@@ -112,6 +114,9 @@ def write_model(folder: Path, options: argparse.Namespace) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if options.images:
+        write_images(folder, options)
+        return
     if options.encoder:
         write_encoder(folder, options)
         repeat_layer(folder, options.layers)
@@ -189,11 +194,25 @@ def write_encoder(folder: Path, options: argparse.Namespace) -> None:
     make.from_config(config, dtype=getattr(torch, options.stored)).save_pretrained(folder)
 
 
+def write_images(folder: Path, options: argparse.Namespace) -> None:
+    """A LLaVA of random weights: a tower of CLIP before a Llama."""
+    import torch
+    from image_models import Sizes, make_model
+    from safetensors.torch import load_file, save_file
+
+    inner, layers = 11 * options.hidden // 4, options.layers
+    make_model(folder, "llava", Sizes(options.hidden, inner, layers, layers, 224, 28))
+    path, dtype = folder / "model.safetensors", getattr(torch, options.stored)
+    tensors = {name: own.to(dtype) for name, own in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+
+
 def load(folder: str, settings: dict[str, Any]) -> dict[str, Memory]:
     """Loads the model as a runner does; MiB before, at the peak and after."""
     from rayfin.actors.config import EngineArgs
     from rayfin.actors.runner.model_runner import ModelRunner
 
+    import_images(folder)
     gc.collect()
     before = memory()
     peak, ended = dict(before), threading.Event()
@@ -215,6 +234,22 @@ def load(folder: str, settings: dict[str, Any]) -> dict[str, Memory]:
     after = memory()
     del runner
     return {"before": before, "peak": peak, "after": after}
+
+
+def import_images(folder: str) -> None:
+    """Imports what a model that reads images needs beside what any model needs."""
+    if not (Path(folder) / "preprocessor_config.json").exists():
+        return
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from rayfin.actors.config import EngineArgs
+    from rayfin.actors.images.processor import ImageProcessor
+
+    ImageProcessor.load(EngineArgs(model=folder))
+    make: Any = AutoModelForImageTextToText
+    with torch.device("meta"):
+        make.from_config(AutoConfig.from_pretrained(folder))
 
 
 def memory() -> Memory:

@@ -5,7 +5,8 @@ would take twice the checkpoint's memory before one matrix is packed. So its lar
 16-bit numbers, most of them in the mapped file, and a function that reads one gets float32 numbers
 for as long as it runs. A weight that is packed gives up its own memory, and is read back out of the
 packed matrix if somebody still wants it. Weights that are dequantized while they are loaded have 32
-bits, and give up their memory likewise.
+bits, and give up their memory likewise. Those of a tower of images stay in 16 bits for good: a
+product over all patches of an image takes far longer than to widen them.
 """
 
 import ctypes
@@ -91,6 +92,17 @@ class NarrowWeight(torch.Tensor):
             _advise(self._stored, mmap.MADV_DONTNEED)  # read again from the file if need be
         elif all(_is_exact(matrix) for matrix, _ in places):
             self._stored, self._places = None, places
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether its numbers are stored in 16 bits, and not packed."""
+        return self._stored is not None and self._stored.dtype in NARROW
+
+    def leave_file(self) -> None:
+        """Copies its numbers out of the mapped file, which may be changed or go."""
+        if self._mapped and self._stored is not None:
+            mapped, self._stored, self._mapped = self._stored, self.numbers().clone(), False
+            _advise(mapped, mmap.MADV_DONTNEED)
 
     @classmethod
     def __torch_function__(
@@ -317,6 +329,25 @@ def widen(model: nn.Module, but: nn.Module | None = None) -> None:
                 if id(own) not in wide:
                     wide[id(own)] = nn.Parameter(own.wide(), requires_grad=False)
                 module._parameters[name] = wide[id(own)]
+
+
+def keep_narrow(model: nn.Module, but: nn.Module) -> None:
+    """Makes the weights that are narrow stay so for good, in memory of their own.
+
+    Their products widen them by blocks. Those whose numbers have 32 bits become plain parameters.
+
+    Args:
+        but: a part whose weights are left as they are.
+    """
+    others = {id(own) for own in but.parameters()}
+    for module in model.modules():
+        for name, own in module._parameters.items():
+            if not isinstance(own, NarrowWeight) or id(own) in others:
+                continue
+            if own.is_narrow:
+                own.leave_file()
+            else:
+                module._parameters[name] = nn.Parameter(own.wide(), requires_grad=False)
 
 
 _VMA = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ [0-9a-f]+ \S+ (\d+)")

@@ -24,7 +24,7 @@ from rayfin.actors.images.processor import (
 )
 from rayfin.actors.images.virtual_ids import put_virtual_ids
 from rayfin.actors.messages import NewRequest, Sampling
-from rayfin.actors.runner.models.narrow import widen
+from rayfin.actors.runner.models.narrow import keep_narrow
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, set_attention
 from rayfin.actors.runner.models.replace import chunked_logits
 from rayfin.actors.runner.models.step_model import StepModel
@@ -94,10 +94,10 @@ def load_vision(
     attention = {"text_config": ATTENTION, "vision_config": "sdpa", "": "sdpa"}
     whole = load_model(args, config, device, attention, AutoModelForImageTextToText, narrow=True)
     text = TextView(whole)
-    widen(whole, but=text)
     set_attention(text, ATTENTION)  # type: ignore[arg-type]
     if processor is None:
         return text, None
+    keep_narrow(whole, but=text)
     for module in text.modules():  # the comparison shows which later tokens a token sees
         if getattr(module, "is_causal", True) is False:
             module.is_causal = True  # type: ignore[assignment]

@@ -272,6 +272,8 @@ BAR = 1.2
         ["--layers", "16", "--checkpoint", "fp8"],
         ["--layers", "8", "--checkpoint", "gptq", "--settings", '{"quantization": "dequantize"}'],
         ["--layers", "12", "--encoder"],
+        ["--layers", "8", "--images"],
+        ["--layers", "16", "--settings", '{"quantization": "int8"}'],
     ],
 )
 def test_a_load_takes_little_more_than_what_stays(

@@ -1,10 +1,14 @@
 """The encoder runs the tower once for an image, while it has room for its embeddings."""
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from transformers import AutoModelForImageTextToText
 
 from rayfin.actors import failpoints
 from rayfin.actors.config import EngineArgs
@@ -13,6 +17,7 @@ from rayfin.actors.failpoints import Failpoints
 from rayfin.actors.images.image_input import ImageInput
 from rayfin.actors.messages import StepResult
 from rayfin.actors.runner.loading import load
+from rayfin.actors.runner.models.narrow import NarrowWeight
 from rayfin.actors.runner.vision.encoder import ImageEncoder
 from vision_models import VisionModel, picture
 
@@ -93,3 +98,25 @@ def test_a_tower_has_the_threads_of_the_kernels(tiny: VisionModel) -> None:
     if loaded.kernels is None:
         pytest.skip("no compiled kernels")
     assert loaded.vision is not None and loaded.vision.encoder.threads == 2
+
+
+def test_a_tower_keeps_the_16_bits_of_its_checkpoint(tiny: VisionModel, tmp_path: Path) -> None:
+    """In memory of its own: a file that is written over changes no embedding."""
+    make: Any = AutoModelForImageTextToText
+    shutil.copytree(tiny.folder, tmp_path, dirs_exist_ok=True)
+    make.from_pretrained(tiny.folder, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    loaded = load(EngineArgs(model=str(tmp_path), device="cpu", threads=1))
+    assert loaded.vision is not None
+    encoder, (image, count) = loaded.vision.encoder, image_of(tiny, 1)
+    tower: Any = encoder._model
+    parts = [*tower.vision_tower.modules(), *tower.multi_modal_projector.modules()]
+    weights: list[Any] = [part.weight for part in parts if type(part) is nn.Linear]
+    assert weights and all(isinstance(weight, NarrowWeight) for weight in weights)
+    assert {weight.numbers().dtype for weight in weights} == {torch.bfloat16}
+    before = encoder.embeddings(image, count)
+    wide = make.from_pretrained(tmp_path, dtype=torch.float32)
+    assert torch.equal(ImageEncoder(wide.model, 0).embeddings(image, count), before)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.write(bytes((tmp_path / "model.safetensors").stat().st_size))
+    encoder.clear()
+    assert torch.equal(encoder.embeddings(image, count), before)

@@ -299,11 +299,11 @@ def test_missing_processor(llava: VisionModel, engine_args: Make, tmp_path: Path
         load(engine_args(folder))
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "gemma3"])
+@pytest.mark.parametrize("name", [*PATHS, "qwen2_5_vl", "internvl", "pixtral"])
 def test_a_checkpoint_in_16_bits_gives_the_same_bits(
     name: str, made: Make, served: Make, request_of: Make, tmp_path: Path
 ) -> None:
-    """As one that holds the same numbers in 32: its language model is packed as it is stored."""
+    """As one that holds the same numbers in 32: all of it stays as it is stored."""
     tiny, found = made(name), []
     folder = tiny.folder
     for dtype in (torch.bfloat16, torch.float32):
