@@ -24,6 +24,8 @@ from rayfin.actors.runner.cpu.packed_parts import (
     PackedMLP,
     is_gated_mlp,
     packed_norms,
+    packed_routers,
+    rows_apart,
     rows_of,
 )
 from rayfin.actors.runner.models.inspect_decoder import ACTIVATIONS
@@ -58,7 +60,9 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., N]."""
-        y = self._kernels.matmul(rows_of(x), self._weight, bias=self._bias)
+        rows, outputs = rows_of(x), self._weight.columns
+        out = rows_apart(len(rows), 1) if outputs == 1 else None  # a gate, which has a sigmoid
+        y = self._kernels.matmul(rows, self._weight, bias=self._bias, out=out)
         return y.view(*x.shape[:-1], y.shape[-1]).to(x.dtype)
 
 
@@ -100,7 +104,7 @@ def pack_linears(
     *,
     parts: bool = False,
 ) -> bool:
-    """Replaces the linear layers and experts of a model in place and frees their weights.
+    """Replaces the linear layers, experts and routers of a model in place, and frees their weights.
 
     With ``parts`` also its norms, gated MLPs and layers of the gated delta rule, if the logits
     allow it. Returns False, with the original layers in place, if the model then gives other logits
@@ -148,6 +152,8 @@ def _pack(
             setattr(owner, name, PackedAtCall(pack) if quantization else pack())
         for owner, name, norm in packed_norms(paged.transformer, kernels) if parts else ():
             setattr(owner, name, norm)
+        for owner, name, router in packed_routers(paged.transformer, kernels):
+            setattr(owner, name, router)
         yield paged
 
     if verified_replacement(paged, build, TOLERANCE[paged.dtype]) is None:

@@ -14,6 +14,7 @@ from rayfin.actors.messages import BeamParams, Sampling
 from rayfin.actors.runner.loading import load
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.models.replace import chunked_logits
+from rayfin.kernels.cpu.library import try_load
 
 EOS, MAX_TOKENS = 2, 10
 FAMILIES = ("qwen3_next", "lfm2", "mamba", "mamba2", "zamba")
@@ -196,6 +197,27 @@ def test_few_snapshots_and_pages(tiny_model: Make, served: Make, request_of: Mak
     engine.engine.lifecycle.state.snapshots.__init__(2, 4)
     _check(tiny, prompts, engine.run(*_requests(request_of, prompts), stagger=2))
     assert any(engine.cached.values())
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "lfm2", "mamba2"])
+def test_log_probabilities_have_the_same_bits_in_any_step(
+    family: str, tiny_model: Make, served: Make, request_of: Make
+) -> None:
+    """A token at a time, in chunks, and in a batch that others come into."""
+    if try_load() is None:
+        pytest.skip("the CPU kernels are not built")
+    tiny, prompts = tiny_model(family), _prompts()
+    sampling = Sampling(logprobs=3, prompt_logprobs=2)
+    found = []
+    for chunk, stagger in ((1, 0), (7, 0), (24, 2)):
+        engine = served(tiny.folder, max_model_len=64, long_prefill_token_threshold=chunk)
+        engine.run(
+            *(request_of(key, own, 12, sampling=sampling) for key, own in enumerate(prompts)),
+            stagger=stagger,
+        )
+        found.append((engine.logprobs, engine.prompt_logprobs))
+    assert len(found[0][0]) == len(prompts)
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
