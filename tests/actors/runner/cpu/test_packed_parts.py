@@ -105,7 +105,7 @@ def test_other_norms_stay(kernels: CpuKernels) -> None:
     assert not list(packed_norms(owner, kernels))
 
 
-FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "mamba2")
+FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
