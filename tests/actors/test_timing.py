@@ -154,7 +154,7 @@ def test_a_scrape_returns_before_the_one_that_asked_for_it_gives_up() -> None:
 def test_http_clients_are_heard_of_before_they_are_given_up() -> None:
     assert t.SSE_COMMENT_SECONDS < t.STALLED_SECONDS
     assert t.CONTINUE_SECONDS < t.LINGER_SECONDS < t.HEADER_SECONDS < t.BODY_SECONDS
-    assert t.SLOW_READER_SECONDS < t.STALLED_SECONDS
+    assert t.SHORT_BODY_SECONDS < t.SLOW_READER_SECONDS < t.STALLED_SECONDS
 
 
 def test_a_chat_template_holds_no_event_loop_for_a_heartbeat() -> None:

@@ -1,4 +1,7 @@
-"""The two ends of the window, with a stand-in for Serve between them, and a real socket."""
+"""The two ends of the window, with a stand-in for Serve between them, and a real socket.
+
+By Serve and by a lane: those that Serve carries are tested with lanes off.
+"""
 
 import asyncio
 from typing import Any
@@ -7,83 +10,14 @@ import pytest
 
 from rayfin.deployments.edge import flow
 from rayfin.deployments.edge.flow import OFFER, TAKEN, ProxyFlow, ReplicaFlow
-from rayfin.deployments.http.body_limits import WINDOW_BYTES
+from rayfin.deployments.http.body_limits import SEND_BUFFER_BYTES, WINDOW_BYTES
+from serve_stand_in import PIECE, Serve, Stream
+from serve_stand_in import echo as body
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow(reason="waits for time limits")]
 PATIENCE = 30.0  # seconds; only a failure waits so long
-PIECE = b"x" * 1000
 GET = b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
 EXPECT = b"Host: a\r\nContent-Length: 3\r\nExpect: 100-Continue\r\nConnection: close\r\n\r\n"
-
-
-class Serve:
-    """ASGI: takes all that the replica says at once, and asks for the body by itself."""
-
-    def __init__(self, replica: Any) -> None:
-        self._replica = replica
-        self.held = self.most_held = 0  # bytes of answers on their way
-        self.heard: list[str] = []  # kinds of messages to the replica
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        requests: asyncio.Queue[Any] = asyncio.Queue()
-        answers: asyncio.Queue[Any] = asyncio.Queue()
-
-        async def listen() -> None:
-            kind = ""
-            while kind != "http.disconnect":
-                message = await receive()
-                kind = message["type"]
-                self.heard.append(kind)
-                requests.put_nowait(message)
-
-        async def take(message: Any) -> None:
-            self.held += len(message.get("body", b""))
-            self.most_held = max(self.most_held, self.held)
-            answers.put_nowait(message)
-
-        async def answer() -> None:
-            await self._replica(scope, requests.get, take)
-            answers.put_nowait(None)
-
-        tasks = [asyncio.create_task(listen()), asyncio.create_task(answer())]
-        try:
-            while (message := await answers.get()) is not None:
-                await send(message)
-                self.held -= len(message.get("body", b""))
-        finally:
-            for task in tasks:
-                task.cancel()
-
-
-class Stream:
-    """ASGI: a start and as many pieces, unless the client leaves first."""
-
-    def __init__(self, pieces: int) -> None:
-        self.left = asyncio.Event()
-        self._pieces = pieces
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def leaving() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            self.left.set()
-
-        listening = asyncio.create_task(leaving())
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        for _ in range(self._pieces):
-            await send({"type": "http.response.body", "body": PIECE, "more_body": True})
-            await asyncio.sleep(0)
-            if self.left.is_set():
-                break
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-        listening.cancel()
-
-
-async def body(scope: Any, receive: Any, send: Any) -> None:
-    """ASGI: answers with the request's body."""
-    got = await receive()
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": got["body"]})
 
 
 async def refusal(scope: Any, receive: Any, send: Any) -> None:
@@ -94,32 +28,36 @@ async def refusal(scope: Any, receive: Any, send: Any) -> None:
 
 FULL = WINDOW_BYTES * 2 // 5  # what is held when nothing is taken, at the least
 ENOUGH = 16 * WINDOW_BYTES // len(PIECE)  # pieces, many times what kernels keep of small windows
+MOST_AHEAD = WINDOW_BYTES + 2 * SEND_BUFFER_BYTES + 2**20  # of a client: sockets hold some
 
 
+@pytest.mark.parametrize("lanes", [True, False])
 @pytest.mark.parametrize("slow", [True, False])
 async def test_all_of_a_long_answer_arrives(
-    listening: Any, slow: bool, monkeypatch: pytest.MonkeyPatch
+    listening: Any, slow: bool, lanes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A quick client costs few calls; each read of a slow one is reported."""
     if slow:
         monkeypatch.setattr(flow, "SLOW_READER_SECONDS", -1.0)
     serve = Serve(ReplicaFlow(Stream(ENOUGH)))
-    async with listening(ProxyFlow(serve)) as port:
+    async with listening(ProxyFlow(serve, with_lanes=lanes)) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(GET)
         answer = await asyncio.wait_for(reader.read(), PATIENCE)
         writer.close()
     assert answer.count(PIECE) == ENOUGH and answer.endswith(b"0\r\n\r\n")
     reported = serve.heard.count(TAKEN)
-    assert reported > 100 if slow else 16 <= reported <= 40
+    # Pieces that have come by a lane meanwhile leave together.
+    assert reported > (20 if lanes else 100) if slow else 16 <= reported <= 40
     assert serve.most_held <= WINDOW_BYTES
 
 
-async def test_a_client_that_takes_nothing_counts_as_gone(listening: Any) -> None:
+@pytest.mark.parametrize("lanes", [True, False])
+async def test_a_client_that_takes_nothing_counts_as_gone(listening: Any, lanes: bool) -> None:
     """Row 31. Little waits for it meanwhile, and one that reads slowly is left alone."""
     stream = Stream(10**9)
     serve = Serve(ReplicaFlow(stream))
-    async with listening(ProxyFlow(serve, seconds=0.3)) as port:
+    async with listening(ProxyFlow(serve, seconds=0.3, with_lanes=lanes)) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**16)
         writer.write(GET)
         for _ in range(3):
@@ -127,17 +65,23 @@ async def test_a_client_that_takes_nothing_counts_as_gone(listening: Any) -> Non
             assert not stream.left.is_set()
         await asyncio.wait_for(stream.left.wait(), PATIENCE)
         writer.close()
-    assert FULL <= serve.most_held <= WINDOW_BYTES
+    if lanes:
+        assert FULL <= stream.sent * len(PIECE) <= MOST_AHEAD
+    else:
+        assert FULL <= serve.most_held <= WINDOW_BYTES
 
 
+@pytest.mark.parametrize("lanes", [True, False])
 @pytest.mark.parametrize("reset", [True, False])
-async def test_a_client_that_leaves_while_its_stream_waits(listening: Any, reset: bool) -> None:
+async def test_a_client_that_leaves_while_its_stream_waits(
+    listening: Any, reset: bool, lanes: bool
+) -> None:
     stream = Stream(10**9)
     serve = Serve(ReplicaFlow(stream))
-    async with listening(ProxyFlow(serve)) as port:
+    async with listening(ProxyFlow(serve, with_lanes=lanes)) as port:
         _, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**16)
         writer.write(GET)
-        while serve.held < FULL:
+        while (stream.sent * len(PIECE) if lanes else serve.held) < FULL:
             await asyncio.sleep(0)
         if reset:
             writer.transport.abort()

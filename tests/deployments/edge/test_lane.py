@@ -1,0 +1,283 @@
+"""Answers past Serve: a stand-in for Serve between the two ends, real sockets around them."""
+
+import asyncio
+import os
+from typing import Any
+
+import httpx
+import pytest
+
+from rayfin.deployments.edge import flow, lane
+from rayfin.deployments.edge.flow import BODY, LANE, OFFER, ProxyFlow, ReplicaFlow
+from rayfin.deployments.edge.lane import Landing, Lane, Lanes
+from serve_stand_in import PIECE, Serve, Stream, echo
+
+pytestmark = pytest.mark.anyio
+PATIENCE = 30.0  # seconds; only a failure waits so long
+GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\n"
+END = b"0\r\n\r\n"
+START = {"type": "http.response.start", "status": 200, "headers": []}
+
+
+class Collected:
+    """A stream of a landing that keeps what arrives."""
+
+    def __init__(self) -> None:
+        self.pieces: list[tuple[int, bytes]] = []
+        self.news = asyncio.Event()
+        self.broken = False
+
+    def arrived(self, kind: int, data: bytes) -> None:
+        self.pieces.append((kind, data))
+        self.news.set()
+
+    def lost(self) -> None:
+        self.broken = True
+        self.news.set()
+
+    async def until(self, pieces: int) -> None:
+        while len(self.pieces) < pieces and not self.broken:
+            self.news.clear()
+            await asyncio.wait_for(self.news.wait(), PATIENCE)
+
+
+def piece(data: bytes, *, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+async def connected() -> tuple[Landing, Lane]:
+    landing = Landing()
+    found = await Lanes().find(await landing.address())
+    assert found is not None
+    return landing, found
+
+
+async def until_broken(own: Lane) -> None:
+    while not own.broken:
+        await asyncio.sleep(0)
+
+
+async def test_what_streams_say_in_one_turn_is_one_write() -> None:
+    landing, own = await connected()
+    streams = [Collected() for _ in range(32)]
+    numbers = [landing.expect(stream) for stream in streams]
+    writes: list[bytes] = []
+    through = own._transport.write
+    own._transport = type("Counted", (), {"write": lambda _, data: writes.append(data)})()
+    for at, number in enumerate(numbers):
+        own.put(number, START)
+        own.put(number, piece(b"%d" % at))
+        own.put(number, piece(b"", more=False))
+    await asyncio.sleep(0)
+    assert len(writes) == 1
+    for byte in writes[0]:  # however a read cuts them
+        through(bytes([byte]))
+    for at, stream in enumerate(streams):
+        await stream.until(3)
+        kinds = [kind for kind, _ in stream.pieces]
+        assert kinds == [lane.START, lane.BODY, lane.END]
+        assert lane.read_start(stream.pieces[0][1]) == START
+        assert stream.pieces[1][1] == b"%d" % at
+
+
+async def test_a_number_that_names_no_stream_reaches_none() -> None:
+    landing, own = await connected()
+    stream = Collected()
+    number = landing.expect(stream)
+    own.put(number ^ 1, piece(b"forged"))
+    own.put(number, piece(b"own"))
+    await stream.until(1)
+    assert stream.pieces == [(lane.BODY, b"own")]
+    landing.forget(number)
+    own.put(number, piece(b"late"))
+    other = Collected()
+    own.put(landing.expect(other), piece(b"last"))
+    await other.until(1)
+    assert len(stream.pieces) == 1
+
+
+async def test_a_process_of_another_user_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    user = os.getuid()
+    monkeypatch.setattr(lane.os, "getuid", lambda: user + 1)
+    _, own = await connected()
+    await asyncio.wait_for(until_broken(own), PATIENCE)
+    with pytest.raises(ConnectionResetError):
+        own.put(1, START)
+
+
+async def test_a_lane_that_breaks_is_replaced_and_both_ends_hear_of_it() -> None:
+    landing, lanes = Landing(), Lanes()
+    address = await landing.address()
+    own = await lanes.find(address)
+    assert own is not None and own is await lanes.find(address)
+    begun, other = Collected(), Collected()
+    number = landing.expect(begun)
+    landing.expect(other)
+    heard: list[bool] = []
+    own.watch(number, lambda: heard.append(True))
+    own.put(number, START)
+    await begun.until(1)
+    own.close()
+    await asyncio.wait_for(until_broken(own), PATIENCE)
+    await begun.until(2)
+    assert begun.broken and not other.broken and heard == [True]
+    fresh = await lanes.find(address)
+    assert fresh is not None and fresh is not own and not fresh.broken
+
+
+async def test_serve_carries_what_no_lane_can(listening: Any) -> None:
+    """A replica on another machine finds nobody at the proxy's address."""
+
+    class Elsewhere(Serve):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            _, number = scope["extensions"][OFFER][LANE]
+            scope["extensions"][OFFER][LANE] = ("rayfin-of-another-machine", number)
+            await super().__call__(scope, receive, send)
+
+    serve = Elsewhere(ReplicaFlow(Stream(10)))
+    async with listening(ProxyFlow(serve)) as port, httpx.AsyncClient() as client:
+        for _ in range(2):
+            answer = await client.get(f"http://127.0.0.1:{port}/")
+            assert answer.content == 10 * PIECE
+    assert serve.said.count("http.response.body") == 2 * 11
+
+
+async def test_serve_carries_only_the_end_and_hears_of_no_disconnect(listening: Any) -> None:
+    """Else it would cancel requests that are over; the connection is used again."""
+    stream = Stream(10)
+    serve = Serve(ReplicaFlow(stream))
+    async with listening(ProxyFlow(serve)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(3):
+            writer.write(GET)
+            answer = await asyncio.wait_for(reader.readuntil(END), PATIENCE)
+            assert answer.startswith(b"HTTP/1.1 200") and answer.count(PIECE) == 10
+        writer.close()
+    assert not stream.left.is_set()
+    assert serve.said == 3 * ["http.response.start", "http.response.body"]
+    assert serve.most_held == 0 and set(serve.heard) == {"http.request"}
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_an_answer_that_fails(listening: Any, begun: bool) -> None:
+    """One that has begun is cut off, and nothing of another answer follows it."""
+
+    async def fails(scope: Any, receive: Any, send: Any) -> None:
+        if begun:
+            await send(START)
+            await send(piece(b"half"))
+        raise RuntimeError
+
+    async with listening(ProxyFlow(Serve(ReplicaFlow(fails)))) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        answer = await asyncio.wait_for(reader.read(), PATIENCE)
+        writer.close()
+    if begun:
+        assert answer.startswith(b"HTTP/1.1 200") and not answer.endswith(END)
+        assert answer.count(b"HTTP/1.1") == 1 and b"failed" not in answer
+    else:
+        assert answer.startswith(b"HTTP/1.1 500") and b"failed" in answer
+
+
+async def test_a_replica_that_dies_cuts_its_answers_off(listening: Any) -> None:
+    replica = ReplicaFlow(Stream(10**9))
+    serve, read = Serve(replica), asyncio.Event()
+
+    async def dying(scope: Any, receive: Any, send: Any) -> None:
+        serving = asyncio.create_task(replica(scope, receive, asyncio.Queue[Any]().put))
+        await asyncio.wait_for(read.wait(), PATIENCE)
+        (own,) = replica._lanes._lanes.values()
+        own.close()
+        serving.cancel()
+        raise RuntimeError
+
+    serve._replica = dying
+    async with listening(ProxyFlow(serve)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET)
+        answer = await asyncio.wait_for(reader.read(1000), PATIENCE)
+        read.set()
+        answer += await asyncio.wait_for(reader.read(), PATIENCE)
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 200") and not answer.endswith(END)
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+async def test_a_client_that_leaves_ends_its_stream(listening: Any) -> None:
+    stream = Stream(10**9)
+    async with listening(ProxyFlow(Serve(ReplicaFlow(stream)))) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET)
+        await asyncio.wait_for(reader.read(1000), PATIENCE)
+        writer.close()
+        await asyncio.wait_for(stream.left.wait(), PATIENCE)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+async def test_a_short_body_travels_with_the_first_lines(
+    listening: Any, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it comes a moment later; Serve's own way of it is not waited for."""
+    monkeypatch.setattr(flow, "SHORT_BODY_SECONDS", PATIENCE)
+
+    class Slow(Serve):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            self.offered = scope["extensions"][OFFER].get(BODY)
+
+            async def never() -> Any:
+                await asyncio.Event().wait()
+
+            await super().__call__(scope, never, send)
+
+    serve = Slow(ReplicaFlow(echo))
+    async with listening(ProxyFlow(serve)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(POST if apart else POST + b"abc")
+        if apart:
+            await asyncio.sleep(0.05)
+            writer.write(b"abc")
+        answer = await asyncio.wait_for(reader.readuntil(END), PATIENCE)
+        writer.close()
+    assert b"abc" in answer and serve.offered["body"] == b"abc"
+
+
+async def test_a_body_that_came_twice_is_read_once(listening: Any) -> None:
+    heard: list[Any] = []
+
+    async def listens(scope: Any, receive: Any, send: Any) -> None:
+        heard.append(await receive())
+        await send(START)
+        await send(piece(b"on"))
+        heard.append(await receive())
+
+    async with listening(ProxyFlow(Serve(ReplicaFlow(listens)))) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(POST + b"abc")
+        await asyncio.wait_for(reader.readuntil(b"on"), PATIENCE)
+        writer.close()
+        while len(heard) < 2:
+            await asyncio.sleep(0.01)
+    assert [message["type"] for message in heard] == ["http.request", "http.disconnect"]
+    assert heard[0]["body"] == b"abc"
+
+
+async def test_a_replica_without_the_layer_gets_the_body_from_serve(listening: Any) -> None:
+    async with listening(ProxyFlow(Serve(echo))) as port, httpx.AsyncClient() as client:
+        answer = await client.post(f"http://127.0.0.1:{port}/", content=b"abc")
+    assert answer.content == b"abc"
+
+
+@pytest.mark.parametrize("size", [flow.SHORT_BODY_BYTES, flow.SHORT_BODY_BYTES + 1])
+async def test_a_long_body_comes_by_serve(listening: Any, size: int) -> None:
+    offers: list[Any] = []
+
+    async def noted(scope: Any, receive: Any, send: Any) -> None:
+        offers.append(scope["extensions"][OFFER].get(BODY))
+        await Serve(ReplicaFlow(echo))(scope, receive, send)
+
+    async with listening(ProxyFlow(noted)) as port, httpx.AsyncClient() as client:
+        answer = await client.post(f"http://127.0.0.1:{port}/", content=b"a" * size)
+    assert len(answer.content) <= size
+    assert offers == [None] or size == flow.SHORT_BODY_BYTES
