@@ -126,7 +126,7 @@ class _Answer:
         return message
 
     def leave(self) -> None:
-        """Nobody takes the answer any more."""
+        """No client takes the answer any more."""
         self._left = True
         self._news.set()
 

@@ -6,7 +6,7 @@ and one read. Serve still brings the request, its cancellation, and at the end t
 over (``flow.py``).
 
 The proxy listens on a socket without a file (Linux), so there is nothing to remove, and a replica
-on another machine finds nobody there: then Serve carries its answers. Only processes of the same
+on another machine finds no proxy there: then Serve carries its answers. Only processes of the same
 user are let in, and what they send must name a stream by a number that cannot be guessed.
 """
 

@@ -127,7 +127,7 @@ async def test_a_lane_that_breaks_is_replaced_and_both_ends_hear_of_it() -> None
 
 
 async def test_serve_carries_what_no_lane_can(listening: Any) -> None:
-    """A replica on another machine finds nobody at the proxy's address."""
+    """A replica on another machine finds no proxy at the address."""
 
     class Elsewhere(Serve):
         async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
