@@ -2,9 +2,11 @@
 
 import gc
 import itertools
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,15 @@ from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.scheduler.engine import Engine
 from spec_checks import OUTPUT, PROMPTS, Outcome, known_future, requests_of, run, speculating
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+
+from model_table import MAX_TOKENS, build, generate
+
 Make = Callable[..., Any]
 FAMILIES = ("qwen3_next", "qwen3_5_text", "lfm2", "mamba", "mamba2", "zamba")
+OTHERS = ("bamba", "falcon_mamba")
+"""More families of transformers whose layers keep states."""
+
 DRAFTING: dict[str, Any] = {"num_speculative_tokens": 3, "num_draft_states": 24}
 """Changes of a configuration for a proposer from outside."""
 
@@ -74,6 +83,25 @@ def test_own_proposers(rule: dict[str, Any], adaptive: bool, args_of: Make) -> N
             actual, engine = run(drafting, requests)
             assert actual == expected
             assert adaptive or engine.stats().spec_drafts
+
+
+@pytest.mark.slow(reason="builds and loads a model of each other family")
+@pytest.mark.parametrize("family", OTHERS)
+def test_any_family(family: str, engine_args: Make, tmp_path: Path) -> None:
+    """Of each one that keeps states, as tools/model_table.py builds it."""
+    model = build(family)
+    model.save_pretrained(tmp_path)
+    args = engine_args(tmp_path, max_decoding_batch=24, max_model_len=64)
+    requests = requests_of(Sampling())
+    plain, _ = run(args, requests)
+    for key, prompt in enumerate(PROMPTS):
+        assert plain[0][key][:MAX_TOKENS] == generate(model, prompt), f"prompt {key}"
+    actual, engine = run(args, requests, known_future(plain, 0.7), **DRAFTING)
+    assert actual == plain and engine.stats().spec_accepted_tokens
+    for method in ("ngram", "suffix"):
+        drafting = speculating(args, method=method, prompt_lookup_min=1)
+        actual, engine = run(drafting, requests)
+        assert actual == plain and engine.stats().spec_drafts
 
 
 @pytest.mark.parametrize(("most", "lease", "steps"), [(1, 1, 2), (8, 4, 1), (2, 8, 2), (5, 3, 2)])
