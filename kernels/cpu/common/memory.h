@@ -9,6 +9,7 @@
 namespace rayfin {
 
 void* allocate(size_t bytes);  // zeroed, 64-byte aligned; throws std::bad_alloc
+void* allocate_beside(size_t bytes);  // the same, on huge pages with other small blocks that stay for long
 void release(void* memory, size_t bytes);
 
 // Owns a block of memory, or shows one that somebody else keeps.
@@ -28,6 +29,13 @@ class Buffer {
   }
   ~Buffer() {
     if (memory_ && owned_) release(memory_, bytes_);
+  }
+
+  // A block of a weight.
+  static Buffer of_weight(size_t bytes) {
+    Buffer buffer;
+    if (bytes) buffer.memory_ = allocate_beside(bytes), buffer.bytes_ = bytes;
+    return buffer;
   }
 
   // Returns at least `bytes` of memory; the content is lost when it grows.

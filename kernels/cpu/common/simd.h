@@ -96,8 +96,13 @@ RAYFIN_INLINE void stream(float* p, Vec v) { store(p, v); }
 RAYFIN_INLINE void finish_streams() {}
 #endif
 
-// a b + c, rounded once where the instruction set has that: the same numbers wherever it is used, while a compiler may
-// round either product of a b + c d.
+// a b + c, rounded once where the instruction set has that (kFuses): the same numbers wherever it is used, while a
+// compiler may round either product of a b + c d.
+#if defined(__AVX2__) || defined(__aarch64__)
+constexpr bool kFuses = true;
+#else
+constexpr bool kFuses = false;
+#endif
 #if defined(__AVX512F__)
 RAYFIN_INLINE Vec multiply_add(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 #elif defined(__AVX2__)

@@ -6,8 +6,16 @@
 
 namespace rayfin {
 
-// One class for each kind of code. `prepare` is applied to words once, `widen` to each depth step; `shift_of` is where a
-// step's bits lie in a word. A number is what `widen` gives times kFactor, a power of two that scales take over.
+// Zero points, as integers.
+RAYFIN_INLINE VecI load_zeros(const int16_t* p) {
+  typedef int16_t Half __attribute__((vector_size(kWidth * 2)));
+  Half half;
+  std::memcpy(&half, p, sizeof(half));
+  return __builtin_convertvector(half, VecI);
+}
+
+// One class for each kind of code. `widen` reads the code that lies `shift` bits up in each word, `shift_of` a depth
+// step. A number is what `widen` gives times kFactor, a power of two that scales take over.
 //
 // Of eight 4-bit codes the first four are the low halves of the bytes and the others the high halves, so that a mask
 // gives four bytes for products of bytes.
@@ -22,15 +30,13 @@ struct Int4 : Nibbles {
 #if defined(__AVX512F__)
   const Vec numbers = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 
-  RAYFIN_INLINE VecI prepare(VecI words) const { return words; }
   RAYFIN_INLINE Vec widen(VecI words, int shift) const {  // the permutation reads only the lowest four bits
     const VecI codes = bit_cast<VecI>(bit_cast<VecU>(words) >> shift);
     return bit_cast<Vec>(_mm512_maskz_permutexvar_ps(0xffff, bit_cast<__m512i>(codes), bit_cast<__m512>(numbers)));
   }
 #else
-  RAYFIN_INLINE VecI prepare(VecI words) const { return words ^ int32_t(0x88888888); }  // to two's complement
   RAYFIN_INLINE Vec widen(VecI words, int shift) const {
-    return __builtin_convertvector((words << (28 - shift)) >> 28, Vec);
+    return __builtin_convertvector(bit_cast<VecI>(bit_cast<VecU>(words) >> shift) & 15, Vec) - 8.0f;
   }
 #endif
 };
@@ -45,7 +51,6 @@ struct Table4 : Nibbles {
 #endif
   }
 
-  RAYFIN_INLINE VecI prepare(VecI words) const { return words; }
   RAYFIN_INLINE Vec widen(VecI words, int shift) const {
     const VecI codes = bit_cast<VecI>(bit_cast<VecU>(words) >> shift);
 #if defined(__AVX512F__)
@@ -75,7 +80,6 @@ struct Bytes {
   static constexpr float kFactor = 1.0f;
   static constexpr int kSteps = 4;
   static constexpr int shift_of(int step) { return 8 * step; }
-  RAYFIN_INLINE VecI prepare(VecI words) const { return words; }
 };
 
 // Signed bytes.
@@ -94,5 +98,52 @@ struct Fp8 : Bytes {
     return bit_cast<Vec>(((words << (24 - shift)) >> 4) & int32_t(0x87f00000));  // the sign is shifted in four times
   }
 };
+
+// The scale and the zero point of a group for a vector of outputs.
+template <class Code, bool kZeros>
+struct Scale {
+  Vec scale, zero;
+
+  RAYFIN_INLINE void set(const float* scales, const int16_t* zeros) {
+    scale = load(scales) * Code::kFactor;
+    if constexpr (kZeros) zero = __builtin_convertvector(load_zeros(zeros), Vec);
+  }
+
+  // The weights of a depth step: (number - zero) * scale.
+  RAYFIN_INLINE Vec weights(const Code& code, VecI words, int step) const {
+    Vec numbers = code.widen(words, Code::shift_of(step));
+    if constexpr (kZeros) numbers -= zero;
+    return numbers * scale;
+  }
+};
+
+#if !defined(__AVX512F__)
+// A code is widened where it lies, times a power of two by which the scale is smaller. Without zero points code * scale -
+// 8 * scale rounded once is (code - 8) * scale rounded once, for 8 * scale is exact.
+template <bool kZeros>
+struct Scale<Int4, kZeros> {
+  static constexpr bool kOnce = kFuses && !kZeros;
+  Vec scale[4], less;
+  VecI zero[4];
+
+  RAYFIN_INLINE void set(const float* scales, const int16_t* zeros) {
+    const Vec one = load(scales);
+    VecI number = VecI{} + 8;
+    if constexpr (kZeros) number += load_zeros(zeros);
+    for (int i = 0; i < 4; ++i) {
+      scale[i] = one * (1.0f / float(1 << 4 * i));
+      if constexpr (!kOnce) zero[i] = number << 4 * i;
+    }
+    less = one * -8.0f;
+  }
+
+  RAYFIN_INLINE Vec weights(const Int4&, VecI words, int step) const {
+    const int shift = Int4::shift_of(step), place = shift % 16;
+    const VecI half = shift < 16 ? words : bit_cast<VecI>(bit_cast<VecU>(words) >> 16), codes = half & (15 << place);
+    if constexpr (kOnce) return multiply_add(__builtin_convertvector(codes, Vec), scale[place / 4], less);
+    return __builtin_convertvector(codes - zero[place / 4], Vec) * scale[place / 4];
+  }
+};
+#endif
 
 }  // namespace rayfin

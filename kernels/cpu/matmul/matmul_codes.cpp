@@ -37,13 +37,6 @@ RAYFIN_INLINE VecI load_words(const int32_t* p) {
   return v;
 }
 
-RAYFIN_INLINE Vec load_zeros(const int16_t* p) {
-  typedef int16_t Half __attribute__((vector_size(kWidth * 2)));
-  Half half;
-  std::memcpy(&half, p, sizeof(half));
-  return __builtin_convertvector(half, Vec);
-}
-
 // Calls f(step) for the steps of a word; the compiler knows the shifts of a whole one.
 template <class Code, class F>
 RAYFIN_INLINE void for_steps(int64_t count, const F& f) {
@@ -64,12 +57,11 @@ RAYFIN_INLINE void codes_tile(const Code& code, const float* x, int64_t x_stride
   const int64_t panel_words = weight.panel_words(), panel_scales = groups.count * kPanel;
   Vec acc[kM][2 * kP] = {};
   for (int64_t g = 0; g < groups.count; ++g) {
-    Vec scale[2 * kP], zero[2 * kP];
+    Scale<Code, kZeros> scale[2 * kP];
 #pragma GCC unroll 4
     for (int v = 0; v < 2 * kP; ++v) {
       const int64_t at = v / 2 * panel_scales + g * kPanel + v % 2 * kWidth;
-      scale[v] = load(first.scales + at) * Code::kFactor;
-      if constexpr (kZeros) zero[v] = load_zeros(first.zeros + at);
+      scale[v].set(first.scales + at, kZeros ? first.zeros + at : nullptr);
     }
     const int32_t* words = first.words + g * groups.words * kPanel;
     const int64_t end = std::min((g + 1) * groups.size, weight.inputs);
@@ -79,16 +71,12 @@ RAYFIN_INLINE void codes_tile(const Code& code, const float* x, int64_t x_stride
       for (int v = 0; v < 2 * kP; ++v) {
         const int32_t* at = words + v / 2 * panel_words + v % 2 * kWidth;
         __builtin_prefetch(reinterpret_cast<const char*>(at) + kAheadBytes / kP, 0, 3);
-        word[v] = code.prepare(load_words(at));
+        word[v] = load_words(at);
       }
       for_steps<Code>(end - k, [&](int step) RAYFIN_LAMBDA {
         Vec w[2 * kP];
 #pragma GCC unroll 4
-        for (int v = 0; v < 2 * kP; ++v) {
-          w[v] = code.widen(word[v], Code::shift_of(step));
-          if constexpr (kZeros) w[v] -= zero[v];
-          w[v] *= scale[v];
-        }
+        for (int v = 0; v < 2 * kP; ++v) w[v] = scale[v].weights(code, word[v], step);
 #pragma GCC unroll 4
         for (int m = 0; m < kM; ++m) {
           const Vec a = broadcast(x[m * x_stride + k + step]);
@@ -121,21 +109,17 @@ void widen_strip(const Code& code, const Matrix& weight, const Panel& panel, int
   for (int64_t k = first; k < last;) {
     const int64_t g = k / groups.size, end = std::min((g + 1) * groups.size, last);
     const int32_t* words = panel.words + (g * groups.words + (k - g * groups.size) / Code::kSteps) * kPanel;
-    Vec scale[2], zero[2];
+    Scale<Code, kZeros> scale[2];
     for (int v = 0; v < 2; ++v) {
-      scale[v] = load(panel.scales + g * kPanel + v * kWidth) * Code::kFactor;
-      if constexpr (kZeros) zero[v] = load_zeros(panel.zeros + g * kPanel + v * kWidth);
+      const int64_t at = g * kPanel + v * kWidth;
+      scale[v].set(panel.scales + at, kZeros ? panel.zeros + at : nullptr);
     }
     for (; k < end; k += Code::kSteps, words += kPanel) {
       for (int64_t line = 0; line < kPanel; line += 16) __builtin_prefetch(words + kAheadBytes / 4 + line, 0, 3);
-      const VecI word[2] = {code.prepare(load_words(words)), code.prepare(load_words(words + kWidth))};
+      const VecI word[2] = {load_words(words), load_words(words + kWidth)};
       float* at = out + (k - first) * kPanel;
       for_steps<Code>(end - k, [&](int step) RAYFIN_LAMBDA {
-        for (int v = 0; v < 2; ++v) {
-          Vec w = code.widen(word[v], Code::shift_of(step));
-          if constexpr (kZeros) w -= zero[v];
-          store(at + step * kPanel + v * kWidth, w * scale[v]);
-        }
+        for (int v = 0; v < 2; ++v) store(at + step * kPanel + v * kWidth, scale[v].weights(code, word[v], step));
       });
     }
     k = end;

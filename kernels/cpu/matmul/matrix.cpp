@@ -53,7 +53,7 @@ Matrix::Matrix(int64_t outputs, int64_t inputs, Storage storage, bool paired, in
       groups(groups_of(inputs, storage, group)) {
   auto block = [parts](int part, int64_t count, size_t size) {
     const size_t bytes = size_t(count) * size;
-    return parts ? Buffer(parts[part], bytes) : Buffer(bytes);
+    return parts ? Buffer(parts[part], bytes) : Buffer::of_weight(bytes);
   };
   if (has_codes(storage)) {
     data_ = block(0, panels * panel_words(), sizeof(int32_t));

@@ -17,7 +17,7 @@ float number_of(Storage storage, const float* table, int32_t word, int shift) {
   const VecI words = VecI{} + word;
   switch (storage) {
     case kInt4:
-      return Int4().widen(Int4().prepare(words), shift)[0];
+      return Int4().widen(words, shift)[0];
     case kTable4:
       return table[uint32_t(word) >> shift & 15];
     case kFp8:
