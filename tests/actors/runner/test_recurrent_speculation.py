@@ -27,7 +27,7 @@ from model_table import MAX_TOKENS, build, generate
 
 Make = Callable[..., Any]
 FAMILIES = ("qwen3_next", "qwen3_5_text", "lfm2", "mamba", "mamba2", "zamba")
-OTHERS = ("bamba", "falcon_mamba")
+OTHERS = ("bamba", "falcon_mamba", "jamba", "lfm2_moe")
 """More families of transformers whose layers keep states."""
 
 DRAFTING: dict[str, Any] = {"num_speculative_tokens": 3, "num_draft_states": 24}
