@@ -34,6 +34,7 @@ from rayfin.actors.settings.choices import (
 )
 from rayfin.actors.settings.kept_states import draft_states, resolve_snapshots
 from rayfin.actors.settings.lora_limits import loras_in_step, require_one_device
+from rayfin.actors.settings.own_drafts import chosen_speculation
 from rayfin.actors.settings.spare_runners import require_spares
 from rayfin.actors.settings.tenant_weights import parse_weights
 from rayfin.actors.settings.uncut import ANY, Uncut
@@ -187,13 +188,13 @@ class EngineArgs:
     max_lease: int = _flag(16, "maximum number of decode steps in one call to the runner")
     speculative_config: str | None = _flag(
         None,
-        'speculative decoding, as JSON with vLLM\'s keys, such as \'{"method": "ngram"}\'; changes '
-        "no token; default: none",
+        'speculative decoding, as JSON with vLLM\'s keys, such as \'{"method": "suffix"}\'; '
+        "changes no token; default: ngram on a CPU, none on a GPU or with several devices",
     )
     spec_method: str | None = _flag(
         None,
         "its method alone: ngram (the request's own text), suffix (earlier requests' too), "
-        "draft_model, or a head: eagle, eagle3, mtp",
+        "draft_model, or a head: eagle, eagle3, mtp; none: no speculation",
     )
     spec_model: str | None = _flag(
         None, "its draft model or head alone: local folder or Hugging Face name"
@@ -326,8 +327,13 @@ class EngineArgs:
         return self.hub | {"revision": self.tokenizer_revision or self.revision}
 
     @property
+    def sets_speculation(self) -> bool:
+        """Whether a setting says who drafts, or that nothing does."""
+        return self.speculative_config is not None or self.spec_method is not None
+
+    @property
     def speculation(self) -> SpeculativeConfig | None:
-        """Who drafts tokens, or None."""
+        """Who drafts tokens by these settings, or None; ``resolve`` may choose a method itself."""
         return read_speculation(
             self.speculative_config, self.spec_method, self.spec_model, self.spec_tokens
         )
@@ -544,7 +550,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         if args.max_model_len is not None or pages < 1:
             raise too_long(args, facts, model_len, available)
         model_len = pages * args.page_size
-    speculation = args.speculation
+    speculation = chosen_speculation(args, facts)
     host_pages = 0 if recurrent or whole else resolve_host_pages(args, facts.page_bytes, most)
     return EngineConfig(
         limits=limits,

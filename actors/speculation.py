@@ -101,6 +101,8 @@ def read_speculation(
     given = {key: value for key, value in given.items() if value is not None}
     if not given:
         return None
+    if given == {"method": "none"}:
+        return None
     if given.get("method") == "ngram_gpu":
         given["method"] = "ngram"
     if str(given.get("method")).endswith("_mtp"):  # vLLM's old names: deepseek_mtp, glm4_moe_mtp

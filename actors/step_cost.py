@@ -5,10 +5,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rayfin.actors.messages import Int64Array
-from rayfin.actors.timing import STEP_COST_SECONDS
+from rayfin.actors.timing import SKETCH_SECONDS, STEP_COST_SECONDS
 
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 """Tokens of the steps that are measured; between them a straight line is drawn."""
+
+SKETCHED_SIZES = (1, 8, 32)
+"""The same where the start must be quick."""
 
 RUNS = 2
 GLOBAL_PACE, LOCAL_PACE = 0.05, 0.15
@@ -67,6 +70,18 @@ class StepCost:
             sizes.append(size)
             seconds.append(min(taken))
         return cls(sizes, seconds)
+
+    @classmethod
+    def sketched(cls, run: Callable[[int], float], most: int) -> "StepCost":
+        """The table of few runs, for a start that must be quick; steps that run improve it."""
+        sizes, seconds, spent = list[int](), list[float](), run(1)  # which warms up
+        for size in (size for size in SKETCHED_SIZES if size <= most):
+            if spent > SKETCH_SECONDS and sizes:
+                break
+            sizes.append(size)
+            seconds.append(run(size))
+            spent += seconds[-1]
+        return cls(sizes, seconds) if len(sizes) > 1 else cls.guessed(1, seconds[0], most)
 
     def seconds(self, tokens: "Int64Array | int") -> np.ndarray:
         """Seconds of steps of so many tokens, in the shape of ``tokens``."""

@@ -58,9 +58,11 @@ MASK_SECONDS = 0.05
 MASK_OVERTIME_SECONDS = 1.0
 GRAMMAR_BARRED_SECONDS = 600.0
 
-# A runner's table of step times: how long its measurement may take at the start. Speculation that
-# has cost more than it gave in a window pauses; the pause doubles each time, up to the last.
+# A runner's table of step times: how long its measurement may take at the start where a setting
+# names a method of speculation, and where none does. Speculation that has cost more than it gave in
+# a window pauses; the pause doubles each time, up to the last.
 STEP_COST_SECONDS = 1.0
+SKETCH_SECONDS = 0.2
 DRAFT_WINDOW_SECONDS = 2.0
 DRAFT_PAUSE_SECONDS = 10.0
 MAX_DRAFT_PAUSE_SECONDS = 160.0

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -289,17 +290,16 @@ class ModelRunner:
         proposer, settings = self._plugins.proposer, config.speculation
         if (proposer is None and settings is None) or not isinstance(self._sampler, Sampler):
             return None
-        loaded = self._loaded
-        made = (
-            make_proposer(config, loaded.model, self._slots, loaded.device)
-            if proposer is None
-            else proposer()
-        )
-        adaptive = settings is not None and settings.adaptive
-        follow = self._loaded.peers is None  # ranks would measure different times
+        loaded, named = self._loaded, self._args.sets_speculation
+        own = partial(make_proposer, config, loaded.model, self._slots, loaded.device)
+        made = (proposer or own)()
+        adaptive = settings is not None and settings.adaptive and (named or proposer is None)
+        follow = loaded.peers is None  # ranks would measure different times
         cost = StepCost.assumed()
         if adaptive and follow:
-            cost = measure_steps(self._model.forward, config, loaded.device, loaded.states)
+            cost = measure_steps(
+                self._model.forward, config, loaded.device, loaded.states, few=not named
+            )
         planner = DraftPlanner(
             config.limits.max_decoding_batch,
             config.num_speculative_tokens,
