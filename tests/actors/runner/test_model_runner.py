@@ -64,7 +64,7 @@ def test_crash_and_replay_give_the_same_tokens(
     def dies_sometimes(info: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls in (3, 7):
+        if calls in (3, 11):
             raise RunnerGroupFailed("the runner died")
         return execute(info)
 
@@ -150,7 +150,7 @@ def test_pages_of_a_failed_row_harm_nobody(
 def test_steps_of_another_epoch_are_refused(
     tiny_model: Make, engine_args: Make, step_of: Make, row: Make
 ) -> None:
-    args = engine_args(tiny_model("llama").folder, spec_method="none")
+    args = engine_args(tiny_model("llama").folder)
     runner = ModelRunner(args)
     config = resolve(args, *runner.profile())
     runner.start(config, epoch=3)
@@ -181,7 +181,7 @@ def test_nothing_runs_before_start(
 def test_mid_prompt_chunk_samples_nothing(
     tiny_model: Make, engine_args: Make, step_of: Make, row: Make
 ) -> None:
-    args = engine_args(tiny_model("llama").folder, spec_method="none")
+    args = engine_args(tiny_model("llama").folder)
     runner = ModelRunner(args)
     runner.start(resolve(args, *runner.profile()), epoch=0)
     info = step_of(
