@@ -80,8 +80,8 @@ def make_args(folder: Path | str, **changes: Any) -> EngineArgs:
         "page_size": 4,
         "max_lease": 1,  # a lease depends on measured times: tests/actors/runner/test_lease.py
     }
-    if "speculative_config" not in changes:  # drafts too: test_speculation.py
-        values["spec_method"] = "none"
+    if "spec_method" not in changes:  # drafts too: test_speculation.py
+        values["speculative_config"] = '{"method": "none"}'
     return EngineArgs(**{**values, **changes})
 
 
