@@ -329,7 +329,8 @@ class EngineArgs:
     @property
     def sets_speculation(self) -> bool:
         """Whether a setting says who drafts, or that nothing does."""
-        return self.speculative_config is not None or self.spec_method is not None
+        named = (self.speculative_config, self.spec_method, self.spec_model)
+        return any(setting is not None for setting in named)
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
@@ -397,6 +398,8 @@ class ModelFacts:
     page_bytes: int  # of one page of all layers, keys and values
     available_bytes: int  # memory left for pages, by a profiling run
     state_bytes: int = 0  # of recurrent layers, per request
+    fixed_bits: bool = True  # logits do not depend on the other rows of a step
+    pools: bool = False  # it answers with vectors or scores
     device: str = "cpu"  # "cpu" or "cuda"
     whole_prompts: bool = False  # an encoder: it computes prompts whole and keeps nothing
     smaller_pages: tuple[tuple[str, int], ...] = ()  # kv_cache_dtype and bytes of a page

@@ -78,9 +78,12 @@ class StepCost:
         for size in (size for size in SKETCHED_SIZES if size <= most):
             if spent > SKETCH_SECONDS and sizes:
                 break
+            taken = [run(size)]
+            if spent + taken[0] <= SKETCH_SECONDS:  # the first step of a size may be slow
+                taken.append(run(size))
             sizes.append(size)
-            seconds.append(run(size))
-            spent += seconds[-1]
+            seconds.append(min(taken))
+            spent += sum(taken)
         return cls(sizes, seconds) if len(sizes) > 1 else cls.guessed(1, seconds[0], most)
 
     def seconds(self, tokens: "Int64Array | int") -> np.ndarray:

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -101,7 +100,7 @@ class ModelRunner:
     def profile(self) -> tuple[ModelFacts, BatchLimits]:
         """What the model and the device say; runs the largest step unless memory was given."""
         args, loaded, device = self._args, self._loaded, self._loaded.device
-        config, positions, whole = loaded.config, loaded.max_position, loaded.whole_prompts
+        config, positions = loaded.config, loaded.max_position
         model_len = resolve_model_len(args, positions)
         limits = loaded.limits(args, model_len)
         available = args.kv_cache_memory
@@ -121,7 +120,9 @@ class ModelRunner:
             available_bytes=available,
             state_bytes=self._loaded.state_bytes,
             device=device.type,
-            whole_prompts=whole,
+            whole_prompts=loaded.whole_prompts,
+            fixed_bits=device.type != "cpu" or loaded.kernels is not None,
+            pools=loaded.pools is not None,
             smaller_pages=self._loaded.smaller_pages(args.page_size),
             int4_saves=self._loaded.int4_saves,
             image_token_id=self._loaded.image_token_id,
@@ -291,15 +292,14 @@ class ModelRunner:
         if (proposer is None and settings is None) or not isinstance(self._sampler, Sampler):
             return None
         loaded, named = self._loaded, self._args.sets_speculation
-        own = partial(make_proposer, config, loaded.model, self._slots, loaded.device)
-        made = (proposer or own)()
+        device = loaded.device
+        made = proposer() if proposer else make_proposer(config, loaded.model, self._slots, device)
         adaptive = settings is not None and settings.adaptive and (named or proposer is None)
         follow = loaded.peers is None  # ranks would measure different times
         cost = StepCost.assumed()
         if adaptive and follow:
-            cost = measure_steps(
-                self._model.forward, config, loaded.device, loaded.states, few=not named
-            )
+            states = loaded.states
+            cost = measure_steps(self._model.forward, config, device, states, few=not named)
         planner = DraftPlanner(
             config.limits.max_decoding_batch,
             config.num_speculative_tokens,
@@ -308,7 +308,7 @@ class ModelRunner:
             follow=follow,
             draft_seconds=draft_seconds(made),
         )
-        place = (loaded.device, config.limits)
+        place = (device, config.limits)
         return Speculator(made, self._slots, self._sampler, *place, planner, loaded.states)
 
     def _make_observers(self, cache: KVTensors) -> list[StepObserver]:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from rayfin.actors import step_cost
 from rayfin.actors.runner.step.measured_step import decode_step
 from rayfin.actors.step_cost import RUNS, SIZES, StepCost
 
@@ -26,6 +27,22 @@ def test_measures_as_far_as_it_may() -> None:
     asked.clear()
     StepCost.measured(run, 9, limit=0.0)
     assert set(asked) == set(SIZES[:2])
+
+
+def test_a_sketch_takes_few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def run(tokens: int) -> float:
+        asked.append(tokens)
+        return tokens / 1000 + (0.05 if asked.count(tokens) == 1 else 0.0)  # the first is slow
+
+    cost = StepCost.sketched(run, 64)
+    assert cost.seconds(np.array([1, 8])) == pytest.approx([0.001, 0.008])
+    assert set(asked) <= {1, 8, 32}
+    monkeypatch.setattr(step_cost, "SKETCH_SECONDS", 0.0)
+    asked.clear()
+    guessed = StepCost.sketched(run, 64)
+    assert asked == [1, 1] and guessed.seconds(16) > guessed.seconds(1)
 
 
 def test_follows_what_steps_take() -> None:

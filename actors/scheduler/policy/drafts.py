@@ -24,7 +24,9 @@ class DraftPolicy:
             return None
         running, tables = self._state.running, self._state.tables
         room = running.room(decoding)
-        grants = np.minimum(room, num_steps * (1 + self._most))
+        # The step behind this one is scheduled before its answer: it finds room for its tokens.
+        ahead = np.maximum(room - num_steps, np.minimum(room, num_steps))
+        grants = np.minimum(ahead, num_steps * (1 + self._most))
         grants[running.lockstep[decoding]] = 1
         ends = running.num_computed[decoding] + grants
         missing = -(-ends // tables.page_size) - tables.held[decoding]

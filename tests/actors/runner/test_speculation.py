@@ -76,7 +76,7 @@ def test_choices_and_preemption(tiny_model: Make, engine_args: Make) -> None:
     """n > 1 forks from a prompt; short of pages requests are preempted, and pages agree."""
     args = engine_args(tiny_model("llama").folder, max_decoding_batch=24, check_pages=True)
     sampling = Sampling(temperature=1.0, repetition_penalty=1.1)
-    requests = requests_of(sampling)
+    requests = requests_of(sampling, 24)
     for number in range(3):
         fork = replace(requests[1], key=10 + number, request_id=f"c{number}", parent_key=1)
         requests.append(replace(fork, sampling=replace(sampling, seed=10 + number)))

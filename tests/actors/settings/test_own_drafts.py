@@ -33,9 +33,11 @@ def test_a_decoder_on_one_cpu_looks_up_ngrams() -> None:
         replace(FACTS, device="cuda"),
         replace(FACTS, state_bytes=64),
         replace(FACTS, whole_prompts=True),
+        replace(FACTS, pools=True),
+        replace(FACTS, fixed_bits=False),
         replace(FACTS, page_bytes=0, state_bytes=64),
     ],
-    ids=["GPU", "hybrid", "encoder", "recurrent"],
+    ids=["GPU", "hybrid", "encoder", "embeddings", "torch", "recurrent"],
 )
 def test_other_models_and_devices_do_not(facts: ModelFacts) -> None:
     assert method(EngineArgs(), facts) is None
@@ -58,4 +60,6 @@ def test_settings_that_leave_it_off(settings: dict[str, object]) -> None:
 
 def test_a_named_method_is_taken() -> None:
     assert method(EngineArgs(spec_method="suffix")) == "suffix"
+    assert method(EngineArgs(spec_model="drafter")) == "draft_model"
+    assert method(EngineArgs(spec_model="drafter"), replace(FACTS, device="cuda")) == "draft_model"
     assert method(EngineArgs(spec_method="ngram"), replace(FACTS, state_bytes=64)) == "ngram"
