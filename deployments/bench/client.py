@@ -136,8 +136,12 @@ class WireTransport(httpx.AsyncBaseTransport):
         url = request.url
         address = (url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80))
         connection = self._reused(address) or await self._connect(address, timeouts.get("connect"))
-        connection.send(_head(request) + body)
-        status, headers = await connection.head(timeouts.get("read"))
+        try:
+            connection.send(_head(request) + body)
+            status, headers = await connection.head(timeouts.get("read"))
+        except BaseException:
+            connection.close()
+            raise
         stream = _Body(self, address, connection, timeouts.get("read"))
         return httpx.Response(status, headers=headers, stream=stream, request=request)
 

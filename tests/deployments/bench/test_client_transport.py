@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rayfin.deployments.bench.client import WireTransport, wire_transport
+from rayfin.deployments.bench.client import WireTransport, _Connection, wire_transport
 
 pytestmark = pytest.mark.anyio
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -125,6 +125,30 @@ async def test_broken_answers_raise_what_httpx_raises(answer: list[bytes], error
     async with Server(answer).client(timeout=httpx.Timeout(5, read=0.2)) as client:
         with pytest.raises(error):
             await lines(client)
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+async def test_a_request_without_a_head_leaves_no_connection(
+    cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[_Connection] = []
+    close = _Connection.close
+
+    def noted(connection: _Connection) -> None:
+        closed.append(connection)
+        close(connection)
+
+    monkeypatch.setattr(_Connection, "close", noted)
+    server = Server([b"HTTP/1.1"])
+    async with server.client(timeout=httpx.Timeout(5, read=None if cancelled else 0.1)) as client:
+        asking = asyncio.create_task(client.get("/"))
+        while cancelled and not server.requests:
+            await asyncio.sleep(0)
+        if cancelled:
+            asking.cancel()
+        with pytest.raises(asyncio.CancelledError if cancelled else httpx.ReadTimeout):
+            await asking
+        assert len(closed) == 1
 
 
 async def test_nobody_is_there() -> None:
