@@ -258,6 +258,7 @@ UPLOAD_SECONDS = 1800.0  # of a file for batches
 UPLOAD_STALE_SECONDS = 24 * 3600.0  # then what an upload that broke off has left is removed
 CONTINUE_SECONDS = 1.0
 SHORT_BODY_SECONDS = 0.005  # after the first lines, until a short body travels without them
+LANE_WELCOME_SECONDS = 1.0  # for a proxy to take a replica's lane; else Serve carries the answer
 STALLED_SECONDS = 30.0
 SLOW_READER_SECONDS = 0.5  # a message took longer than this: report the bytes read at once
 LINGER_SECONDS = 2.0

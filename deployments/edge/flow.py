@@ -51,6 +51,7 @@ WINDOWED = "rayfin.windowed"
 PASSED = "rayfin.passed"
 TAKEN = "rayfin.taken"
 TELL_BYTES = WINDOW_BYTES // 2  # taken, from which on the proxy's end tells; it costs a call
+JOIN_BYTES = 32 * 1024  # of pieces that leave together; a slow reader must take one in time
 EXTRA = 64  # bytes that a message counts for beside its own
 SHORT_BODY_BYTES = 64 * 1024  # of a request, which travels with its first lines
 
@@ -73,7 +74,11 @@ class ReplicaFlow:
         offer = scope["extensions"].pop(OFFER)
         address, number = offer.get(LANE, (None, 0))
         found = await self._lanes.find(address)
-        passage = _Passage(send) if found is None else _LanePassage(send, found, number)
+        # One that carries this number has another answer to the same request: Serve tries again.
+        if found is None or found.carries(number):
+            passage = _Passage(send)
+        else:
+            passage = _LanePassage(send, found, number)
         asked = not _awaits_continue(scope)
         answer = _Answer(receive, passage, self._window, offer.get(BODY), asked=asked)
         with passage.open(answer.leave):
@@ -189,10 +194,12 @@ class _LanePassage(_Passage):
         if message["type"] == "http.response.start":
             # Serve's proxy gives the answer its request's id, as the layer outside of this knows.
             headers = [pair for pair in message["headers"] if pair[0] != REQUEST_ID.encode()]
-            message = self._started = {**message, "headers": headers}
+            message = {**message, "headers": headers}
+            self._lane.put(self._number, message)
+            self._started = message
         else:
+            self._lane.put(self._number, message)
             self._ended = not message.get("more_body", False)
-        self._lane.put(self._number, message)
 
     async def report(self) -> None:
         if self._started is None:
@@ -238,6 +245,17 @@ class ProxyFlow:
             exchange.close()
 
 
+class _Landed:
+    """An answer's pieces that have come by a lane."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[int, bytes]] = deque()  # to be passed on
+        self.news = asyncio.Event()  # one has come
+        self.started = False  # the first one has gone to the client
+        self.complete = False  # the last one has come
+        self.broken = False  # no more will come, and it is too late for another answer
+
+
 class _Exchange:
     """One request in the proxy. Serve listens all the time, also while it sends."""
 
@@ -253,11 +271,10 @@ class _Exchange:
         self._taken = 0  # bytes, not reported yet
         self._left = False
         self._news = asyncio.Event()  # enough was taken, or the client has left
-        self._pieces: deque[tuple[int, bytes]] = deque()  # that have come by a lane
-        self._piece = asyncio.Event()
-        self._begun = asyncio.Event()  # the first piece has come
-        self._passing: asyncio.Task[None] | None = None  # has them sent to the client
-        self._complete = False  # the last piece has come
+        self._landed = _Landed()
+        self._begun = asyncio.Event()  # an answer, by a lane or by Serve
+        self._passing: asyncio.Task[None] | None = None  # has a lane's pieces sent to the client
+        self._refused = False  # a second answer has come
 
     async def short_body(self) -> Message | None:
         """The request's whole body if it comes with the first lines, as most do, and is short.
@@ -290,7 +307,7 @@ class _Exchange:
             return {"type": TAKEN, "bytes": taken}
         arrived, self._arriving = self._arriving, None
         message = arrived.result()
-        if message["type"] == "http.disconnect" and self._complete:
+        if message["type"] == "http.disconnect" and self._landed.complete:
             # uvicorn says so after the last piece; Serve would cancel a request that is over.
             await asyncio.Event().wait()
         return message
@@ -302,22 +319,44 @@ class _Exchange:
         if PASSED in message:
             return await self._end_of_pieces()
         if self._passing is not None:  # it broke off: what Serve says of that comes too late
+            if self._landed.complete:  # or only its replica has gone
+                return await self._end_of_pieces()
             return await asyncio.sleep(0)
+        self._begun.set()
         await self._pass_on(message, _cost(message))
 
-    def arrived(self, kind: int, data: bytes) -> None:
-        """A piece of the answer came by a lane."""
-        self._pieces.append((kind, data))
-        self._complete = self._complete or kind == lane.END
-        self._piece.set()
+    def arrived(self, kind: int, data: bytes) -> bool:
+        """A piece of the answer came by a lane; returns False for the start of a second answer.
+
+        Serve tries another replica where it cannot tell whether the first has the request.
+        """
+        if kind == lane.START and self._begun.is_set():
+            self._refused = True
+            if self._landed.broken:  # nothing more will come for the client
+                self._leave()
+            return False
+        landed = self._landed
+        landed.waiting.append((kind, data))
+        landed.complete = landed.complete or kind == lane.END
+        landed.news.set()
         if self._passing is None:
             self._begun.set()
             self._passing = asyncio.create_task(self._pass_pieces())
+        return True
 
     def lost(self) -> None:
-        """The lane broke off; Serve will say that the replica has gone."""
-        if self._passing is not None:
-            self._passing.cancel()
+        """The lane broke off; Serve will say that the replica has gone, or try another one."""
+        if self._passing is None:
+            return
+        self._passing.cancel()
+        if self._landed.started or self._refused:
+            self._landed.broken = True
+            if self._refused:
+                self._leave()
+            return
+        self._passing = None
+        self._landed = _Landed()
+        self._begun.clear()
 
     def close(self) -> None:
         for task in (self._arriving, self._passing):
@@ -329,34 +368,43 @@ class _Exchange:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._seconds):
                 await self._begun.wait()
-        if self._passing is not None:
-            await asyncio.wait([self._passing])
-            if not self._passing.cancelled():
-                self._passing.result()
+        passing = self._passing
+        if passing is not None:
+            await asyncio.wait([passing])
+            if not passing.cancelled():
+                passing.result()
+
+    def _leave(self) -> None:
+        self._left = True
+        self._news.set()
 
     async def _pass_pieces(self) -> None:
         try:
             while not await self._pass_piece():
                 pass
         except Exception:
-            self._left = True
-            self._news.set()
+            self._leave()
             raise
 
     async def _pass_piece(self) -> bool:
         """Passes on a piece, with those of the body behind it; returns whether it is the last."""
-        if not self._pieces:
-            self._piece.clear()
-            await self._piece.wait()
-        kind, data = self._pieces.popleft()
+        landed = self._landed
+        if not landed.waiting:
+            landed.news.clear()
+            await landed.news.wait()
+        kind, data = landed.waiting.popleft()
         if kind == lane.START:
+            landed.started = True
             await self._pass_on({**lane.read_start(data), WINDOWED: True}, EXTRA)
             return False
         if kind == lane.CUT:
             return True
-        parts = [data]
-        while kind != lane.END and self._pieces and self._pieces[0][0] != lane.CUT:
-            kind, data = self._pieces.popleft()
+        parts, size = [data], len(data)
+        while kind != lane.END and landed.waiting and landed.waiting[0][0] != lane.CUT:
+            size += len(landed.waiting[0][1])
+            if size > JOIN_BYTES:
+                break
+            kind, data = landed.waiting.popleft()
             parts.append(data)
         body, ended = b"".join(parts), kind == lane.END
         message = {"type": "http.response.body", "body": body, "more_body": not ended}

@@ -7,10 +7,12 @@ over (``flow.py``).
 
 The proxy listens on a socket without a file (Linux), so there is nothing to remove, and a replica
 on another machine finds no proxy there: then Serve carries its answers. Only processes of the same
-user are let in, and what they send must name a stream by a number that cannot be guessed.
+user are let in, and hear so; a replica sends only to a proxy of its own user. What replicas send
+must name a stream by a number that cannot be guessed.
 """
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -23,6 +25,8 @@ from typing import Any, Protocol
 
 from starlette.types import Message
 
+from rayfin.actors.timing import LANE_WELCOME_SECONDS
+
 logger = logging.getLogger("rayfin.http")
 
 START, BODY, END, CUT = range(4)
@@ -31,15 +35,18 @@ START, BODY, END, CUT = range(4)
 HEAD = struct.Struct("<QIB")  # of a piece: its stream, its size in bytes, its kind
 NUMBER_BITS = 64
 NAME_BYTES = 16
-PEER = struct.Struct("3i")  # what Linux says of a peer: process, user, group
+PEER = struct.Struct("iII")  # what Linux says of a peer: process, user, group
+WELCOME = b"\1"  # what the proxy sends, once, on a lane that it takes
+# A socket that fails with one of these may be had later. The last one: too many connect at once.
+SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN}
 MAX_REFUSED = 1024  # addresses; each proxy has one, and few are on other machines
 
 
 class Stream(Protocol):
     """What the proxy keeps for each answer."""
 
-    def arrived(self, kind: int, data: bytes) -> None:
-        """A piece of the answer."""
+    def arrived(self, kind: int, data: bytes) -> bool:
+        """A piece of the answer; returns False for a START that is refused."""
 
     def lost(self) -> None:
         """The lane broke off, and nothing more will arrive."""
@@ -71,23 +78,24 @@ class Landing:
     def forget(self, number: int) -> None:
         self._streams.pop(number, None)
 
-    def deliver(self, number: int, kind: int, data: bytes) -> Stream | None:
-        """Hands a piece to its stream; returns the stream, None if it is over."""
-        stream = self._streams.get(number)
-        if stream is not None:
-            stream.arrived(kind, data)
-        return stream
+    def stream(self, number: int) -> Stream | None:
+        """Returns the stream of a number, None if it is over."""
+        return self._streams.get(number)
 
     async def _open(self) -> None:
         name = f"rayfin-{secrets.token_hex(NAME_BYTES)}"
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener: socket.socket | None = None
         try:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind(f"\0{name}")
             loop = asyncio.get_running_loop()
             self._server = await loop.create_unix_server(lambda: _Arrivals(self), sock=listener)
         except OSError as error:
             logger.warning("Serve carries all answers itself: %s", error)
-            listener.close()
+            if listener is not None:
+                listener.close()
+            if error.errno in SCARCE:  # the next request tries again
+                self._opening = None
         else:
             self._address = name
 
@@ -101,9 +109,13 @@ class _Arrivals(asyncio.Protocol):
         self._met: dict[int, Stream] = {}  # streams that have begun and not ended
 
     def connection_made(self, transport: Any) -> None:
-        with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as peer:
-            said = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
-        if PEER.unpack(said)[1] != os.getuid():
+        try:
+            known = _same_user(transport.get_extra_info("socket"))
+        except OSError:
+            known = False
+        if known:
+            transport.write(WELCOME)
+        else:
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -114,13 +126,28 @@ class _Arrivals(asyncio.Protocol):
             end = at + HEAD.size + size
             if end > len(held):
                 break
-            stream = self._landing.deliver(number, kind, bytes(held[at + HEAD.size : end]))
-            if stream is None or kind in (END, CUT):
-                self._met.pop(number, None)
-            elif kind == START:
-                self._met[number] = stream
+            self._deliver(number, kind, bytes(held[at + HEAD.size : end]))
             at = end
         del held[:at]
+
+    def _deliver(self, number: int, kind: int, data: bytes) -> None:
+        """Hands a piece to its stream.
+
+        Serve may send a request to a second replica as well. One answer is taken: of the others
+        START is refused, and their pieces are dropped.
+        """
+        stream = self._landing.stream(number)
+        if kind == START:
+            if stream is not None and stream.arrived(kind, data):
+                self._met[number] = stream
+            return
+        begun = self._met.get(number)
+        if begun is None:
+            return
+        if stream is not begun or kind in (END, CUT):
+            del self._met[number]
+        if stream is begun:
+            begun.arrived(kind, data)
 
     def connection_lost(self, error: Exception | None) -> None:
         for stream in self._met.values():
@@ -128,10 +155,16 @@ class _Arrivals(asyncio.Protocol):
 
 
 class Lane(asyncio.Protocol):
-    """A replica's end of one lane."""
+    """A replica's end of one lane.
+
+    Attributes:
+        broken: the proxy has closed it.
+        welcome: whether the proxy takes it, once that is known.
+    """
 
     def __init__(self) -> None:
         self.broken = False
+        self.welcome: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._transport: Any = None
         self._waiting: list[bytes] = []
         self._watching: dict[int, Callable[[], None]] = {}
@@ -139,14 +172,24 @@ class Lane(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
 
+    def data_received(self, data: bytes) -> None:
+        if not self.welcome.done():
+            self.welcome.set_result(True)
+
     def connection_lost(self, error: Exception | None) -> None:
         self.broken = True
+        if not self.welcome.done():
+            self.welcome.set_result(False)
         for broken in list(self._watching.values()):
             broken()
 
     def watch(self, number: int, broken: Callable[[], None]) -> None:
         """Has ``broken`` called if the proxy closes the lane before ``forget``."""
         self._watching[number] = broken
+
+    def carries(self, number: int) -> bool:
+        """Whether an answer to the same request goes by this lane."""
+        return number in self._watching
 
     def forget(self, number: int) -> None:
         self._watching.pop(number, None)
@@ -189,6 +232,7 @@ class Lanes:
 
     def __init__(self) -> None:
         self._lanes: dict[str, Lane] = {}
+        self._connecting: dict[str, asyncio.Task[Lane | None]] = {}
         self._refused: set[str] = set()
 
     async def find(self, address: str | None) -> Lane | None:
@@ -196,31 +240,56 @@ class Lanes:
         if address is None or address in self._refused:
             return None
         lane = self._lanes.get(address)
-        if lane is None or lane.broken:
-            lane = await self._connect(address)
-        return lane
+        if lane is not None and not lane.broken:
+            return lane
+        connecting = self._connecting.get(address)
+        if connecting is None:
+            connecting = asyncio.create_task(self._connect(address))
+            self._connecting[address] = connecting
+            connecting.add_done_callback(lambda _: self._connecting.pop(address))
+        return await asyncio.shield(connecting)
 
     async def _connect(self, address: str) -> Lane | None:
-        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        made.setblocking(False)
+        made: socket.socket | None = None
         try:
+            made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            made.setblocking(False)
             made.connect(f"\0{address}")  # at once, or never
+            if not _same_user(made):
+                raise PermissionError
             loop = asyncio.get_running_loop()
             _, lane = await loop.create_unix_connection(Lane, sock=made)
-        except BlockingIOError:  # too many connect at once; the next request tries again
-            made.close()
+        except OSError as error:
+            if made is not None:
+                made.close()
+            if error.errno not in SCARCE:
+                self._refuse(address)
             return None
-        except OSError:
-            made.close()
-            if len(self._refused) < MAX_REFUSED:
-                self._refused.add(address)
-            return None
-        known = self._lanes.get(address)
-        if known is not None and not known.broken:  # a request beside this one was quicker
+        try:
+            async with asyncio.timeout(LANE_WELCOME_SECONDS):
+                welcome = await lane.welcome
+        except TimeoutError:  # the next request tries again
             lane.close()
-            return known
+            return None
+        if not welcome:
+            self._refuse(address)
+            return None
         self._lanes[address] = lane
         return lane
+
+    def _refuse(self, address: str) -> None:
+        if len(self._refused) < MAX_REFUSED:
+            self._refused.add(address)
+
+
+def _same_user(connected: Any) -> bool:
+    """Whether the process at the other end of a socket is of this one's user.
+
+    Raises:
+        OSError: the other end has gone.
+    """
+    said = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
+    return bool(PEER.unpack(said)[1] == os.getuid())
 
 
 def _start(message: Message) -> bytes:

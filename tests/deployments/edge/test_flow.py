@@ -4,12 +4,13 @@ By Serve and by a lane: those that Serve carries are tested with lanes off.
 """
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 
-from rayfin.deployments.edge import flow
-from rayfin.deployments.edge.flow import OFFER, TAKEN, ProxyFlow, ReplicaFlow
+from rayfin.deployments.edge import flow, lane
+from rayfin.deployments.edge.flow import OFFER, PASSED, TAKEN, ProxyFlow, ReplicaFlow
 from rayfin.deployments.http.body_limits import SEND_BUFFER_BYTES, WINDOW_BYTES
 from serve_stand_in import PIECE, Serve, Stream
 from serve_stand_in import echo as body
@@ -24,6 +25,98 @@ async def refusal(scope: Any, receive: Any, send: Any) -> None:
     """ASGI: wants no body."""
     await send({"type": "http.response.start", "status": 413, "headers": []})
     await send({"type": "http.response.body", "body": b"no"})
+
+
+HEADERS = json.dumps([200, []]).encode()  # what a piece of the kind START holds
+
+
+class Client:
+    """What an exchange sends, the client takes."""
+
+    def __init__(self) -> None:
+        self.taken: list[Any] = []
+
+    async def send(self, message: Any) -> None:
+        self.taken.append(message)
+        await asyncio.sleep(0)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.taken)
+
+
+def exchange_with(client: Client) -> flow._Exchange:
+    return flow._Exchange(asyncio.Event().wait, client.send, PATIENCE, asked=True)  # type: ignore[arg-type]
+
+
+async def test_pieces_leave_together_up_to_a_bound() -> None:
+    """A reader that is slow must take each message in time, so none is long."""
+    client = Client()
+    exchange = exchange_with(client)
+    exchange.arrived(lane.START, HEADERS)
+    for _ in range(200):
+        exchange.arrived(lane.BODY, PIECE)
+    exchange.arrived(lane.END, b"")
+    await asyncio.wait_for(exchange.send({PASSED: True, "type": ""}), PATIENCE)
+    sizes = [len(message["body"]) for message in client.taken[1:]]
+    assert client.body == 200 * PIECE and 2 < len(sizes) < 20
+    assert max(sizes) <= flow.JOIN_BYTES
+
+
+async def test_the_end_of_a_second_answer_does_not_end_the_first() -> None:
+    client = Client()
+    exchange = exchange_with(client)
+    assert exchange.arrived(lane.START, HEADERS)
+    assert not exchange.arrived(lane.START, HEADERS)
+    ends = asyncio.create_task(exchange.send({PASSED: True, "type": "http.response.start"}))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not ends.done()
+    exchange.arrived(lane.END, b"first")
+    await asyncio.wait_for(ends, PATIENCE)
+    assert client.body == b"first"
+
+
+async def test_an_answer_that_broke_off_before_its_start_left_is_begun_again() -> None:
+    client = Client()
+    exchange = exchange_with(client)
+    exchange.arrived(lane.START, HEADERS)
+    exchange.arrived(lane.BODY, b"first")
+    exchange.lost()
+    assert exchange.arrived(lane.START, HEADERS)
+    exchange.arrived(lane.END, b"second")
+    await asyncio.wait_for(exchange.send({PASSED: True, "type": ""}), PATIENCE)
+    assert len(client.taken) == 2 and client.body == b"second"
+
+
+async def test_an_answer_that_serve_has_begun_takes_no_pieces() -> None:
+    client = Client()
+    exchange = exchange_with(client)
+    await exchange.send({"type": "http.response.start", "status": 200, "headers": []})
+    assert not exchange.arrived(lane.START, HEADERS)
+    await exchange.send({"type": "http.response.body", "body": b"whole"})
+    assert len(client.taken) == 2 and client.body == b"whole"
+
+
+@pytest.mark.parametrize(("sent", "lost_first"), [(True, True), (True, False), (False, False)])
+async def test_a_second_answer_that_comes_too_late_does_not_hold_the_client(
+    sent: bool, lost_first: bool
+) -> None:
+    """Serve hears of a disconnect, by which it ends the second; its end does not wait."""
+    exchange = exchange_with(Client())
+    exchange.arrived(lane.START, HEADERS)
+    if sent:
+        for _ in range(20):
+            await asyncio.sleep(0)
+    if lost_first:
+        exchange.lost()
+    assert not exchange.arrived(lane.START, HEADERS)
+    if not lost_first:
+        exchange.lost()
+    heard = await asyncio.wait_for(exchange.receive(), PATIENCE)
+    assert heard["type"] == "http.disconnect"
+    await asyncio.wait_for(exchange.send({PASSED: True, "type": ""}), PATIENCE)
+    exchange.close()
 
 
 FULL = WINDOW_BYTES * 2 // 5  # what is held when nothing is taken, at the least

@@ -1,7 +1,9 @@
 """Answers past Serve: a stand-in for Serve between the two ends, real sockets around them."""
 
 import asyncio
+import errno
 import os
+import socket
 from typing import Any
 
 import httpx
@@ -28,9 +30,12 @@ class Collected:
         self.news = asyncio.Event()
         self.broken = False
 
-    def arrived(self, kind: int, data: bytes) -> None:
+    def arrived(self, kind: int, data: bytes) -> bool:
+        if kind == lane.START and self.pieces:
+            return False
         self.pieces.append((kind, data))
         self.news.set()
+        return True
 
     def lost(self) -> None:
         self.broken = True
@@ -55,6 +60,12 @@ async def connected() -> tuple[Landing, Lane]:
 
 async def until_broken(own: Lane) -> None:
     while not own.broken:
+        await asyncio.sleep(0)
+
+
+async def settle() -> None:
+    """Lets all that has been written be read."""
+    for _ in range(50):
         await asyncio.sleep(0)
 
 
@@ -85,25 +96,102 @@ async def test_a_number_that_names_no_stream_reaches_none() -> None:
     landing, own = await connected()
     stream = Collected()
     number = landing.expect(stream)
-    own.put(number ^ 1, piece(b"forged"))
-    own.put(number, piece(b"own"))
-    await stream.until(1)
-    assert stream.pieces == [(lane.BODY, b"own")]
+    for named, body in ((number ^ 1, b"forged"), (number, b"own")):
+        own.put(named, START)
+        own.put(named, piece(body))
+    await stream.until(2)
+    assert stream.pieces[1] == (lane.BODY, b"own")
     landing.forget(number)
     own.put(number, piece(b"late"))
     other = Collected()
-    own.put(landing.expect(other), piece(b"last"))
+    own.put(landing.expect(other), START)
     await other.until(1)
-    assert len(stream.pieces) == 1
+    assert len(stream.pieces) == 2
 
 
-async def test_a_process_of_another_user_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("of_the_proxy", [True, False])
+async def test_a_process_of_another_user_is_not_let_in(
+    of_the_proxy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a replica send to another user's proxy. The replica looks first."""
     user = os.getuid()
-    monkeypatch.setattr(lane.os, "getuid", lambda: user + 1)
-    _, own = await connected()
-    await asyncio.wait_for(until_broken(own), PATIENCE)
-    with pytest.raises(ConnectionResetError):
-        own.put(1, START)
+    users = iter([user, user + 1] if of_the_proxy else [user + 1, user])
+    monkeypatch.setattr(os, "getuid", lambda: next(users, user))
+    address, lanes = await Landing().address(), Lanes()
+    assert await lanes.find(address) is None
+    assert lanes._refused == {address}
+    assert await lanes.find(address) is None  # and is not tried again
+
+
+async def test_a_lane_whose_peer_has_gone_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(connected: Any) -> bool:
+        if isinstance(connected, socket.socket):  # the replica's
+            return True
+        raise OSError
+
+    monkeypatch.setattr(lane, "_same_user", gone)
+    assert await Lanes().find(await Landing().address()) is None
+
+
+async def test_a_proxy_that_says_nothing_gets_no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve carries them; a later request tries again."""
+    monkeypatch.setattr(lane, "LANE_WELCOME_SECONDS", 0.05)
+    monkeypatch.setattr(lane, "WELCOME", b"")
+    address, lanes = await Landing().address(), Lanes()
+    assert await lanes.find(address) is None
+    monkeypatch.setattr(lane, "WELCOME", b"\1")
+    assert await lanes.find(address) is not None
+
+
+async def test_requests_at_once_share_one_connection() -> None:
+    address, lanes = await Landing().address(), Lanes()
+    found = await asyncio.gather(*(lanes.find(address) for _ in range(8)))
+    assert found[0] is not None and len(set(found)) == 1 and not lanes._connecting
+
+
+async def test_without_file_descriptors_a_later_request_tries_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Full:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(socket, name)
+
+        def socket(self, *_: Any) -> Any:
+            raise OSError(errno.EMFILE, "too many open files")
+
+    landing, lanes = Landing(), Lanes()
+    monkeypatch.setattr(lane, "socket", Full())
+    assert await landing.address() is None
+    monkeypatch.setattr(lane, "socket", socket)
+    address = await landing.address()
+    assert address is not None
+    monkeypatch.setattr(lane, "socket", Full())
+    assert await lanes.find(address) is None
+    monkeypatch.setattr(lane, "socket", socket)
+    assert await lanes.find(address) is not None
+
+
+async def test_of_two_answers_to_a_request_the_first_is_taken() -> None:
+    """Serve may send a request to a second replica, with the same number."""
+    landing = Landing()
+    address = await landing.address()
+    first, second = await Lanes().find(address), await Lanes().find(address)
+    assert first is not None and second is not None
+    stream = Collected()
+    number = landing.expect(stream)
+    first.put(number, START)
+    await stream.until(1)
+    second.put(number, START)
+    second.put(number, piece(b"second"))
+    second.put(number, piece(b"", more=False))
+    second.cut(number)
+    await settle()
+    second.close()
+    await settle()
+    assert len(stream.pieces) == 1 and not stream.broken
+    first.put(number, piece(b"first", more=False))
+    await stream.until(2)
+    assert stream.pieces[1] == (lane.END, b"first")
 
 
 async def test_a_lane_that_breaks_is_replaced_and_both_ends_hear_of_it() -> None:
@@ -203,6 +291,77 @@ async def test_a_replica_that_dies_cuts_its_answers_off(listening: Any) -> None:
         writer.close()
     assert answer.startswith(b"HTTP/1.1 200") and not answer.endswith(END)
     assert answer.count(b"HTTP/1.1") == 1
+
+
+async def test_a_whole_answer_arrives_though_its_replica_dies(listening: Any) -> None:
+    """Serve then says that the request failed, and has not heard of its end."""
+    pieces = 10**4
+
+    async def dying(scope: Any, receive: Any, send: Any) -> None:
+        address, number = scope["extensions"][OFFER][LANE]
+        own = await Lanes().find(address)
+        assert own is not None
+        own.put(number, START)
+        for _ in range(pieces):
+            own.put(number, piece(PIECE))
+        own.put(number, piece(b"", more=False))
+        while not exchanges[0]._landed.complete:
+            await asyncio.sleep(0)
+        raise RuntimeError
+
+    exchanges: list[Any] = []
+
+    async def noted(scope: Any, receive: Any, send: Any) -> None:
+        exchanges.append(receive.__self__)
+        await Serve(dying)(scope, receive, send)
+
+    async with listening(ProxyFlow(noted)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**26)
+        writer.write(GET)
+        answer = await asyncio.wait_for(reader.readuntil(END), PATIENCE)
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 200") and answer.count(PIECE) == pieces
+
+
+async def test_a_request_that_comes_twice_to_one_replica_is_answered_once(listening: Any) -> None:
+    """By a lane; Serve carries the other answer, which is dropped."""
+    calls = 0
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            await send(START)
+            await send(piece(b"first"))
+            while calls == 1:
+                await asyncio.sleep(0)
+            await settle()
+            await send(piece(b"", more=False))
+        else:
+            await send(START)
+            await send(piece(b"second"))
+            await asyncio.Event().wait()
+
+    replica, read = ReplicaFlow(application), asyncio.Event()
+
+    async def twice(scope: Any, receive: Any, send: Any) -> None:
+        def again() -> dict[str, Any]:
+            return {**scope, "extensions": dict(scope["extensions"])}
+
+        first = asyncio.create_task(replica(again(), receive, send))
+        await asyncio.wait_for(read.wait(), PATIENCE)
+        second = asyncio.create_task(replica(again(), receive, send))
+        await first
+        second.cancel()
+
+    async with listening(ProxyFlow(twice)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET)
+        await asyncio.wait_for(reader.readuntil(b"first"), PATIENCE)
+        read.set()
+        answer = await asyncio.wait_for(reader.readuntil(END), PATIENCE)
+        writer.close()
+    assert answer == b"\r\n" + END
 
 
 async def test_a_client_that_leaves_ends_its_stream(listening: Any) -> None:
