@@ -189,7 +189,7 @@ class EngineArgs:
     speculative_config: str | None = _flag(
         None,
         'speculative decoding, as JSON with vLLM\'s keys, such as \'{"method": "suffix"}\'; '
-        "changes no token; default: ngram on a CPU, none on a GPU or with several devices",
+        "changes no token; default: ngram for a decoder on one CPU device, else none",
     )
     spec_method: str | None = _flag(
         None,

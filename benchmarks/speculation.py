@@ -107,6 +107,7 @@ class Bench:
             dtype="float32",
             max_model_len=2048,
             kv_cache_memory=2**30,
+            spec_method="none",
         )
         drafting = EngineArgs.from_dict({**_dict(plain), **settings})
         self.args = {"plain": plain, "drafting": drafting}

@@ -132,7 +132,13 @@ def rayfin_engine(folder: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(generate, parameters) of this engine."""
     from rayfin import LLM, SamplingParams, StructuredOutputs
 
-    llm = LLM(folder, threads=os.cpu_count(), max_model_len=4096, max_decoding_batch=AT_ONCE)
+    llm = LLM(
+        folder,
+        threads=os.cpu_count(),
+        max_model_len=4096,
+        max_decoding_batch=AT_ONCE,
+        spec_method="none",
+    )
 
     def params(schema: dict[str, Any] | None, tokens: int, endless: bool) -> Any:
         form = None

@@ -56,6 +56,9 @@ class Rayfin:
         paths = sorted(map(str, Path(folder).iterdir())) if folder else []
         self._adapters = [AdapterRef(read_folder(path).digest, path, path) for path in paths]
         pictures, place = settings.pop("images", None), settings.pop("image_place", [])
+        # Other engines draft only where they are asked to, and random weights repeat themselves.
+        if "speculative_config" not in settings:
+            settings.setdefault("spec_method", "none")
         args = EngineArgs.from_dict({"model": model, "max_lease": 1, **settings})
         self._pictures = Pictures(args, Path(pictures), place) if pictures else None
         runner = ModelRunner(args)

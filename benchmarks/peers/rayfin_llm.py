@@ -10,6 +10,8 @@ from rayfin import LLM, SamplingParams, StructuredOutputs
 
 def load(model: str, settings: dict[str, Any]) -> Static:
     workload = settings.pop("workload", {"name": "generate"})
+    if "speculative_config" not in settings:  # as in rayfin_engine.py
+        settings.setdefault("spec_method", "none")
     llm = LLM(model, **settings)
     form = None
     if workload["name"] == "guided":
