@@ -155,7 +155,7 @@ def _check_method(given: Mapping[str, Any]) -> None:
             f"{', '.join(methods)}"
         )
     if method not in methods:
-        _refuse(f"must name a method, one of {', '.join(methods)}, got {method!r}")
+        _refuse(f"must name a method, one of {', '.join(methods)}, or none, got {method!r}")
     if method in ("draft_model", "eagle", "eagle3"):
         if given.get("model") is None:
             _refuse(f"method {method!r} needs a model")
