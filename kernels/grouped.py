@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The table of 4-bit floats: a sign, 2 bits of exponent, 1 of mantissa."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grouped:

@@ -5,7 +5,7 @@ first design (V0, V1), which this module exports as well.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -24,6 +24,7 @@ from rayfin.kernels.shapes import PagedBatch, SamplingRows, TokenBits
 __all__ = [
     "adjusted",
     "allowed_only",
+    "clamped_swish_mul",
     "combine_partials",
     "delta_rule",
     "e4m3",
@@ -181,14 +182,28 @@ def gelu_mul(gate_up: torch.Tensor, *, tanh: bool = True) -> torch.Tensor:
     return (gelu * up).to(gate_up.dtype)
 
 
+def clamped_swish_mul(gate_up: torch.Tensor, slope: float, limit: float) -> torch.Tensor:
+    """gpt-oss' (1 + up) * gate * sigmoid(slope * gate): [..., 2F] = [gate | up] -> [..., F].
+
+    The gate is at most ``limit``, up is within +-``limit``.
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((1 + up) * gate / (1 + torch.exp(-slope * gate))).to(gate_up.dtype)
+
+
 def experts(
     x: torch.Tensor,  # [T, H]
     gate_up: torch.Tensor,  # [E, 2 F, H]
     down: torch.Tensor,  # [E, H, F]
     chosen: torch.Tensor,  # [T, K] int64
     weights: torch.Tensor,  # [T, K]
+    *,
+    gated: Callable[[torch.Tensor], torch.Tensor] = silu_mul,
+    gate_up_bias: torch.Tensor | None = None,  # [E, 2 F]
+    down_bias: torch.Tensor | None = None,  # [E, H]
 ) -> torch.Tensor:
-    """The weighted sum of each row's experts (SwiGLU): [T, H].
+    """The weighted sum of each row's experts (SwiGLU by default): [T, H].
 
     Ids of experts that do not exist are ignored.
     """
@@ -196,8 +211,10 @@ def experts(
     for row in range(len(x)):
         for expert, weight in zip(chosen[row].tolist(), weights[row], strict=True):
             if 0 <= expert < len(down):
-                inner = silu_mul(gate_up[expert] @ x[row])
-                out[row] += weight * (down[expert] @ inner)
+                first = gate_up[expert] @ x[row]
+                inner = gated(first if gate_up_bias is None else first + gate_up_bias[expert])
+                last = down[expert] @ inner
+                out[row] += weight * (last if down_bias is None else last + down_bias[expert])
     return out
 
 

@@ -6,7 +6,7 @@ from enum import IntEnum
 import torch
 
 from rayfin.kernels.cpu.kernels import CpuKernels, Matrix, Parts, addresses
-from rayfin.kernels.grouped import Grouped
+from rayfin.kernels.grouped import E2M1, Grouped
 
 MAX_INPUTS = 2**31 - 1
 
@@ -18,6 +18,7 @@ class Codes(IntEnum):
     INT8 = 4
     FP8 = 5
     TABLE4 = 6
+    FP4 = 7
 
 
 class CodedMatrix(Matrix):
@@ -65,7 +66,8 @@ class CodedMatrix(Matrix):
         """Of codes, scales and zero points, without padding."""
         groups = self.outputs * -(-self.inputs // self.group)
         bits = 8 if self.codes in (Codes.INT8, Codes.FP8) else 4
-        return self.outputs * self.inputs * bits // 8 + groups * (6 if self.zeros else 4)
+        scale = 1 if self.codes == Codes.FP4 else 6 if self.zeros else 4
+        return self.outputs * self.inputs * bits // 8 + groups * scale
 
     def like(self, other: "CodedMatrix") -> bool:
         """Whether both can lie in one matrix."""
@@ -78,11 +80,12 @@ class CodedMatrix(Matrix):
 
 
 def pack_codes(
-    kernels: CpuKernels, weight: Grouped, *, round_rows: bool = False
+    kernels: CpuKernels, weight: Grouped, *, round_rows: bool = False, paired: bool = False
 ) -> CodedMatrix | None:
     """Packs a weight as it is, or None if the kernels do not read such codes.
 
     With ``round_rows`` a matmul of 4-bit numbers rounds its rows to 8 bits, each with a scale.
+    ``paired`` is for a gate above an up projection (``CpuKernels.pack``).
     """
     coded = _codes_of(weight)
     if coded is None:
@@ -94,9 +97,9 @@ def pack_codes(
         kind,
         group=weight.group,
         zeros=zero is not None,
-        paired=False,
+        paired=paired,
         order=weight.order,
-        table=weight.table,
+        table=weight.table if kind == Codes.TABLE4 else None,
         rounds_rows=round_rows and kind == Codes.INT4,
     )
     assert codes.is_contiguous() and codes.shape == weight.shape
@@ -165,7 +168,8 @@ def _codes_of(weight: Grouped) -> tuple[Codes, torch.Tensor, torch.Tensor | None
         return None
     if weight.table is not None:
         simple = weight.bits == 4 and weight.zero is None and len(weight.table) == 16
-        return (Codes.TABLE4, values.contiguous(), None) if simple else None
+        kind = Codes.FP4 if _is_fp4(weight) else Codes.TABLE4
+        return (kind, values.contiguous(), None) if simple else None
     if values.dtype == torch.float8_e4m3fn:
         octets = values.contiguous().view(torch.uint8)
         nan = bool(((octets & 0x7F) == 0x7F).any())
@@ -180,6 +184,18 @@ def _codes_of(weight: Grouped) -> tuple[Codes, torch.Tensor, torch.Tensor | None
     if weight.bits <= 4:
         return Codes.INT4, values.contiguous(), _zeros(weight, 8)
     return Codes.INT8, (values ^ 0x80).contiguous(), _zeros(weight, 128)
+
+
+def _is_fp4(weight: Grouped) -> bool:
+    """Whether it is of e2m1 floats and powers of two.
+
+    Such a scale is stored as its exponent, and multiplied by as little as 2^-25 (codes.h).
+    """
+    if weight.table is None or weight.table.tolist() != list(E2M1):
+        return False
+    bits = weight.scale.float().view(torch.int32)
+    exponents = bits >> 23
+    return bool(((bits & 0x7FFFFF == 0) & (exponents > 25) & (exponents < 253)).all())
 
 
 def _zeros(weight: Grouped, middle: int) -> torch.Tensor | None:

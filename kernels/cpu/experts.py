@@ -1,16 +1,19 @@
 """Runs a mixture of experts in one call of the compiled kernels (kernels/cpu/layers/experts.h)."""
 
 import ctypes
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Pack
+from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Matrix, Pack
 
 
 class _Experts(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("gate_up", "down", "gate_up_bias", "down_bias")),
         *((name, ctypes.c_int64) for name in ("count", "hidden", "intermediate", "activation")),
+        *((name, ctypes.c_float) for name in ("slope", "limit")),
     ]
 
 
@@ -21,33 +24,68 @@ class _Routing(ctypes.Structure):
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class ClampedSwish:
+    """gpt-oss' gated activation: (1 + up) * gate * sigmoid(slope * gate).
+
+    The gate is at most ``limit``, up is within +-``limit``.
+    """
+
+    slope: float
+    limit: float
+
+
+Gate = Activation | ClampedSwish
+"""act(gate) * up, or a form of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBiases:
+    """What each expert adds to its products."""
+
+    gate_up: torch.Tensor  # [E, 2 F], gate before up
+    down: torch.Tensor  # [E, H]
+
+
 class PackedExperts:
-    """Packed weights of E experts."""
+    """Packed weights of E experts: ``gate_up`` are paired matrices, as many as ``down``."""
 
     def __init__(
         self,
         kernels: CpuKernels,
-        gate_up: torch.Tensor,  # [E, 2 F, H], gate above up
-        down: torch.Tensor,  # [E, H, F]
-        activation: Activation,
-        pack: Pack | None = None,  # ``CpuKernels.pack`` by default
+        gate_up: Sequence[Matrix],
+        down: Sequence[Matrix],
+        gate: Gate,
+        biases: ExpertBiases | None = None,
     ) -> None:
-        count, hidden, intermediate = down.shape
-        assert gate_up.shape == (count, 2 * intermediate, hidden), gate_up.shape
+        count, hidden, intermediate = len(down), down[0].outputs, down[0].inputs
+        assert len(gate_up) == count and all(one.paired for one in gate_up)
+        assert all((one.columns, one.inputs) == (intermediate, hidden) for one in gate_up)
         self._kernels, self.hidden = kernels, hidden
-        pack = pack or kernels.pack
-        self.gate_up = [pack([one], paired=True) for one in gate_up]
-        self.down = [pack([one]) for one in down]
+        self.gate_up, self.down = list(gate_up), list(down)
         pointers = ctypes.c_void_p * count
         self._handles = [
             pointers(*(matrix.handle for matrix in some)) for some in (self.gate_up, self.down)
         ]
+        self._biases: list[torch.Tensor] = []
+        if biases is not None:
+            self._biases = [
+                one.detach().float().contiguous() for one in (biases.gate_up, biases.down)
+            ]
+            assert [one.shape for one in self._biases] == [
+                (count, 2 * intermediate),
+                (count, hidden),
+            ]
+        clamped = gate if isinstance(gate, ClampedSwish) else ClampedSwish(1.0, 0.0)
         self._struct = _Experts(
             *(ctypes.addressof(handles) for handles in self._handles),
+            *([one.data_ptr() for one in self._biases] or (None, None)),
             count,
             hidden,
             intermediate,
-            activation,
+            Activation.CLAMPED_SWISH if isinstance(gate, ClampedSwish) else gate,
+            clamped.slope,
+            clamped.limit,
         )
         self._workspace = torch.empty(0)
 
@@ -80,3 +118,17 @@ class PackedExperts:
             out.data_ptr(),
         )
         return out
+
+
+def pack_experts(
+    kernels: CpuKernels,
+    gate_up: Iterable[torch.Tensor],  # E times [2 F, H], gate above up
+    down: Iterable[torch.Tensor],  # E times [H, F]
+    gate: Gate,
+    pack: Pack | None = None,  # ``CpuKernels.pack`` by default
+    biases: ExpertBiases | None = None,
+) -> PackedExperts:
+    """Packs the weights of experts, one after the other."""
+    pack = pack or kernels.pack
+    first = [pack([one], paired=True) for one in gate_up]
+    return PackedExperts(kernels, first, [pack([one]) for one in down], gate, biases)

@@ -34,6 +34,7 @@ class Activation(IntEnum):
     SILU = 1
     GELU_TANH = 2
     GELU = 3
+    CLAMPED_SWISH = 4  # of experts alone (ClampedSwish)
 
 
 class CpuKernels:

@@ -46,3 +46,15 @@ def test_gated_activations() -> None:
     torch.testing.assert_close(reference.silu_mul(gate_up), F.silu(gate) * up)
     torch.testing.assert_close(reference.gelu_mul(gate_up), F.gelu(gate, approximate="tanh") * up)
     torch.testing.assert_close(reference.gelu_mul(gate_up, tanh=False), F.gelu(gate) * up)
+
+
+def test_a_clamped_gate() -> None:
+    """Within the limits: SiLU with another slope, and one added to up."""
+    torch.manual_seed(0)
+    gate_up = torch.randn(5, 32)
+    gate, up = gate_up[:, :16], gate_up[:, 16:]
+    expected = F.silu(1.702 * gate) / 1.702 * (1 + up)
+    torch.testing.assert_close(reference.clamped_swish_mul(gate_up, 1.702, 9.0), expected)
+    far = torch.tensor([[100.0, 5.0]])  # gate, up
+    out = reference.clamped_swish_mul(far, 1.702, 2.0)
+    torch.testing.assert_close(out, torch.tensor([[3 * 2 / (1 + torch.e ** (-3.404))]]))

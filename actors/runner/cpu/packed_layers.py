@@ -20,6 +20,7 @@ from rayfin.actors.runner.cpu.gated_delta import (
     delta_parts,
     merge_layers,
 )
+from rayfin.actors.runner.cpu.packed_experts import has_packed_form, packed_experts
 from rayfin.actors.runner.cpu.packed_parts import (
     PackedMLP,
     is_gated_mlp,
@@ -29,11 +30,9 @@ from rayfin.actors.runner.cpu.packed_parts import (
     rows_of,
 )
 from rayfin.actors.runner.models.inspect_decoder import ACTIVATIONS
-from rayfin.actors.runner.models.inspect_layers import is_experts
-from rayfin.actors.runner.models.narrow import packed, rest_in_each, stored
+from rayfin.actors.runner.models.narrow import packed
 from rayfin.actors.runner.models.replace import Replaceable, verified_replacement
 from rayfin.actors.settings.choices import Quantization
-from rayfin.kernels.cpu.experts import PackedExperts
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Pack
 
 Deltas = dict[nn.Module, DeltaParts | WholeParts]
@@ -76,24 +75,6 @@ class PackedAtCall(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the packed module gives."""
         return self._make()(*args, **kwargs)
-
-
-class PackedExpertsModule(nn.Module):
-    """Replaces transformers' experts: same arguments, one call of the compiled kernels."""
-
-    def __init__(self, experts: PackedExperts) -> None:
-        super().__init__()
-        self.experts = experts
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,  # [T, H]
-        top_k_index: torch.Tensor,  # [T, K] int64
-        top_k_weights: torch.Tensor,  # [T, K]
-    ) -> torch.Tensor:
-        """[T, H] in the dtype of ``hidden_states``."""
-        out = self.experts.run(hidden_states.float(), top_k_index, top_k_weights.float())
-        return out.to(hidden_states.dtype)
 
 
 @torch.inference_mode()
@@ -193,7 +174,7 @@ def _packable(
             if whole:
                 inside.update(child.modules())
             linear = type(child) is nn.Linear or type(child) is Conv1D
-            if whole or linear or (activation is not None and is_experts(child)):
+            if whole or linear or has_packed_form(child, activation):
                 yield owner, name, child
 
 
@@ -207,13 +188,8 @@ def _packed(
 ) -> nn.Module:
     if module in deltas:
         return deltas[module].pack(kernels, packing.layers)
-    if is_experts(module):
-        assert activation is not None
-        weights = (stored(module.gate_up_proj), stored(module.down_proj))
-        experts = PackedExperts(kernels, *weights, activation, packing.layers)
-        rest_in_each(module.gate_up_proj, experts.gate_up)
-        rest_in_each(module.down_proj, experts.down)
-        return PackedExpertsModule(experts)
+    if has_packed_form(module, activation):
+        return packed_experts(kernels, module, activation, packing.layers)
     if is_gated_mlp(module):
         assert activation is not None
         return PackedMLP(kernels, module, activation, packing.layers)

@@ -5,12 +5,14 @@ rejected, since its effect is unknown.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from rayfin.actors.errors import UnrecognizedModule
 from rayfin.actors.runner.quantized.packed import CodedLinear
+from rayfin.kernels.cpu.experts import ClampedSwish
 
 Linear = nn.Linear | CodedLinear
 
@@ -128,6 +130,32 @@ def is_experts(module: nn.Module) -> bool:
         return False
     count, hidden, intermediate = weights["down_proj"].shape
     return weights["gate_up_proj"].shape == (count, 2 * intermediate, hidden)
+
+
+def clamped_gate(module: nn.Module) -> ClampedSwish | None:
+    """The gated activation of experts in the form of gpt-oss, or None if they have another.
+
+    Their weights are [E, H, 2 F], gate and up outputs in turn, and [E, F, H]; both have biases.
+    """
+    shapes = {name: tuple(own.shape) for name, own in module.named_parameters(recurse=False)}
+    slope, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
+    apply: Any = getattr(module, "_apply_gate", None)
+    if len(shapes.get("down_proj", ())) != 3 or apply is None:
+        return None
+    count, inner, hidden = shapes["down_proj"]
+    expected = {
+        **{"gate_up_proj": (count, hidden, 2 * inner), "gate_up_proj_bias": (count, 2 * inner)},
+        **{"down_proj": (count, inner, hidden), "down_proj_bias": (count, hidden)},
+    }
+    if shapes != expected or not (isinstance(slope, float) and isinstance(limit, float)):
+        return None
+    # Others may gate in another way, so the module is run to find out.
+    with torch.device("cpu"):
+        gate, up = torch.linspace(-2, 2, 40) * limit, torch.linspace(2, -3, 40) * limit
+    low, within = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gated = (1 + within) * low * torch.sigmoid(slope * low)
+    same = torch.allclose(apply(torch.stack([gate, up], dim=-1).flatten()), gated, atol=1e-5)
+    return ClampedSwish(slope, limit) if same else None
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rayfin.actors.runner.models.apart import PARTS, Parts, kept_apart
-from rayfin.actors.runner.models.inspect_layers import is_experts
+from rayfin.actors.runner.models.inspect_layers import clamped_gate, is_experts
 from rayfin.actors.runner.quantized.loader import Quantizer, read_header
 from rayfin.kernels.cpu.kernels import Matrix, Pack
 
@@ -63,6 +63,7 @@ class NarrowWeight(torch.Tensor):
         self._stored: torch.Tensor | Parts | None = stored
         self._mapped = mapped
         self._places: list[Place] = []  # one, or one for each expert
+        self._turned: Callable[[torch.Tensor], torch.Tensor] | None = None
         if mapped:
             _advise(stored, mmap.MADV_WILLNEED)
 
@@ -72,9 +73,10 @@ class NarrowWeight(torch.Tensor):
             return self._stored.merged()
         if self._stored is not None:
             return self._stored
-        outputs = self.shape[-2]
+        outputs = self.shape[-2 if self._turned is None else -1]
         rows = [matrix.rows(torch.arange(at, at + outputs)) for matrix, at in self._places]
-        return rows[0] if self.dim() == 2 else torch.stack(rows)
+        whole = rows[0] if self.dim() == 2 else torch.stack(rows)
+        return whole if self._turned is None else self._turned(whole)
 
     def part(self, index: Any) -> torch.Tensor:
         """The numbers at ``index``, as they are stored; of one expert no other is read."""
@@ -86,12 +88,16 @@ class NarrowWeight(torch.Tensor):
         """A float32 copy."""
         return self.numbers().float()
 
-    def rest_in(self, places: list[Place]) -> None:
-        """Gives up its memory: the same numbers lie at these places."""
+    def rest_in(
+        self,
+        places: list[Place],
+        turned: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """Gives up its memory: the same numbers lie at these places, perhaps to be ``turned``."""
         if self._mapped and self._stored is not None:
             _advise(self._stored, mmap.MADV_DONTNEED)  # read again from the file if need be
         elif all(_is_exact(matrix) for matrix, _ in places):
-            self._stored, self._places = None, places
+            self._stored, self._places, self._turned = None, places, turned
 
     @property
     def is_narrow(self) -> bool:
@@ -203,10 +209,18 @@ def packed(pack: Pack, weights: Sequence[torch.Tensor], *, paired: bool = False)
     return matrix
 
 
-def rest_in_each(weight: torch.Tensor, matrices: Sequence[Matrix]) -> None:
-    """The same for the weights [E, N, K] of experts, which lie in a matrix each."""
+def rest_in_each(
+    weight: torch.Tensor,
+    matrices: Sequence[Matrix],
+    turned: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> None:
+    """The same for the weights of experts, which lie in a matrix each.
+
+    Args:
+        turned: makes the weights, which are [E, K, N], of the matrices' outputs [E, N, K].
+    """
     if isinstance(weight, NarrowWeight):
-        weight.rest_in([(matrix, 0) for matrix in matrices])
+        weight.rest_in([(matrix, 0) for matrix in matrices], turned)
 
 
 def _is_exact(matrix: Matrix) -> bool:
@@ -252,7 +266,7 @@ def _narrow(model: nn.Module, files: Sequence[str] | None, *, quantized: bool) -
     """
     dtype = _dtype_of([Path(file) for file in files or ()])
     for path, module in model.named_modules():
-        if quantized and is_experts(module):
+        if quantized and _is_mixture(module):
             yield from (f"{path}.{name}" for name in module._parameters)
             continue
         if dtype not in NARROW:
@@ -267,7 +281,11 @@ def _narrow(model: nn.Module, files: Sequence[str] | None, *, quantized: bool) -
 def _is_known(module: nn.Module) -> bool:
     """Whether its weights are packed, or rows of them are picked."""
     plain = type(module) in (nn.Linear, Conv1D) or isinstance(module, nn.Embedding)
-    return plain or is_experts(module)
+    return plain or _is_mixture(module)
+
+
+def _is_mixture(module: nn.Module) -> bool:
+    return is_experts(module) or clamped_gate(module) is not None
 
 
 def _dtype_of(files: Sequence[Path]) -> torch.dtype | None:

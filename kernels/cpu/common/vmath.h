@@ -45,7 +45,8 @@ RAYFIN_INLINE Vec erf(Vec x) {  // Abramowitz and Stegun 7.1.26, absolute error 
   return x < 0.0f ? -y : y;
 }
 
-enum Activation { kNone = 0, kSilu = 1, kGeluTanh = 2, kGelu = 3 };
+// kClampedSwish is of gated products alone (gated in epilogue.h).
+enum Activation { kNone = 0, kSilu = 1, kGeluTanh = 2, kGelu = 3, kClampedSwish = 4 };
 
 RAYFIN_INLINE Vec activate(Vec x, int activation) {
   switch (activation) {

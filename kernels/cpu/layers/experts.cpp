@@ -68,8 +68,11 @@ void run_experts(Pool& pool, const Experts& e, const Routing& routing, const flo
   });
   Epilogue gate, plain;
   gate.activation = int(e.activation);
+  gate.clamped = e.clamped;
   for (int64_t expert = 0; expert < e.count; ++expert) {
     const int64_t start = g.starts[expert], count = g.starts[expert + 1] - start;
+    if (e.gate_up_bias) gate.bias = e.gate_up_bias + expert * 2 * e.intermediate;
+    if (e.down_bias) plain.bias = e.down_bias + expert * e.hidden;
     float *rows = g.rows + start * e.hidden, *gated = g.gated + start * e.intermediate;
     matmul(pool, *e.gate_up[expert], rows, e.hidden, count, gated, e.intermediate, gate);
     matmul(pool, *e.down[expert], gated, e.intermediate, count, rows, e.hidden, plain);

@@ -9,8 +9,11 @@ namespace rayfin {
 struct Experts {
   const Matrix* const* gate_up;  // [count], paired
   const Matrix* const* down;     // [count]
+  const float* gate_up_bias;     // [count, 2 * intermediate], gate before up, or null
+  const float* down_bias;        // [count, hidden], or null
   int64_t count, hidden, intermediate;
   int64_t activation;  // Activation in vmath.h
+  ClampedSwish clamped;
 };
 
 // The router's choice of experts for each row. Ids of experts that do not exist are ignored.
@@ -22,8 +25,8 @@ struct Routing {
 
 int64_t experts_workspace_floats(const Experts& e, int64_t rows, int64_t top_k);
 
-// y[r] = sum over ranks of weights[r, rank] * down(act(gate x[r]) * up x[r]), in the order of ranks: a row's result
-// does not depend on the rows beside it. x and y are [rows, hidden], dense.
+// y[r] = sum over ranks of weights[r, rank] * down(act(gate x[r]) * up x[r]), with biases, in the order of ranks: a
+// row's result does not depend on the rows beside it. x and y are [rows, hidden], dense.
 //
 // Rows are gathered by expert, so that each expert's weights are read once.
 void run_experts(Pool& pool, const Experts& e, const Routing& routing, const float* x, float* workspace, float* y);

@@ -20,6 +20,7 @@ RAYFIN_INLINE VecI load_zeros(const int16_t* p) {
 // Of eight 4-bit codes the first four are the low halves of the bytes and the others the high halves, so that a mask
 // gives four bytes for products of bytes.
 struct Nibbles {
+  typedef float Stored;  // of a scale
   static constexpr float kFactor = 1.0f;
   static constexpr int kSteps = 8;
   static constexpr int shift_of(int step) { return step < 4 ? 8 * step : 8 * (step - 4) + 4; }
@@ -77,6 +78,7 @@ struct Table4 : Nibbles {
 };
 
 struct Bytes {
+  typedef float Stored;
   static constexpr float kFactor = 1.0f;
   static constexpr int kSteps = 4;
   static constexpr int shift_of(int step) { return 8 * step; }
@@ -99,13 +101,31 @@ struct Fp8 : Bytes {
   }
 };
 
+// 4-bit floats: a sign, 2 bits of exponent and 1 of mantissa.
+constexpr float kE2m1[16] = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6};
+
+struct Fp4 : Table4 {
+  typedef uint8_t Stored;
+  Fp4() : Table4(kE2m1) {}
+};
+
+RAYFIN_INLINE Vec load_scales(const float* p) { return load(p); }
+
+// Powers of two, of which the exponents of floats are stored; 0 is 0.
+RAYFIN_INLINE Vec load_scales(const uint8_t* p) {
+  typedef uint8_t Exponents __attribute__((vector_size(kWidth)));
+  Exponents exponents;
+  std::memcpy(&exponents, p, sizeof(exponents));
+  return bit_cast<Vec>(__builtin_convertvector(exponents, VecI) << 23);
+}
+
 // The scale and the zero point of a group for a vector of outputs.
 template <class Code, bool kZeros>
 struct Scale {
   Vec scale, zero;
 
-  RAYFIN_INLINE void set(const float* scales, const int16_t* zeros) {
-    scale = load(scales) * Code::kFactor;
+  RAYFIN_INLINE void set(const typename Code::Stored* scales, const int16_t* zeros) {
+    scale = load_scales(scales) * Code::kFactor;
     if constexpr (kZeros) zero = __builtin_convertvector(load_zeros(zeros), Vec);
   }
 
@@ -142,6 +162,37 @@ struct Scale<Int4, kZeros> {
     const VecI half = shift < 16 ? words : bit_cast<VecI>(bit_cast<VecU>(words) >> 16), codes = half & (15 << place);
     if constexpr (kOnce) return multiply_add(__builtin_convertvector(codes, Vec), scale[place / 4], less);
     return __builtin_convertvector(codes - zero[place / 4], Vec) * scale[place / 4];
+  }
+};
+#endif
+
+#if (defined(__AVX2__) && !defined(__AVX512F__)) || defined(__aarch64__)
+// Four codes of a word become bytes at once: 12 more than twice the number, 0 .. 24. Such a byte is widened where it lies
+// as above, and byte * scale / 2 - 6 * scale is exact: a scale is a power of two.
+template <>
+struct Scale<Fp4, false> {
+  Vec scale[4], less;
+
+  RAYFIN_INLINE void set(const uint8_t* exponents, const int16_t*) {
+    const Vec half = load_scales(exponents) * 0.5f;
+    for (int i = 0; i < 4; ++i) scale[i] = half * (1.0f / float(1 << 8 * i));
+    less = half * -12.0f;
+  }
+
+  RAYFIN_INLINE Vec weights(const Fp4&, VecI words, int step) const {
+    const VecI bytes = bytes_of((step < 4 ? words : words >> 4) & 0x0f0f0f0f);
+    return multiply_add(__builtin_convertvector(bytes & int32_t(0xffu << 8 * (step % 4)), Vec), scale[step % 4], less);
+  }
+
+ private:
+  RAYFIN_INLINE static VecI bytes_of(VecI codes) {
+    constexpr int8_t table[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+#if defined(__AVX2__)
+    const __m256i numbers = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+    return bit_cast<VecI>(_mm256_shuffle_epi8(numbers, bit_cast<__m256i>(codes)));
+#else
+    return bit_cast<VecI>(vqtbl1q_s8(vld1q_s8(table), bit_cast<uint8x16_t>(codes)));
+#endif
   }
 };
 #endif

@@ -18,6 +18,14 @@ RAYFIN_INLINE void store_part(float* p, Vec v, int64_t count) {
   }
 }
 
+// act(gate) * up. The clamps leave NaN as it is.
+RAYFIN_INLINE Vec gated(Vec gate, Vec up, const Epilogue& epilogue) {
+  if (epilogue.activation != kClampedSwish) return activate(gate, epilogue.activation) * up;
+  const Vec limit = broadcast(epilogue.clamped.limit), low = min(limit, gate);
+  const Vec within = max(-limit, min(limit, up));
+  return (within + 1.0f) * (low / (exp(low * -epilogue.clamped.slope) + 1.0f));
+}
+
 // Writes one panel's sums [rows, kPanel], rows `stride` apart, to rows of y (which points at the first row).
 inline void finish_panel(const Matrix& weight, int64_t panel, const float* panel_sums, int64_t stride, int64_t rows,
                          float* y, int64_t y_stride, const Epilogue& epilogue) {
@@ -37,7 +45,7 @@ inline void finish_panel(const Matrix& weight, int64_t panel, const float* panel
       }
       gate += gate_bias;
       up += up_bias;
-      store_part(y + m * y_stride + column, activate(gate, epilogue.activation) * up, count);
+      store_part(y + m * y_stride + column, gated(gate, up, epilogue), count);
     }
     return;
   }

@@ -6,6 +6,11 @@
 
 namespace rayfin {
 
+// gpt-oss' gated activation: (1 + up) * gate * sigmoid(slope * gate), the gate at most `limit`, up within +-`limit`.
+struct ClampedSwish {
+  float slope = 1.0f, limit = 0.0f;
+};
+
 // y = residual + alpha * (x W^T + before + bias), or for a paired matrix act(gate) * up with both inside.
 struct Epilogue {
   const float* before = nullptr;    // [M, outputs], the halves of a paired matrix one after the other
@@ -15,6 +20,7 @@ struct Epilogue {
   int64_t residual_stride = 0;
   float alpha = 1.0f;
   int activation = 0;  // Activation in vmath.h
+  ClampedSwish clamped;  // of kClampedSwish
 
   // That of the rows from `row` on.
   Epilogue from(int64_t row) const {

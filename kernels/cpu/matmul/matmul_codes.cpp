@@ -20,13 +20,17 @@ constexpr double kTileSeconds = 15e-6, kBytesPerSecond = 10e9, kFlopsPerSecond =
 constexpr int panels_at_once(int64_t rows) { return rows <= 2 ? 2 : 1; }
 
 // Where a panel lies.
+template <class Code>
 struct Panel {
+  typedef typename Code::Stored Stored;
   const int32_t* words;
-  const float* scales;
+  const Stored* scales;
   const int16_t* zeros;
 
   Panel(const Matrix& weight, int64_t index)
-      : words(weight.words(index)), scales(weight.scales() + index * weight.groups.count * kPanel), zeros(nullptr) {
+      : words(weight.words(index)),
+        scales(weight.scales<Stored>() + index * weight.groups.count * kPanel),
+        zeros(nullptr) {
     if (weight.zeros()) zeros = weight.zeros() + index * weight.groups.count * kPanel;
   }
 };
@@ -53,7 +57,7 @@ template <class Code, bool kZeros, int kM, int kP>
 RAYFIN_INLINE void codes_tile(const Code& code, const float* x, int64_t x_stride, const Matrix& weight, int64_t panel,
                               float* out) {
   const Groups& groups = weight.groups;
-  const Panel first(weight, panel);
+  const Panel<Code> first(weight, panel);
   const int64_t panel_words = weight.panel_words(), panel_scales = groups.count * kPanel;
   Vec acc[kM][2 * kP] = {};
   for (int64_t g = 0; g < groups.count; ++g) {
@@ -104,7 +108,8 @@ void few_rows(const Code& code, const Matrix& weight, const float* x, int64_t x_
 
 // Widens inputs first .. last - 1 of a panel to out [last - first][kPanel]; `first` begins a word.
 template <class Code, bool kZeros>
-void widen_strip(const Code& code, const Matrix& weight, const Panel& panel, int64_t first, int64_t last, float* out) {
+void widen_strip(const Code& code, const Matrix& weight, const Panel<Code>& panel, int64_t first, int64_t last,
+                 float* out) {
   const Groups& groups = weight.groups;
   for (int64_t k = first; k < last;) {
     const int64_t g = k / groups.size, end = std::min((g + 1) * groups.size, last);
@@ -133,7 +138,7 @@ void many_rows(const Code& code, int64_t rows, const Matrix& weight, const float
   float *strip = scratch, *out = scratch + kStrip * kPanel;
   const int64_t blocks = (rows + kRows - 1) / kRows, group = weight.groups.size;
   for (int64_t panel = first; panel < last; ++panel) {
-    const Panel codes(weight, panel);
+    const Panel<Code> codes(weight, panel);
     for (int64_t k = 0, end; k < weight.inputs; k = end) {
       end = std::min(k + kStrip, weight.inputs);
       if (group % Code::kSteps) end = std::min(end, (k / group + 1) * group);  // each group begins a word
@@ -215,6 +220,8 @@ void matmul_codes(Pool& pool, const Matrix& weight, const float* x, int64_t x_st
       return run_plain(Table4(weight.table()));
     case kFp8:
       return run_plain(Fp8());
+    case kFp4:
+      return run_plain(Fp4());
     default:
       return;
   }

@@ -14,6 +14,7 @@
 //
 // Codes (has_codes) are weights of 4 or 8 bits as a checkpoint has them: groups of inputs share a scale, and perhaps a
 // zero point. A 32-bit word holds eight or four depth steps of an output (codes.h), and each group begins a word.
+// Scales of e2m1 floats are powers of two, stored as the exponent of a float in a byte (OCP Microscaling, 2023).
 #pragma once
 
 #include "common/memory.h"
@@ -23,11 +24,13 @@ namespace rayfin {
 
 constexpr int64_t kStep = 32;
 
-// The codes: 0 .. 15 for -8 .. 7, signed bytes, e4m3 floats, 0 .. 15 for the numbers of a table.
-enum Storage { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3, kCodes8 = 4, kFp8 = 5, kTable4 = 6 };
+// The codes: 0 .. 15 for -8 .. 7, signed bytes, e4m3 floats, 0 .. 15 for the numbers of a table, e2m1 floats.
+enum Storage {
+  kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3, kCodes8 = 4, kFp8 = 5, kTable4 = 6, kFp4 = 7
+};
 
 constexpr bool has_codes(Storage storage) { return storage >= kInt4; }
-constexpr int64_t codes_in_word(Storage storage) { return storage == kInt4 || storage == kTable4 ? 8 : 4; }
+constexpr int64_t codes_in_word(Storage storage) { return storage == kCodes8 || storage == kFp8 ? 4 : 8; }
 
 // The groups of a weight's inputs.
 struct Groups {
@@ -76,7 +79,10 @@ class Matrix {
   const float* table() const { return table_; }
 
   // For 8-bit weights, in panel order: each output's scale, and 128 times the sum of its weights.
-  const float* scales() const { return scales_.as<float>(); }
+  template <class Stored = float>
+  const Stored* scales() const {
+    return scales_.as<Stored>();
+  }
   const int32_t* offsets() const { return offsets_.as<int32_t>(); }
 
   const int64_t outputs, inputs;
@@ -100,6 +106,8 @@ class Matrix {
 
   int32_t& word_at(Place at, int64_t group, int64_t word) const;
   int64_t group_at(Place at, int64_t group) const;
+  float scale_at(int64_t group) const;
+  void set_scale(int64_t group, float scale);
   void read_codes(Place at, float* weights) const;
 
   Buffer data_, scales_, offsets_, zeros_, order_;

@@ -20,6 +20,8 @@ float number_of(Storage storage, const float* table, int32_t word, int shift) {
       return Int4().widen(words, shift)[0];
     case kTable4:
       return table[uint32_t(word) >> shift & 15];
+    case kFp4:
+      return kE2m1[uint32_t(word) >> shift & 15];
     case kFp8:
       return Fp8().widen(words, shift)[0] * Fp8::kFactor;
     default:
@@ -35,12 +37,24 @@ int32_t& Matrix::word_at(Place at, int64_t group, int64_t word) const {
 
 int64_t Matrix::group_at(Place at, int64_t group) const { return (at.panel * groups.count + group) * kPanel + at.lane; }
 
+float Matrix::scale_at(int64_t group) const {
+  return storage == kFp4 ? bit_cast<float>(uint32_t(scales<uint8_t>()[group]) << 23) : scales()[group];
+}
+
+void Matrix::set_scale(int64_t group, float scale) {
+  if (storage == kFp4) {
+    scales_.as<uint8_t>()[group] = uint8_t(bit_cast<uint32_t>(scale) >> 23);
+  } else {
+    scales_.as<float>()[group] = scale;
+  }
+}
+
 void Matrix::fill_codes(int64_t first, int64_t count, const uint8_t* codes, const float* scales, const int16_t* zeros) {
   const int64_t each = codes_in_word(storage);
   for (int64_t i = 0; i < count; ++i) {
     const Place at = place(first + i);
     for (int64_t g = 0; g < groups.count; ++g) {
-      scales_.as<float>()[group_at(at, g)] = scales[i * groups.count + g];
+      set_scale(group_at(at, g), scales[i * groups.count + g]);
       if (zeros) zeros_.as<int16_t>()[group_at(at, g)] = zeros[i * groups.count + g];
       const uint8_t* from = codes + i * inputs + g * groups.size;
       const int64_t size = std::min(groups.size, inputs - g * groups.size);
@@ -58,7 +72,7 @@ void Matrix::copy_codes(int64_t first, const Matrix& from, int64_t start, int64_
   for (int64_t i = 0; i < count; ++i) {
     const Place to = place(first + i), source = from.place(start + i);
     for (int64_t g = 0; g < groups.count; ++g) {
-      scales_.as<float>()[group_at(to, g)] = from.scales()[from.group_at(source, g)];
+      set_scale(group_at(to, g), from.scale_at(from.group_at(source, g)));
       if (zeros() && from.zeros()) zeros_.as<int16_t>()[group_at(to, g)] = from.zeros()[from.group_at(source, g)];
       for (int64_t word = 0; word < groups.words; ++word) word_at(to, g, word) = from.word_at(source, g, word);
     }
@@ -78,7 +92,7 @@ void Matrix::read_codes(Place at, float* weights) const {
     const int64_t g = k / groups.size, inside = k - g * groups.size;
     float number = number_of(storage, table_, word_at(at, g, inside / each), shift_of(storage, inside % each));
     if (zeros()) number -= float(zeros()[group_at(at, g)]);
-    weights[order() ? order()[k] : k] = number * scales()[group_at(at, g)];
+    weights[order() ? order()[k] : k] = number * scale_at(group_at(at, g));
   }
 }
 

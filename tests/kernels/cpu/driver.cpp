@@ -63,7 +63,7 @@ void on_pools(const char* what, int64_t size, const std::function<void(Pool&, fl
 void coded_matmuls() {
   for (int64_t rows : {1, 2, 4, 5, 13, 101}) {
     for (auto [outputs, inputs, group] : {std::array<int64_t, 3>{1, 1, 1}, {34, 19, 8}, {66, 300, 128}, {40, 70, 20}}) {
-      for (Storage storage : {kInt4, kCodes8, kFp8, kTable4}) {
+      for (Storage storage : {kInt4, kCodes8, kFp8, kTable4, kFp4}) {
         const bool zeros = storage == kInt4 || storage == kCodes8;
         const int64_t groups = (inputs + group - 1) / group, count = groups * outputs;
         std::vector<uint8_t> codes(static_cast<size_t>(outputs * inputs));

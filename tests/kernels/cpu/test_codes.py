@@ -18,9 +18,9 @@ from rayfin.kernels.cpu.codes import (
 )
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels
 from rayfin.kernels.cpu.library import ISAS
-from rayfin.kernels.grouped import Grouped
+from rayfin.kernels.grouped import E2M1, Grouped
 
-KINDS = ("int4", "int4 zeros", "int8", "int8 zeros", "bytes", "fp8", "table")
+KINDS = ("int4", "int4 zeros", "int8", "int8 zeros", "bytes", "fp8", "table", "fp4")
 ROWS = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 24, 49, 70])
 SIZES = st.integers(1, 150)
 GROUPS = st.sampled_from([1, 3, 8, 16, 20, 32, 64, 128, 1000])
@@ -43,6 +43,9 @@ def drawn(kind: str, outputs: int, inputs: int, group: int, seed: int = 0) -> Gr
         return Grouped(codes.view(torch.int8), scale, group, 8)
     bits = 8 if kind.startswith("int8") else 4
     codes &= 2**bits - 1
+    if kind == "fp4":
+        scale = 2.0 ** torch.randint(-9, 9, shape, generator=random)
+        return Grouped(codes, scale, group, bits, table=torch.tensor(E2M1))
     if kind == "table":
         return Grouped(codes, scale, group, bits, table=normal(16, seed=seed))
     zero = torch.full(shape, 2 ** (bits - 1), dtype=torch.int32)
@@ -84,7 +87,7 @@ def test_any_shape(
     check(kernels, x, drawn(kind, outputs, inputs, group, seed))
 
 
-@pytest.mark.parametrize("kind", ["int4", "int4 zeros", "fp8"])
+@pytest.mark.parametrize("kind", ["int4", "int4 zeros", "fp8", "fp4"])
 @pytest.mark.parametrize("rows", [1, 4, 5, 60, 300])
 @pytest.mark.parametrize("inputs, group", [(576, 64), (1536, 128), (1537, 1537), (1100, 20)])
 def test_large(kernels: CpuKernels, kind: str, rows: int, inputs: int, group: int) -> None:
@@ -130,6 +133,14 @@ def test_epilogues(kernels: CpuKernels, rows: int) -> None:
     torch.testing.assert_close(residual, expected, rtol=1e-4, atol=1e-3)
 
 
+def test_packed_as_pairs(kernels: CpuKernels) -> None:
+    weight, x = drawn("fp4", 90, 64, 32), normal(3, 64)
+    paired = pack_codes(kernels, weight, paired=True)
+    stacked = stack_codes(kernels, [packed(kernels, weight)], paired=True)
+    assert paired is not None and paired.columns == 45
+    assert torch.equal(kernels.matmul(x, paired), kernels.matmul(x, stacked))
+
+
 def test_stacked(kernels: CpuKernels) -> None:
     """Zero points of some are zeros of the others."""
     parts = [drawn(kind, n, 96, 32, seed=n) for kind, n in (("int4", 33), ("int4 zeros", 18))]
@@ -158,6 +169,24 @@ def test_all_numbers_of_e4m3(kernels: CpuKernels) -> None:
     assert torch.equal(rows, weight.values.float())
 
 
+def test_all_numbers_of_e2m1(kernels: CpuKernels) -> None:
+    """At scales from the smallest to the largest; a smaller one is fp32."""
+    codes = torch.arange(16, dtype=torch.uint8).repeat(4, 2)
+    weight = Grouped(codes, torch.empty(4, 1), 32, 4, table=torch.tensor(E2M1))
+    x = torch.eye(32)
+    for exponents, kind in (
+        ((-101, -3, 0, 125), Codes.FP4),
+        ((-102, -3, 0, 1), Codes.TABLE4),
+    ):
+        weight.scale.copy_(2.0 ** torch.tensor(exponents).view(4, 1))
+        matrix = packed(kernels, weight)
+        assert matrix.codes == kind
+        for rows in (1, 4, 32):
+            assert torch.equal(kernels.matmul(x[:rows], matrix), weight.dense().T[:rows])
+    weight.scale.copy_(torch.full((4, 1), 0.75))
+    assert packed(kernels, weight).codes == Codes.TABLE4
+
+
 def test_odd_rows_stay_alone(kernels: CpuKernels) -> None:
     matrix, x = packed(kernels, drawn("int4", 40, 64, 32)), normal(14, 64)
     expected = kernels.matmul(x, matrix)
@@ -177,6 +206,8 @@ def test_codes_that_are_not_read(kernels: CpuKernels) -> None:
 def test_bytes(kernels: CpuKernels) -> None:
     matrix = packed(kernels, drawn("int4", 64, 128, 64))
     assert (matrix.bytes, matrix.codes) == (64 * 64 + 64 * 2 * 4, Codes.INT4)
+    matrix = packed(kernels, drawn("fp4", 64, 128, 32))
+    assert (matrix.bytes, matrix.codes) == (64 * 64 + 64 * 4, Codes.FP4)
 
 
 @settings(max_examples=15, deadline=None)

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from rayfin.actors.errors import UnrecognizedModule
 from rayfin.actors.runner.cpu.build_decoder import build_cpu_decoder
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
-from rayfin.actors.runner.cpu.packed_layers import PackedExpertsModule, PackedLinear, pack_linears
+from rayfin.actors.runner.cpu.packed_experts import PackedExpertsModule
+from rayfin.actors.runner.cpu.packed_layers import PackedLinear, pack_linears
 from rayfin.actors.runner.models.inspect_layers import norm_weight
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel
 from rayfin.actors.runner.models.replace import logit_difference, probe_logits
@@ -115,6 +117,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {"num_experts": 6, "moe_intermediate_size": 24, "norm_topk_prob": True},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
+    "gpt_oss": {"num_local_experts": 6, "swiglu_limit": 0.3, "sliding_window": 8},
 }
 
 
@@ -127,6 +130,9 @@ def test_experts_are_packed(family: str, kernels: CpuKernels) -> None:
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation=ATTENTION
     )
+    for name, own in model.named_parameters():
+        if name.endswith("bias"):
+            own.data.normal_()
     paged = PagedModel(model.eval().requires_grad_(False), paged_attention)
     expected = probe_logits(paged, paged)
     assert pack_linears(paged, kernels)
@@ -147,8 +153,11 @@ def tiny_sizes() -> dict[str, Any]:
     }
 
 
-def test_experts_of_another_form_stay(tiny_model: Make, kernels: CpuKernels) -> None:
-    paged = load(tiny_model("gpt_oss").folder)  # other layout, biases, limits
+def test_experts_of_another_form_stay(
+    tiny_model: Make, kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GptOssExperts, "_apply_gate", lambda _, x: x[..., ::2] * x[..., 1::2])
+    paged = load(tiny_model("gpt_oss").folder)
     expected = probe_logits(paged, paged)
     assert pack_linears(paged, kernels)
     assert not any(isinstance(m, PackedExpertsModule) for m in paged.transformer.modules())

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rayfin.actors.runner.cpu.build_decoder import packing
-from rayfin.actors.runner.cpu.packed_layers import PackedExpertsModule, _packed
+from rayfin.actors.runner.cpu.packed_experts import PackedExpertsModule, packed_experts
 from rayfin.actors.runner.models import narrow, weights
 from rayfin.actors.runner.models.narrow import NarrowWeight, hold_narrow, narrow_loads, widen
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels, try_kernels
@@ -218,17 +218,22 @@ def test_a_rounded_weight_keeps_its_memory(kernels: CpuKernels) -> None:
     assert torch.equal(weight.wide(), expected)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 @pytest.mark.parametrize("mapped", [True, False])
 def test_packed_experts_give_up_their_memory(
-    mapped: bool, checkpoint: Make, kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    mapped: bool,
+    checkpoint: Make,
+    kernels: CpuKernels,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The mapped file still has them where it is one."""
     if not mapped:
         monkeypatch.setattr(narrow, "_unchanged_files", lambda: [])
-    model, _ = load(checkpoint("mixtral"), wanted=True)
+    model, _ = load(checkpoint(family), wanted=True)
     experts = model.model.layers[0].mlp.experts
     expected = [experts.gate_up_proj.wide(), experts.down_proj.wide()]
-    made = _packed(kernels, Activation.SILU, {}, experts, packing(kernels))
+    made = packed_experts(kernels, experts, Activation.SILU, kernels.pack)
     assert isinstance(made, PackedExpertsModule)
     for one, other in zip((experts.gate_up_proj, experts.down_proj), expected, strict=True):
         assert (one._stored is not None) == mapped
