@@ -2,7 +2,8 @@
 
 llama.cpp leaves batching to its caller, so this peer brings the loop of its server: a token for
 each running request and chunks of prompts until the batch is full. The model is written to GGUF on
-first use, beside its folder: of Llama and Qwen3 kinds, in f32, f16 or q8_0 (``precision``).
+first use, beside its folder: of Llama and Qwen3 kinds, in f32, f16, q8_0, q4_0 or q4_K_M
+(``precision``), the last two by llama.cpp's own quantizer.
 ``repack=false`` leaves weights as they are: with 0.3.36 the AMX kernels of q8_0 crash.
 """
 
@@ -26,6 +27,7 @@ TYPES = {
     "f16": gguf.GGMLQuantizationType.F16,
     "q8_0": gguf.GGMLQuantizationType.Q8_0,
 }
+ROUNDED = {"q4_0": llama.LLAMA_FTYPE_MOSTLY_Q4_0, "q4_K_M": llama.LLAMA_FTYPE_MOSTLY_Q4_K_M}
 NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -65,7 +67,8 @@ class LlamaCpp:
 
     def __init__(self, model: str, settings: dict[str, Any]) -> None:
         llama.llama_backend_init()
-        path = converted(Path(model), settings.get("precision", "f32"))
+        precision = settings.get("precision", "f32")
+        path = (rounded if precision in ROUNDED else converted)(Path(model), precision)
         loading = llama.llama_model_default_params()
         loading.use_extra_bufts = bool(settings.get("repack", True))
         self._model = llama.llama_load_model_from_file(str(path).encode(), loading)
@@ -143,6 +146,22 @@ def converted(model: Path, precision: str) -> Path:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
+    return path
+
+
+def rounded(model: Path, precision: str) -> Path:
+    """Writes the model as a GGUF file of weights that llama.cpp rounds to 4 bits.
+
+    Raises:
+        RuntimeError: llama.cpp cannot round them.
+    """
+    path = model.with_name(f"{model.name}-{precision}.gguf")
+    if not path.exists():
+        params = llama.llama_model_quantize_default_params()
+        params.ftype, params.nthread = ROUNDED[precision], 2
+        exact = str(converted(model, "f32")).encode()
+        if llama.llama_model_quantize(exact, str(path).encode(), ctypes.byref(params)):
+            raise RuntimeError(f"llama.cpp does not round {model} to {precision}")
     return path
 
 
