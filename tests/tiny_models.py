@@ -42,6 +42,13 @@ _MLA: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "moe_intermediate_size": 24,
 }
+# Of few heads some scores are all zero, as are those of padding; of equal ones torch chooses any.
+_INDEX: dict[str, Any] = {
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 8,
+    "pad_token_id": None,
+}
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -71,6 +78,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "deepseek_v3": _MLA,
+    "deepseek_v32": {**_MLA, **_INDEX},
+    "glm_moe_dsa": {**_MLA, **_INDEX, "indexer_types": ["full", "shared", "full"]},
     "gpt_oss": {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,

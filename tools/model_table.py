@@ -40,7 +40,7 @@ SIZES: dict[int, tuple[str, ...]] = {
     2: (
         *("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_experts_per_tok"),
         *("num_experts_per_token", "moe_k", "moe_topk", "top_k_experts", "depth"),
-        *("linear_num_key_heads", "index_n_heads", "decoder_layers", "encoder_layers"),
+        *("linear_num_key_heads", "decoder_layers", "encoder_layers"),
     ),
     LAYERS: (
         *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -57,7 +57,15 @@ SIZES: dict[int, tuple[str, ...]] = {
         *("ssm_state_size", "index_topk", "index_head_dim", "hidden_size_per_layer_input"),
         *("patch_size",),
     ),
-    16: ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "mamba_chunk_size", "chunk_size"),
+    # Of few heads some scores are all zero, and of equal ones torch chooses any.
+    16: (
+        "index_n_heads",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_head_dim",
+        "mamba_chunk_size",
+        "chunk_size",
+    ),
     24: ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"),
     32: (
         *("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embedding_size", "hidden_dim"),

@@ -67,6 +67,7 @@ class _Observer:
         window: int | None,
         softcap: float | None,
         sinks: torch.Tensor | None,
+        chosen: torch.Tensor | None,
     ) -> torch.Tensor:
         self.seen[module] = AttentionSpec(
             query.shape[1],

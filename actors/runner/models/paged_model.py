@@ -15,10 +15,19 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
-from rayfin.actors.runner.models.own_attention import redirect_attention, with_positions
+from rayfin.actors.runner.models.attention.indexer import (
+    NO_MASK,
+    Forward,
+    PagedIndex,
+    index_keys,
+    index_layout,
+    redirect_indexers,
+)
+from rayfin.actors.runner.models.attention.own_attention import redirect_attention, with_positions
 from rayfin.actors.runner.models.recurrent import RecurrentLayers, find_stateful
 from rayfin.actors.runner.step.batch import GivenInputs, StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
+from rayfin.kernels.attention.chosen import attend_chosen
 from rayfin.kernels.attention.chunks import within_chunks
 from rayfin.kernels.attention.write_kv import write_kv
 from rayfin.kernels.shapes import PagedAttention
@@ -49,6 +58,7 @@ class AttentionLayer(Protocol):
         window: int | None,
         softcap: float | None,
         sinks: torch.Tensor | None,
+        chosen: torch.Tensor | None,  # [1, T, C], what an indexer gave
     ) -> torch.Tensor:  # [1, T, H, Dv]
         ...
 
@@ -65,10 +75,13 @@ def rayfin_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function in transformers' attention registry; calls the module's AttentionLayer."""
-    if attention_mask is not None:  # the model's own: transformers makes none for this attention
+    if (
+        attention_mask is not None and attention_mask is not NO_MASK
+    ):  # the model's own: transformers makes none for this attention
         name = type(module).__name__
         raise UnsupportedModel(f"{name} cannot be served: it attends through its own mask", "model")
     layer: AttentionLayer = getattr(module, LAYER)
@@ -76,7 +89,15 @@ def rayfin_attention(
     if slopes is not None:  # ALiBi, [H]
         query, key = with_positions(query, key, layer.positions(query), slopes, scale)
     out = layer.attend(
-        module, query, key, value, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
+        module,
+        query,
+        key,
+        value,
+        scale=scale,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+        chosen=indices,
     )
     return out, None
 
@@ -144,6 +165,7 @@ class PagedLayer:
         window: int | None,
         softcap: float | None,
         sinks: torch.Tensor | None,
+        chosen: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Writes the step's keys and values to their slots, then attends over the pages."""
         assert self._step.inputs is not None, "a forward outside of a step"
@@ -154,6 +176,9 @@ class PagedLayer:
             batch = within_chunks(batch, self._limit.tokens)
         elif self._limit is not None:
             window = self._limit.tokens
+        if chosen is not None and chosen.shape[-1]:
+            own = (query[0].transpose(0, 1), self._k_pages, self._v_pages, batch, chosen[0])
+            return attend_chosen(*own, scale=scale, sinks=sinks).unsqueeze(0)
         out = self._kernel(
             query[0].transpose(0, 1).contiguous(),
             self._k_pages,
@@ -173,6 +198,7 @@ class _Probe:
     def __init__(self) -> None:
         self.calls: list[tuple[torch.nn.Module, KVLayout]] = []
         self.windows: list[int | None] = []
+        self.indexers: set[torch.nn.Module] = set()
 
     def positions(self, query: torch.Tensor) -> torch.Tensor:
         """Positions from 0 on."""
@@ -189,6 +215,7 @@ class _Probe:
         window: int | None,
         softcap: float | None,
         sinks: torch.Tensor | None,
+        chosen: torch.Tensor | None,
     ) -> torch.Tensor:
         if not getattr(module, "is_causal", True):
             raise UnsupportedModel(
@@ -198,6 +225,19 @@ class _Probe:
         self.calls.append((module, layout))
         self.windows.append(window)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+
+    def choose(
+        self,
+        indexer: torch.nn.Module,
+        forward: Forward,
+        hidden: torch.Tensor,
+        query: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Records an indexer's keys; all tokens see all."""
+        self.indexers.add(indexer)
+        self.calls.append((indexer, index_layout(index_keys(forward, hidden, query, rotary))))
+        return torch.empty(1, hidden.shape[1], 0, dtype=torch.int32, device=hidden.device)
 
 
 class _SharedLayer:
@@ -240,7 +280,8 @@ class PagedModel:
         self._layers = range(total) if layers is None else layers
         self._kernel = kernel
         self._step = CurrentStep()
-        self._calls: list[torch.nn.Module] = []  # attention modules, in the order of their calls
+        self._calls: list[torch.nn.Module] = []  # what keeps keys, in the order of calls
+        self._indexers: set[torch.nn.Module] = set()  # those of them that choose keys
         self._shared: list[_SharedLayer] = []
         self._limits: dict[int, MaskLimit] = {}  # by call
         accepted = inspect.signature(model.forward).parameters
@@ -249,6 +290,7 @@ class PagedModel:
         self._has_windows = False
         self.recurrent: RecurrentLayers | None = None
         redirect_attention(model, ATTENTION, rayfin_attention)
+        redirect_indexers(model, ATTENTION, LAYER)
         set_attention(model, ATTENTION)
         self.layouts = self._probe()
 
@@ -267,7 +309,7 @@ class PagedModel:
     @property
     def attention_modules(self) -> list[torch.nn.Module]:
         """Each once, in order: one per layer, unless layers share them."""
-        return list(dict.fromkeys(self._calls))
+        return [one for one in dict.fromkeys(self._calls) if one not in self._indexers]
 
     @property
     def is_limited_by_mask(self) -> bool:
@@ -298,6 +340,9 @@ class PagedModel:
                     f"({limit.tokens})",
                     "page_size",
                 )
+            if module in self._indexers:
+                setattr(module, LAYER, PagedIndex(k_pages, v_pages, self._step))
+                continue
             layer = PagedLayer(k_pages, v_pages, self._kernel, self._step, limit)
             layers.setdefault(module, []).append(layer)
         self._shared = []
@@ -367,6 +412,7 @@ class PagedModel:
                 f"{name} cannot be served: it numbers positions in its own way", "model"
             )
         self._calls = [module for module, _ in probe.calls]
+        self._indexers = probe.indexers
         if _may_keep_states(self._model):
             self._find_states(tokens)
         self._check_layers(probe)

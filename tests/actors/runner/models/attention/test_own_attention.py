@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rayfin.actors.runner.models.own_attention import with_positions
+from rayfin.actors.runner.models.attention.own_attention import with_positions
 
 Make = Callable[..., Any]
 FAMILIES = ("bloom", "codegen", "falcon", "gpt_neo")  # each in its own way

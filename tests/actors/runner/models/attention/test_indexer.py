@@ -1,0 +1,100 @@
+"""Decoders whose tokens choose their keys by an index give transformers' own tokens."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rayfin.actors.messages import Sampling
+from rayfin.actors.runner.models.attention import indexer
+
+MAX_TOKENS = 10
+FAMILIES = ("deepseek_v32", "glm_moe_dsa")
+Make = Callable[..., Any]
+
+
+def _prompts(lengths: tuple[int, ...] = (1, 7, 8, 17, 33)) -> list[list[int]]:
+    """Below and above the eight keys that a token of the tiny models chooses."""
+    numbers = random.Random(0)
+    return [[numbers.randrange(3, 128) for _ in range(length)] for length in lengths]
+
+
+def _check(tiny: Any, prompts: list[list[int]], tokens: Any, count: int = MAX_TOKENS) -> None:
+    for key, prompt in enumerate(prompts):
+        assert tokens[key] == tiny.greedy(prompt, count), f"prompt of {len(prompt)}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("budget", [8, 64])
+def test_mixed_with_chunks(
+    family: str, budget: int, tiny_model: Make, served: Make, request_of: Make
+) -> None:
+    tiny, prompts = tiny_model(family), _prompts()
+    engine = served(tiny.folder, max_batch_tokens=budget, max_model_len=64)
+    requests = [request_of(key, own, MAX_TOKENS, eos=[2]) for key, own in enumerate(prompts)]
+    _check(tiny, prompts, engine.run(*requests, stagger=1))
+
+
+def test_few_scores_at_once(
+    tiny_model: Make, served: Make, request_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long prompts and many rows are scored in pieces."""
+    monkeypatch.setattr(indexer, "SCORES_AT_ONCE", 2000)
+    tiny, prompts = tiny_model("deepseek_v32"), _prompts()
+    engine = served(tiny.folder, max_model_len=64)
+    requests = [request_of(key, own, MAX_TOKENS, eos=[2]) for key, own in enumerate(prompts)]
+    _check(tiny, prompts, engine.run(*requests))
+
+
+def test_second_turn_hits_the_prefix(tiny_model: Make, served: Make, request_of: Make) -> None:
+    """Pages of a prefix hold the index's keys too."""
+    tiny, prompt = tiny_model("deepseek_v32"), _prompts((40,))[0]
+    engine = served(tiny.folder, max_model_len=128)
+    first = engine.run(request_of(0, prompt, MAX_TOKENS))[0]
+    turn = prompt + first + [5, 6, 7]
+    tokens = engine.run(request_of(1, turn, MAX_TOKENS, eos=[2]))[1]
+    assert engine.cached[1] >= 40
+    assert tokens == tiny.greedy(turn, MAX_TOKENS)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_preempted(preemption: str, tiny_model: Make, served: Make, request_of: Make) -> None:
+    tiny, prompts = tiny_model("deepseek_v32"), _prompts((7, 8, 13, 16, 4, 11))
+    engine = served(tiny.folder, num_pages=12, max_model_len=44, preemption=preemption)
+    requests = [request_of(key, own, 28, eos=[2]) for key, own in enumerate(prompts)]
+    tokens = engine.run(*requests)
+    assert engine.engine.stats().preemptions > 0
+    _check(tiny, prompts, tokens, 28)
+
+
+def test_choices_of_one_prompt(tiny_model: Make, served: Make, request_of: Make) -> None:
+    tiny, prompt = tiny_model("glm_moe_dsa"), _prompts((19,))[0]
+
+    def choice(key: int, parent: int | None) -> Any:
+        sampling = Sampling(temperature=1.0, seed=100 + key)
+        return replace(request_of(key, prompt, MAX_TOKENS, sampling=sampling), parent_key=parent)
+
+    engine = served(tiny.folder, max_model_len=64)
+    together = engine.run(*(choice(key, 0 if key else None) for key in range(3)))
+    for key in range(3):
+        alone = served(tiny.folder, max_model_len=64).run(choice(key, None))
+        assert together[key] == alone[key]
+
+
+def test_pages_hold_the_index(tiny_model: Make, served: Make) -> None:
+    """A layer's index is one more key of a token: half with the keys, half with values."""
+    layouts = served(tiny_model("glm_moe_dsa").folder).runner._model.layouts
+    sizes = [(own.kv_heads, own.key_dim, own.value_dim) for own in layouts]
+    assert sizes[0] == sizes[3] == (1, 8, 8)  # the second layer shares the choice of the first
+    assert len(sizes) == 5
+
+
+def test_pages_of_16_bits(tiny_model: Make, served: Make, request_of: Make) -> None:
+    """Keys of the index are rounded with the others, in chunks and as a whole alike."""
+    tiny, prompt = tiny_model("deepseek_v32"), _prompts((20,))[0]
+    settings = {"max_model_len": 64, "kv_cache_dtype": "bfloat16"}
+    engines = [served(tiny.folder, max_batch_tokens=budget, **settings) for budget in (8, 64)]
+    one, two = (engine.run(request_of(0, prompt, MAX_TOKENS))[0] for engine in engines)
+    assert one == two
