@@ -18,12 +18,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rayfin.kernels.attention.triton_backend import Sizes, TritonAttention, width
+from rayfin.kernels.triton import quantized
 from rayfin.kernels.triton.device import (
     adjust_kernels,
     decode_kernels,
     expert_kernels,
     layer_kernels,
     logprob_kernels,
+    quant_kernels,
     row_kernels,
     sample_kernels,
 )
@@ -131,6 +133,39 @@ def products() -> Iterator[Kernel]:
                 more = constants | {"ADD": add, "NORM": not add}
                 kind = "added product" if add else "product"
                 yield f"{kind} {name}", row_kernels.product, types, more, options
+
+
+def coded() -> Iterator[Kernel]:
+    types = dict.fromkeys(("words", "arrived"), "*i32")
+    types |= {"zeros": "*fp32", "table": "*fp32", "sums": "*fp32", "rows": "i32", "factor": "fp32"}
+    for dtype, rows, bits, kind, group, form in (
+        ("bf16", 1, 4, quantized.INTEGER, 128, quantized.HALF),
+        ("fp16", 1, 4, quantized.INTEGER, 128, quantized.HALF),
+        ("fp16", 64, 4, quantized.INTEGER, 32, quantized.HALF),
+        ("fp16", 65, 4, quantized.INTEGER, 128, quantized.HALF),
+        ("bf16", 65, 4, quantized.TABLE, 64, quantized.WIDE),
+        ("bf16", 1, 8, quantized.E4M3, 128, quantized.WIDE),
+        ("bf16", 64, 8, quantized.E4M3, 128, quantized.WIDE),
+        ("bf16", 65, 8, quantized.E4M3, 128, quantized.WIDE),
+        ("bf16", 1, 8, quantized.INTEGER, 4096, quantized.BRAIN),
+        ("bf16", 65, 8, quantized.INTEGER, 4096, quantized.BRAIN),
+        ("fp32", 1, 4, quantized.INTEGER, 128, quantized.HALF),
+    ):
+        torchs = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+        shape = quantized.shape_for(rows, torchs)
+        more = types | dict.fromkeys(("x", "bias", "out"), f"*{dtype}")
+        more["groups"] = "*i32" if form else "*fp32"
+        constants = {
+            **{"INPUTS": 4096, "OUTPUTS": 4096, "ROW_WORDS": 4096 * bits // 32},
+            **{"DEPTH": quantized.DEPTH, "SPANS": max(quantized.DEPTH // group, 1)},
+            **{"GROUP": group, "GROUPS": 4096 // group, "GROUP_STRIDE": 4096, "KIND": kind},
+            **{"BITS": bits, "FORM": form, "MIDDLE": quantized.MIDDLES[bits], "ZEROS": False},
+            **{"BIAS": True, "ADD": True},
+            **{"ROWS": shape.rows, "COLUMNS": shape.columns, "SPLIT": 6 if shape.splits else 1},
+        }
+        options = {"num_warps": shape.warps, "num_stages": shape.stages}
+        name = f"coded product {dtype} {rows}, {bits} bits, kind {kind}, groups of {group}"
+        yield name, quant_kernels.coded_product, more, constants, options
 
 
 def experts() -> Iterator[Kernel]:
@@ -259,6 +294,7 @@ def main() -> None:
         *attention(),
         *layers(),
         *products(),
+        *coded(),
         *experts(),
         *sampling(),
         *decoding(),

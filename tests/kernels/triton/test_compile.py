@@ -16,8 +16,8 @@ SHARED_BYTES = 227 << 10
 REGISTERS = 65536  # of a multiprocessor
 
 # Loads that each loop leaves in flight, threads of a program, programs of a multiprocessor at once.
-# A load is one tensor's part of a block: keys and values are two. The second loop of decode tiles
-# merges parts.
+# A load is one tensor's part of a block: keys and values are two; rows, codes and scales three. The
+# second loop of decode tiles merges parts.
 HELD = {
     "decode bf16 128, pages bf16": ([4, 6], 128, 4),
     "decode bf16 128, pages fp8e4nv": ([4, 6], 128, 4),
@@ -27,6 +27,10 @@ HELD = {
     "product bf16 2 x 1024 x 4096": ([], 128, 5),
     "added product bf16 1 x 3072 x 1024": ([], 128, 8),
     "gated product bf16 2 x 4096 x 14336": ([], 128, 4),
+    "coded product bf16 1, 4 bits, kind 0, groups of 128": ([9], 128, 4),
+    "coded product bf16 1, 8 bits, kind 1, groups of 128": ([9], 128, 3),
+    "coded product bf16 64, 8 bits, kind 1, groups of 128": ([6], 128, 2),
+    "coded product fp16 65, 4 bits, kind 0, groups of 128": ([3], 256, 1),
     "map": ([], 128, 8),
     "enter": ([], 128, 16),
     "finish": ([], 128, 16),
