@@ -22,7 +22,7 @@ class StopTable:
     def __init__(self, num_slots: int) -> None:
         self.cap: Int64Array = np.zeros(num_slots, np.int64)
         self._first: Int32Array = np.full((num_slots, WIDTH), NOTHING, np.int32)
-        self._has_more = np.zeros(num_slots, np.bool_)
+        self._longer: set[int] = set()  # slots with more than WIDTH ids
         self._all: list[frozenset[int]] = [frozenset()] * num_slots
 
     def set(self, slot: int, token_ids: Collection[int], cap: int) -> None:
@@ -31,7 +31,9 @@ class StopTable:
         first = sorted(token_ids)[:WIDTH]
         self._first[slot] = NOTHING
         self._first[slot, : len(first)] = first
-        self._has_more[slot] = len(token_ids) > WIDTH
+        self._longer.discard(slot)
+        if len(token_ids) > WIDTH:
+            self._longer.add(slot)
         self._all[slot] = frozenset(token_ids)
 
     def ended(
@@ -54,6 +56,7 @@ class StopTable:
     def hits(self, slots: Int64Array | Int32Array, tokens: Int32Array) -> BoolArray:
         """Whether each of ``tokens`` [N] is a stop token of its slot of ``slots`` [N]."""
         hits: BoolArray = (self._first[slots] == tokens[:, None]).any(axis=1)
-        for row in np.flatnonzero(self._has_more[slots]).tolist():
-            hits[row] = int(tokens[row]) in self._all[slots[row]]
+        for row, slot in enumerate(slots.tolist() if self._longer else ()):
+            if slot in self._longer:
+                hits[row] = int(tokens[row]) in self._all[slot]
         return hits

@@ -20,4 +20,6 @@ def staged(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """The array on ``device``; on a GPU the copy is queued on the current stream."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.ascontiguousarray(array))
     return staged(array, device).to(device, non_blocking=True)

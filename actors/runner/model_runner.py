@@ -230,7 +230,6 @@ class ModelRunner:
         self._enter(info)
         if self._speculator:
             info = self._speculator.begin(info)
-            output = StepOutput(info)
         self._run_rows(info, output)
         return self._leave(info, output, started)
 
@@ -378,9 +377,10 @@ class ModelRunner:
                 sampled = self._sampler.replayed(
                     info, replayed.tokens[column, among], replayed.logprobs(column, among)
                 )
-                self._slots.remember(info, sampled.tokens)
             if self._speculator:
                 self._speculator.remember(info, [sampled])
+            else:
+                self._slots.remember(info, sampled.tokens)
             output.add(rows, column, [sampled])
             if column + 1 == info.num_steps:
                 break
@@ -485,9 +485,7 @@ class ModelRunner:
             self._relay.before(info)
         inputs, at = build_inputs(info, self._slots, self._args.page_size, self._loaded.device)
         logits = self._forward(info, inputs, at.rows)
-        sampled = (self._relay or self._sampler).sample(info, at, logits)
-        self._slots.remember(info, sampled.tokens)
-        return sampled
+        return (self._relay or self._sampler).sample(info, at, logits)
 
     def _verify(self, info: SchedulerInfo) -> list[Sampled] | None:
         """What a step with drafts gives, or None if it fails: without them it shows which row is

@@ -27,7 +27,7 @@ from rayfin.actors.messages import (
 from rayfin.actors.runner.draft_planner import DraftPlanner
 from rayfin.actors.runner.proposers.interface import Drafts, Proposer
 from rayfin.actors.runner.sampling.sampler import NOT_FINITE, Sampled, Sampler
-from rayfin.actors.runner.step.batch import SampledRows, sampled_rows
+from rayfin.actors.runner.step.batch import SampledRows
 from rayfin.actors.runner.step.request_slots import RequestSlots
 from rayfin.actors.runner.step.state_tensors import StateTensors
 
@@ -264,7 +264,9 @@ class Speculator:
 
     def _at(self, info: SchedulerInfo, rows: Int64Array, index: Int64Array) -> SampledRows:
         positions = info.kv_len[rows] + (index - info.chunk_idx[rows]).astype(np.int32) + 1
-        return sampled_rows(info.ids[rows], rows, positions, self._slots, self._device)
+        slots = info.ids[rows]
+        settings = self._slots.settings.of(slots, positions, self._device)
+        return SampledRows(rows, slots, positions, settings)
 
 
 def _with_drafts(

@@ -503,11 +503,12 @@ class Engine:
     def _deliver(self, slots: Int64Array, tokens: Int32Array, logprobs: Logprobs | None) -> None:
         running = self.lifecycle.state.running
         owners = running.client[slots]
-        for owner in np.flatnonzero(np.bincount(owners)).tolist():
+        for owner in set(owners.tolist()):
             rows = owners == owner
             picked = None if logprobs is None else logprobs.renumbered(compacted(rows))
-            client = running.request(int(slots[rows.argmax()])).source.client
-            self._outbox.tokens(client, running.key[slots[rows]], tokens[rows], picked)
+            own = slots[rows]
+            client = running.request(int(own[0])).source.client
+            self._outbox.tokens(client, running.key[own], tokens[rows], picked)
 
     def _deliver_prompt(self, request: Request, logprobs: Logprobs) -> None:
         """Delivers what was not delivered yet: a preempted request computes its prompt again."""

@@ -41,8 +41,10 @@ class DeviceSlots:
             self._entries[entered] = slots.entries[entered]
             self._num_pages[entered] = 0
             index = to_device(entered.astype(np.int64), device)
-            integers = np.stack([slots.top_k[entered], slots.seed[entered]])
-            numbers = (slots.temperature[entered], slots.top_p[entered], slots.min_p[entered])
+            settings = slots.settings
+            integers = np.stack([settings.top_k[entered], settings.seed[entered]])
+            floats = (settings.temperature, settings.top_p, settings.min_p)
+            numbers = tuple(values[entered] for values in floats)
             self.integers[:, index] = to_device(integers, device)
             self.numbers[:, index] = to_device(np.stack(numbers), device)
         counts = slots.num_pages[ids] - self._num_pages[ids]

@@ -4,12 +4,15 @@ Prompt lookup decoding (Saxena, 2023). A table of hashes says where each n-gram 
 guess costs a few vector operations over all rows, whatever their lengths.
 """
 
+from functools import cache
+
 import numpy as np
+import numpy.typing as npt
 
 from rayfin.actors.messages import Int32Array, Int64Array, NewRequest
 from rayfin.actors.runner.proposers.interface import Drafts, TokenTable
 
-MIX = np.uint64(0x9E3779B97F4A7C15)
+MIX = 0x9E3779B97F4A7C15
 LEAST_BITS, MOST_BITS = 12, 21
 LONGEST_MATCH = 32
 MATCHES = (3, 4, 6, 10, 16, 32)
@@ -19,28 +22,33 @@ MATCHES = (3, 4, 6, 10, 16, 32)
 class NGramProposer:
     """Looks up the last ``longest`` tokens of each request, then one less, down to ``shortest``.
 
-    A hit is compared token by token, since hashes collide: one table serves all slots. The longest
-    n-gram wins, and its latest place.
+    A hit is compared token by token, since hashes collide: one table of a size serves all slots.
+    The longest n-gram wins, and its latest place.
     """
 
     def __init__(
         self, num_slots: int, max_len: int, *, shortest: int = 2, longest: int = 4
     ) -> None:
         self.texts = TokenTable(num_slots, max_len)
-        self._sizes = range(longest, shortest - 1, -1)
+        self._sizes = np.arange(longest, shortest - 1, -1)
         bits = min(max((2 * num_slots * max_len).bit_length(), LEAST_BITS), MOST_BITS)
         self._bits = bits
-        self._places = {n: np.zeros(1 << bits, np.int32) for n in self._sizes}
+        self._places: Int32Array = np.zeros((len(self._sizes), 1 << bits), np.int32)
+        self._table = np.arange(len(self._sizes))
+        # Of the n-grams at the end of each slot's text: looked up by the next guess, and written by
+        # the next token.
+        self._ends: Int64Array = np.zeros((num_slots, len(self._sizes)), np.int64)
 
     def add(self, slot: int, request: NewRequest) -> None:
         """Starts a request with the tokens of its history."""
         assert request.history is not None
         history = request.history
         self.texts.add(slot, history)
-        for n in self._sizes:
+        for places, n in zip(self._places, self._sizes.tolist(), strict=True):
             if len(history) > n:
-                keys = hashes(windows(history[:-1], n), self._bits, np.int64(slot + 1))
-                self._places[n][keys] = np.arange(n, len(history))  # the last of equal keys stays
+                keys = hashes(windows(history[:-1], n), self._bits, slot + 1)
+                places[keys] = np.arange(n, len(history))  # the last of equal keys stays
+        self._hash_ends(np.array([slot]))
 
     def remove(self, slot: int) -> None:
         """Drops the slot's request."""
@@ -51,14 +59,11 @@ class NGramProposer:
         texts = self.texts
         for column in range(int(counts.max(initial=0))):
             more = counts > column
-            own = slots if more.all() else slots[more]
-            lengths = texts.lengths[own]
-            for n in self._sizes:
-                long = lengths >= n
-                some, ends = (own, lengths) if long.all() else (own[long], lengths[long])
-                if len(some):
-                    self._places[n][self._keys(some, texts.before(some, ends, n))] = ends
+            own = slots[more]
+            # Texts shorter than n leave an n-gram that is none: its place is below n.
+            self._places[self._table, self._ends[own]] = texts.lengths[own, None]
             texts.append(own, tokens[more, column])
+            self._hash_ends(own)
 
     def propose(self, slots: Int64Array, room: Int64Array) -> Drafts:
         """Guesses at most ``room`` [N] next tokens of the ``slots`` [N]."""
@@ -73,18 +78,19 @@ class NGramProposer:
 
     def find(self, slots: Int64Array) -> Int64Array:
         """Where [N] the last tokens of the ``slots`` [N] went on before; 0 if they are new."""
-        texts, rows = self.texts, np.arange(len(slots))
+        found = self._places[self._table, self._ends[slots]].astype(np.int64)  # [N, sizes]
+        lengths = self.texts.lengths[slots]
+        fits = (found >= self._sizes) & (found < lengths[:, None])
         places = np.zeros(len(slots), np.int64)
-        for n in self._sizes:
-            rows = rows[(places[rows] == 0) & (texts.lengths[slots[rows]] > n)]
-            if not len(rows):
-                break
-            own, ends = slots[rows], texts.lengths[slots[rows]]
-            last = texts.before(own, ends, n)
-            found = self._places[n][self._keys(own, last)].astype(np.int64)
-            fits = (found >= n) & (found < ends)
-            fits[fits] = (texts.before(own[fits], found[fits], n) == last[fits]).all(axis=1)
-            places[rows[fits]] = found[fits]
+        if fits.any():
+            for column, n in enumerate(self._sizes.tolist()):
+                rows = np.flatnonzero(fits[:, column] & (places == 0))
+                if not len(rows):
+                    continue
+                own, ends = slots[rows], found[rows, column]
+                last = self.texts.before(own, lengths[rows], n)
+                equal = (self.texts.before(own, ends, n) == last).all(axis=1)
+                places[rows[equal]] = ends[equal]
         return places
 
     def match(self, slots: Int64Array, places: Int64Array) -> Int64Array:
@@ -94,8 +100,11 @@ class NGramProposer:
         same = (here == self.texts.last(slots, LONGEST_MATCH)) & (back <= places[:, None])
         return run_length(same)
 
-    def _keys(self, slots: Int64Array, grams: Int32Array) -> Int64Array:
-        return hashes(grams, self._bits, slots + 1)
+    def _hash_ends(self, slots: Int64Array) -> None:
+        """The hashes of all sizes at once: each n-gram is a part of the longest."""
+        longest = int(self._sizes[0])
+        sums = _sums(self.texts.last(slots, longest), slots[:, None] + 1)
+        self._ends[slots] = _top(sums[:, self._sizes - 1], self._bits)
 
 
 def windows(tokens: Int32Array, n: int) -> Int32Array:
@@ -104,13 +113,34 @@ def windows(tokens: Int32Array, n: int) -> Int32Array:
     return grams
 
 
-def hashes(grams: Int32Array, bits: int, salt: "Int64Array | np.int64") -> Int64Array:
+def hashes(grams: Int32Array, bits: int, salt: int) -> Int64Array:
     """A number [N] of so many ``bits`` for each of the n-grams [N, n]."""
-    keys = np.broadcast_to(salt, len(grams)).astype(np.uint64)
-    for column in grams.T:
-        keys = (keys * MIX) ^ (column.astype(np.uint64) + (keys >> np.uint64(29)))
-    numbers: Int64Array = ((keys * MIX) >> np.uint64(64 - bits)).astype(np.int64)
+    return _top(_sums(grams[:, ::-1], np.full((1, 1), salt))[:, -1], bits)
+
+
+# A sum of products, of which the first bits count (multiply-shift, Dietzfelbinger, 1996).
+
+
+def _sums(tokens: Int32Array, salt: Int64Array) -> npt.NDArray[np.uint64]:
+    """[N, n] sums over the first 1 to n of ``tokens`` [N, n], the last of a text first.
+
+    ``salt`` [N, 1] or [1, 1] is in each.
+    """
+    factors = _factors(tokens.shape[1] + 1)
+    products = tokens.astype(np.uint64) * factors[1:]
+    products[:, :1] += salt.astype(np.uint64) * factors[:1]
+    sums: npt.NDArray[np.uint64] = products.cumsum(axis=1)
+    return sums
+
+
+def _top(sums: npt.NDArray[np.uint64], bits: int) -> Int64Array:
+    numbers: Int64Array = (sums >> np.uint64(64 - bits)).astype(np.int64)
     return numbers
+
+
+@cache
+def _factors(count: int) -> npt.NDArray[np.uint64]:
+    return np.array([pow(MIX, 1 + place, 1 << 64) for place in range(count)], np.uint64)
 
 
 def run_length(same: "np.ndarray") -> Int64Array:

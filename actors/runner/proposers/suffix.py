@@ -57,7 +57,7 @@ class Archive:
         self._end += len(text) + 1
         for n in SIZES:
             if len(text) > n:
-                keys = hashes(windows(text[:-1], n), TABLE_BITS, np.int64(0))
+                keys = hashes(windows(text[:-1], n), TABLE_BITS, 0)
                 self._places[n][keys] = start + np.arange(n, len(text))
 
     def find(self, last: Int32Array, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -72,7 +72,7 @@ class Archive:
         oldest = max(self._starts[0], self._end - len(self._tokens))
         back = np.arange(1, LONGEST_MATCH + 1)
         for n in SIZES:
-            keys = hashes(last[:, n - 1 :: -1], TABLE_BITS, np.int64(0))
+            keys = hashes(last[:, n - 1 :: -1], TABLE_BITS, 0)
             found = self._places[n][keys]
             here = self._tokens[(found[:, None] - back) % len(self._tokens)]
             within = found[:, None] - back >= oldest

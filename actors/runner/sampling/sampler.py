@@ -173,10 +173,12 @@ class Sampler:
 
     def sample(self, info: SchedulerInfo, at: SampledRows, logits: torch.Tensor) -> Sampled:
         """Tokens from the logits [S + P, V]: S sampled rows, then P scored tokens."""
-        result = Sampled(np.full(len(info.ids), NO_TOKEN, np.int32))
-        self._score(info, logits[len(at.rows) :], result)
-        if len(at.rows):
-            self._draw(at, logits[: len(at.rows)], result)
+        result, sampled = Sampled(np.full(len(info.ids), NO_TOKEN, np.int32)), len(at.rows)
+        if sampled < len(logits):
+            self._score(info, logits[sampled:], result)
+            logits = logits[:sampled]
+        if sampled:
+            self._draw(at, logits, result)
         return result
 
     def warm_up(self, at: SampledRows, logits: torch.Tensor) -> None:
@@ -213,7 +215,7 @@ class Sampler:
 
     def _score(self, info: SchedulerInfo, logits: torch.Tensor, result: Sampled) -> None:
         start = 0
-        for chunk in scored_chunks(info, self._slots) if len(logits) else []:
+        for chunk in scored_chunks(info, self._slots):
             scores = logits[start : start + len(chunk.index)]
             start += len(chunk.index)
             result.prompt_logprobs[chunk.row] = logprobs_of(

@@ -16,6 +16,8 @@ from rayfin.actors.runner.step.request_slots import RequestSlots
 from rayfin.kernels.shapes import PagedBatch, SamplingRows
 from rayfin.kernels.staging import to_device
 
+ALL = slice(None)
+
 
 @dataclass(slots=True, frozen=True)
 class GivenInputs:
@@ -56,20 +58,23 @@ def build_inputs(
 ) -> tuple[StepInputs, SampledRows]:
     """The tensors of a step; ``slots`` has already applied the step's diff."""
     tokens, lengths = len(info.merge_prompt), info.chunk_len
-    row = np.repeat(np.arange(len(info.ids)), lengths)  # [T]
+    # The row of each of the T tokens.
+    row = ALL if tokens == len(info.ids) else np.repeat(np.arange(len(info.ids)), lengths)
+    slot = info.ids[row]
     positions = np.arange(tokens) + (info.kv_len - info.chunk_idx)[row]
-    pages = slots.page_tables[info.ids[row], positions // page_size]
+    page, within = np.divmod(positions, page_size)
     sampled_last = info.merge_prompt == SAMPLED_LAST_STEP
-    input_ids = np.where(sampled_last, slots.last_token[info.ids[row]], info.merge_prompt)
+    input_ids = np.where(sampled_last, slots.last_token[slot], info.merge_prompt)
     kv_len = info.kv_len + lengths
-    query_start = np.append(info.chunk_idx, np.int32(tokens))
+    query_start = np.empty(len(lengths) + 1, np.int32)
+    query_start[:-1], query_start[-1] = info.chunk_idx, tokens
     widest = int(info.kv_page_len.max())
-    rows = np.flatnonzero(info.last_pos >= 0)
+    rows = (info.last_pos >= 0).nonzero()[0]
     batch = PagedBatch(
         query_start=to_device(query_start, device),
         kv_len=to_device(kv_len, device),
         page_tables=to_device(slots.page_tables[info.ids, :widest], device),
-        slots=to_device(pages.astype(np.int64) * page_size + positions % page_size, device),
+        slots=to_device(slots.page_tables[slot, page] * np.int64(page_size) + within, device),
         positions=to_device(positions, device),
         query_start_cpu=query_start,
         kv_len_cpu=kv_len,
@@ -83,7 +88,8 @@ def build_inputs(
         slots=info.ids,
         first_prompt=info.decoding_batch,
     )
-    return inputs, sampled_rows(info.ids[rows], rows, kv_len[rows], slots, device)
+    at = info.ids[rows], kv_len[rows]
+    return inputs, SampledRows(rows, *at, slots.settings.of(*at, device))
 
 
 def decoding_rows(info: SchedulerInfo, rows: Int64Array) -> SchedulerInfo:
@@ -131,28 +137,3 @@ def next_step_info(
         decoding_batch=count,
         grants=None if info.grants is None else info.grants[rows],
     )
-
-
-def sampled_rows(
-    ids: Int32Array,
-    rows: Int64Array,
-    positions: Int32Array,
-    slots: RequestSlots,
-    device: torch.device,
-) -> SampledRows:
-    """Settings of the rows; a sampled token's position is the number of tokens before it."""
-    top_k, top_p, min_p = slots.top_k[ids], slots.top_p[ids], slots.min_p[ids]
-    temperature = slots.temperature[ids]
-    settings = SamplingRows(
-        temperature=to_device(temperature, device),
-        top_k=to_device(top_k, device),
-        top_p=to_device(top_p, device),
-        min_p=to_device(min_p, device),
-        seed=to_device(slots.seed[ids], device),
-        position=to_device(positions.astype(np.int64), device),
-        all_greedy=not temperature.any(),
-        any_top_k=bool(top_k.any()),
-        any_top_p=bool((top_p < 1).any()),
-        any_min_p=bool(min_p.any()),
-    )
-    return SampledRows(rows, ids, positions, settings)

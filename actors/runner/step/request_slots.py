@@ -3,6 +3,7 @@
 import numpy as np
 
 from rayfin.actors.messages import BoolArray, Int32Array, Int64Array, NewRequest, SchedulerInfo
+from rayfin.actors.runner.step.row_settings import RowSettings
 from rayfin.actors.stop_table import StopTable
 
 NO_LOGPROBS = -1
@@ -21,11 +22,7 @@ class RequestSlots:
         self.page_tables: Int32Array = np.zeros((num_slots, pages_per_request), np.int32)
         self.num_pages: Int32Array = np.zeros(num_slots, np.int32)
         self.last_token: Int32Array = np.zeros(num_slots, np.int32)
-        self.temperature = np.zeros(num_slots, np.float32)
-        self.top_k = np.zeros(num_slots, np.int64)
-        self.top_p = np.ones(num_slots, np.float32)
-        self.min_p = np.zeros(num_slots, np.float32)
-        self.seed = np.zeros(num_slots, np.int64)
+        self.settings = RowSettings(num_slots)
         self.stops = StopTable(num_slots)
         self.logprobs = np.full(num_slots, NO_LOGPROBS, np.int64)  # how many of the likeliest
         self.logprob_ids: dict[int, tuple[int, ...]] = {}  # only slots that name theirs
@@ -63,11 +60,7 @@ class RequestSlots:
         self.entries[slot] += 1
         self.num_pages[slot] = 0
         self.last_token[slot] = 0
-        self.temperature[slot] = sampling.temperature
-        self.top_k[slot] = sampling.top_k
-        self.top_p[slot] = sampling.top_p
-        self.min_p[slot] = sampling.min_p
-        self.seed[slot] = sampling.seed
+        self.settings.set(slot, sampling)
         self.stops.set(slot, new.stop_token_ids, new.cap)
         self.logprobs[slot] = NO_LOGPROBS if sampling.logprobs is None else sampling.logprobs
         self.logprob_ids.pop(slot, None)

@@ -59,9 +59,10 @@ class MultiStepPolicy:
         no page unless all fit.
         """
         running, tables = self._state.running, self._state.tables
+        if self._max_steps == 1 or not self._step_seconds or not len(decoding):
+            return 1
         busy = len(self._state.waiting) or running.prefilling or running.lockstep.any()
-        busy = busy or self._microbatcher.alternate
-        if self._max_steps == 1 or busy or not self._step_seconds or not len(decoding):
+        if busy or self._microbatcher.alternate:
             return 1
         num_steps = math.ceil(CALL_SECONDS * CALLS_OF_WORK / self._step_seconds)
         longest = int(running.room(decoding).max())

@@ -9,6 +9,8 @@ from rayfin.actors.messages import BoolArray, Int64Array
 from rayfin.actors.scheduler.queues.lazy_heap import LazyHeap
 from rayfin.actors.scheduler.state.request import Request
 
+NO_SLOTS: Int64Array = np.zeros(0, np.int64)
+
 
 class PolicyQueue(Protocol):
     """What ``BackgroundQueue`` needs of the queue inside: see ``WaitingQueue``."""
@@ -34,7 +36,7 @@ class BackgroundQueue:
         self.foreground = foreground
         self._background: LazyHeap[Request] = LazyHeap()
         self._holds: BoolArray = np.zeros(num_slots, np.bool_)  # slots of background requests
-        self._running = 0  # requests in the foreground
+        self._running = self._beside = 0  # requests in the foreground, and in the background
 
     def __len__(self) -> int:
         return len(self.foreground) + len(self._background)
@@ -42,7 +44,7 @@ class BackgroundQueue:
     @property
     def slots(self) -> Int64Array:
         """The slots [N] of running background requests."""
-        return np.flatnonzero(self._holds)
+        return np.flatnonzero(self._holds) if self._beside else NO_SLOTS
 
     @property
     def runs_foreground(self) -> bool:
@@ -71,6 +73,7 @@ class BackgroundQueue:
 
     def entered(self, request: Request) -> None:
         if request.source.background:
+            self._beside += 1
             self._holds[request.slots] = True
         else:
             self._running += 1
@@ -83,12 +86,13 @@ class BackgroundQueue:
             self.foreground.discard(request)
 
     def sampled(self, slots: Int64Array) -> None:
-        others = slots[~self._holds[slots]]
+        others = slots[~self._holds[slots]] if self._beside else slots
         if len(others):
             self.foreground.sampled(others)
 
     def left(self, request: Request) -> None:
         if request.source.background:
+            self._beside -= 1
             self._holds[request.slots] = False
         else:
             self._running -= 1
