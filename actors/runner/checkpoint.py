@@ -14,6 +14,7 @@ from rayfin.actors.errors import InvalidConfig, RayfinError, UnsupportedModel
 from rayfin.actors.images.processor import serves_images
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.cpu.build_decoder import TOLERANCE, build_cpu_decoder
+from rayfin.actors.runner.cpu.coded_experts import experts_round_rows, pack_quantized_experts
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.cpu.packed_layers import has_products, pack_linears
 from rayfin.actors.runner.cpu.recurrent_rows import fuse_recurrent
@@ -74,7 +75,7 @@ def load_checkpoint(
     if device.type == "cpu":
         kernels = cpu_kernels(args, parameters, ranks)
         if kernels and model.dtype in TOLERANCE:
-            pack_quantized(model, kernels, round_rows=args.activations == "int8")
+            _pack_codes(args, model, kernels)
     if not kernels:
         widen(model)
     dequantize(model if vision is None else vision.model)  # what has no kernel
@@ -274,13 +275,21 @@ def _with_parts(
     return vision.around(model)
 
 
+def _pack_codes(args: EngineArgs, model: PreTrainedModel, kernels: CpuKernels) -> None:
+    """Puts the layers and experts of a quantized checkpoint on the kernels."""
+    round_rows = args.activations == "int8"
+    pack_quantized(model, kernels, round_rows=round_rows)
+    pack_quantized_experts(model, kernels, round_rows=round_rows)
+
+
 def _parameters(model: PreTrainedModel) -> int:
     return int(model.num_parameters()) + quantized_parameters(model)
 
 
 def _require_rounding(args: EngineArgs, model: PreTrainedModel) -> None:
     """Refuses ``activations`` "int8" where no layer rounds its rows."""
-    if args.activations == "int8" and not rounds_rows(model):
+    rounds = rounds_rows(model) or experts_round_rows(model)
+    if args.activations == "int8" and not rounds:
         raise InvalidConfig(
             "activations 'int8' is for 4-bit weights of a quantized checkpoint on the compiled CPU "
             f"kernels, and {args.model} has no such layer; plain weights: quantization 'int4'",

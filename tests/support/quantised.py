@@ -25,13 +25,34 @@ _BASE: dict[str, Any] = {
     **{"max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     **{"tie_word_embeddings": False, "initializer_range": 0.2},
 }
+_MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_ROUTED: dict[str, Any] = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    **{"n_shared_experts": 1, "first_k_dense_replace": 1},
+}
+_MLA: dict[str, Any] = {
+    **{**_ROUTED, "n_group": 2, "topk_group": 1, "head_dim": 8},
+    **{"q_lora_rank": None, "kv_lora_rank": 32, "num_key_value_heads": 4},
+    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"tie_word_embeddings": True},
     "qwen2": {},
     "gpt_neox": {"rotary_pct": 0.5},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen3_moe": _MOE,
+    "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 32},
+    "olmoe": {**_MOE, "intermediate_size": 32, "num_key_value_heads": 4},
+    "glm4_moe": _ROUTED,
+    "deepseek_v2": {**_MLA, "topk_method": "greedy"},
+    "deepseek_v3": _MLA,
+    "qwen3_next": {
+        **{**_MOE, "shared_expert_intermediate_size": 32},
+        **{"layer_types": ["linear_attention", "full_attention"]},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    },
     "gpt_oss": {
         **{"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
         "layer_types": ["sliding_attention", "full_attention"],
@@ -230,10 +251,10 @@ KINDS: dict[str, Kind] = {
 class QuantisedModel:
     """A checkpoint in ``folder``, and transformers' model with the weights that it stands for."""
 
-    def __init__(self, kind: str, family: str, folder: Path) -> None:
+    def __init__(self, kind: str, family: str, folder: Path, **changes: Any) -> None:
         self.folder = folder / "quantised"
         torch.manual_seed(1)
-        config = AutoConfig.for_model(family, **{**_BASE, **FAMILIES[family]})
+        config = AutoConfig.for_model(family, **{**_BASE, **FAMILIES[family], **changes})
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():

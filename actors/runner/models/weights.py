@@ -33,7 +33,8 @@ def load_model(
     Args:
         attention: its name in transformers' registry, or one for each part of the model.
         kind: the class of transformers that makes it. Of ``AutoModel`` the pooler may be missing.
-        keep_quantized: leaves quantised layers as the checkpoint has them (``QuantLinear``).
+        keep_quantized: leaves quantised layers as the checkpoint has them (``QuantLinear``; on
+            a CPU ``QuantExperts``).
         narrow: keeps 16-bit weights of a checkpoint, and dequantized ones, in a CPU's float32 model
             (narrow.py), until the caller packs or widens them.
 
@@ -45,7 +46,7 @@ def load_model(
     if args.load_format == "dummy":
         plain(config)
     else:
-        prepare(config)
+        prepare(config, keep_experts=keep_quantized and device.type == "cpu")
     narrow = narrow and device.type == "cpu"
     with narrow_loads(narrow) as names:
         try:

@@ -6,8 +6,20 @@ import torch
 from torch import nn
 
 from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.runner.quantized.formats import Format, Slot
+from rayfin.actors.runner.quantized.formats import Format, Slot, Tensors
 from rayfin.kernels.grouped import Grouped
+
+
+def grouped(name: str, format: Format, outputs: int, inputs: int, tensors: Tensors) -> Grouped:
+    """The weight [outputs, inputs] of the layer ``name``.
+
+    Raises:
+        InvalidConfig: The tensors contradict each other.
+    """
+    try:
+        return format.grouped(outputs, inputs, tensors)
+    except (InvalidConfig, ValueError, KeyError, RuntimeError) as error:
+        raise InvalidConfig(f"the checkpoint's {name}: {error}", "quantization") from None
 
 
 class QuantLinear(nn.Module):
@@ -42,10 +54,7 @@ class QuantLinear(nn.Module):
             InvalidConfig: The tensors contradict each other.
         """
         tensors = {slot: self.get_buffer(slot) for slot in self._slots}
-        try:
-            return self.format.grouped(self.out_features, self.in_features, tensors)
-        except (InvalidConfig, ValueError, KeyError, RuntimeError) as error:
-            raise InvalidConfig(f"the checkpoint's {self.name}: {error}", "quantization") from None
+        return grouped(self.name, self.format, self.out_features, self.in_features, tensors)
 
     def weight_in(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight [outputs, inputs], rounded to ``dtype``."""

@@ -2,11 +2,13 @@
 
 transformers reads files, renames keys, merges experts and ties weights; this quantizer gives it
 modules whose buffers have the names that the checkpoint has. Experts, which have no module for each
-one, are dequantised while they are merged.
+one, stay in the files where they are to be packed (experts.py), or are dequantised while they are
+merged.
 """
 
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +35,15 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from rayfin.actors.runner.quantized.config import Formats, read_formats, source_config
+from rayfin.actors.runner.quantized.experts import (
+    Expert,
+    ExpertLayer,
+    QuantExperts,
+    TensorFiles,
+    TensorPlace,
+    expert_names,
+    quant_experts,
+)
 from rayfin.actors.runner.quantized.formats import Format, Nf4, Plain, Slot, mxfp4, refuse
 from rayfin.actors.runner.quantized.linear import QuantLinear
 
@@ -52,8 +63,11 @@ SAFETENSORS = {
 Stored = dict[str, tuple[torch.dtype | None, tuple[int, ...]]]
 
 
-def prepare(config: PretrainedConfig) -> None:
+def prepare(config: PretrainedConfig, *, keep_experts: bool = False) -> None:
     """Makes transformers load a model of this configuration by the quantizer here.
+
+    Args:
+        keep_experts: leaves experts that are quantised as they are (``QuantExperts``).
 
     Raises:
         InvalidConfig: The checkpoint's format is not served.
@@ -64,7 +78,10 @@ def prepare(config: PretrainedConfig) -> None:
     read_formats(source)
     _register()
     plain(config)
-    config.quantization_config = {"quant_method": METHOD, "source": source}
+    config.quantization_config = {
+        **{"quant_method": METHOD, "source": source},
+        "keep_experts": keep_experts,
+    }
 
 
 def plain(config: PretrainedConfig) -> None:
@@ -84,9 +101,15 @@ def _register() -> None:
 class QuantizerConfig(QuantizationConfigMixin):
     """Carries the checkpoint's own configuration to ``Quantizer``."""
 
-    def __init__(self, source: dict[str, Any], quant_method: str = METHOD, **_: Any) -> None:
+    def __init__(
+        self,
+        source: dict[str, Any],
+        quant_method: str = METHOD,
+        keep_experts: bool = False,
+        **_: Any,
+    ) -> None:
         self.quant_method: Any = quant_method
-        self.source = source
+        self.source, self.keep_experts = source, keep_experts
 
 
 class Quantizer(HfQuantizer):
@@ -99,12 +122,15 @@ class Quantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.formats = read_formats(quantization_config.source)
         self.dtype = torch.float32  # of the model; set before weights are loaded
+        self._keep_experts = quantization_config.keep_experts
+        self._places: dict[str, dict[str, TensorPlace]] = {}  # of the tensors of each module
         if self.formats.experts == "mxfp4":
             parts = ("gate_up_proj", "down_proj")
             self.serialized_names = {one: [f"{one}_blocks", f"{one}_scales"] for one in parts}
         else:
             shapes = self.formats.default.slots(128, 128, {name: () for name in OPTIONAL})
-            self.serialized_names = {"weight": [*shapes, "input_scale", "weight_zero_point"]}
+            names = [*shapes, "weight", "input_scale", "weight_zero_point"]
+            self.serialized_names = {"weight": list(dict.fromkeys(names))}
 
     def is_serializable(self) -> bool:
         return False
@@ -139,7 +165,7 @@ class Quantizer(HfQuantizer):
         layers = self._stored_layers(model, checkpoint_files)
         self._require_whole_experts(layers)
         dtype = self.dtype = model.dtype
-        count = 0
+        count = self._leave_experts(model, layers) if self._keep_experts else 0
         for name, module in list(model.named_modules()):
             if type(module) not in (nn.Linear, Conv1D) or name not in layers:
                 continue
@@ -157,7 +183,47 @@ class Quantizer(HfQuantizer):
                 raise refuse(
                     f"quantization_config names {method!r}, and the checkpoint has no such layer"
                 )
+        self._places.clear()
         logger.info("%d layers of %s", count, self.formats.default.label)
+
+    def _leave_experts(self, model: PreTrainedModel, layers: Mapping[str, Stored]) -> int:
+        """Leaves the experts in the files whose layers are all quantised; returns these layers."""
+        files, left, count = TensorFiles(), set(), 0
+        for path, names in expert_names(model, layers).items():
+            module = model.get_submodule(path)
+            hidden, inner = module.get_parameter("down_proj").shape[1:]
+            shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+            experts = []
+            for number in range(len(names.down)):
+                parts = [
+                    self._expert_layer(part[number], *shape, layers, files)
+                    for part, shape in zip(names, shapes, strict=True)
+                ]
+                experts.append([part for part in parts if part is not None])
+            if any(len(parts) < len(names) for parts in experts):
+                continue  # some are stored exactly
+            made = QuantExperts(module, [Expert(*parts) for parts in experts], model.dtype)
+            owner, _, leaf = path.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, made)
+            left.add(rf"\.{re.escape(leaf)}\.")
+            count += len(names) * len(experts)
+        ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+        model._keys_to_ignore_on_load_unexpected = ignored | left
+        return count
+
+    def _expert_layer(
+        self,
+        name: str,
+        outputs: int,
+        inputs: int,
+        layers: Mapping[str, Stored],
+        files: TensorFiles,
+    ) -> ExpertLayer | None:
+        """The layer of an expert, or None if it is stored exactly."""
+        if (format := self._format_of(name, layers[name])) is None:
+            return None
+        slots = checked_slots(name, outputs, inputs, format, layers[name])
+        return ExpertLayer(name, outputs, inputs, format, slots, self._places[name], files)
 
     def _require_whole_experts(self, layers: Mapping[str, Stored]) -> None:
         """Raises where an expert lacks a tensor: transformers would not name it."""
@@ -204,8 +270,8 @@ class Quantizer(HfQuantizer):
         layers: dict[str, Stored] = {}
         names = {name for name, _ in model.named_modules()}
         prefix = f"{model.base_model_prefix}."
-        for path in checkpoint_files or ():
-            for key, found in read_header(Path(path)):
+        for path in map(Path, checkpoint_files or ()):
+            for key, found in read_header(path):
                 renamed, _ = rename_source_key(key, renamings, [], model.base_model_prefix, state)
                 owner, _, leaf = renamed.rpartition(".")
                 if owner not in names and prefix + owner in names:
@@ -213,6 +279,7 @@ class Quantizer(HfQuantizer):
                 elif owner not in names and owner.removeprefix(prefix) in names:
                     owner = owner.removeprefix(prefix)
                 layers.setdefault(owner, {})[leaf] = found
+                self._places.setdefault(owner, {})[leaf] = TensorPlace(path, key)
         return layers
 
 
@@ -238,10 +305,24 @@ def quant_linear(
     """The layer that reads these tensors in place of ``module``.
 
     Raises:
-        InvalidConfig: A tensor is missing, or has another shape or type than the format wants.
+        InvalidConfig: As ``checked_slots``.
     """
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
     outputs, inputs = weight.shape if isinstance(module, nn.Linear) else weight.T.shape
+    checked = checked_slots(name, outputs, inputs, format, stored)
+    bias = module.bias
+    assert bias is None or isinstance(bias, torch.Tensor)
+    return QuantLinear(name, outputs, inputs, format, checked, bias, dtype)
+
+
+def checked_slots(
+    name: str, outputs: int, inputs: int, format: Format, stored: Stored
+) -> dict[str, tuple[Slot, tuple[int, ...]]]:
+    """The tensors of a layer, with the shapes that they are stored in.
+
+    Raises:
+        InvalidConfig: A tensor is missing, or has another shape or type than the format wants.
+    """
     shapes = {leaf: shape for leaf, (_, shape) in stored.items()}
     try:
         slots = format.slots(outputs, inputs, shapes)
@@ -268,9 +349,7 @@ def quant_linear(
                 f"{_word(slot.dtype)}"
             )
         checked[leaf] = slot, shape
-    bias = module.bias
-    assert bias is None or isinstance(bias, torch.Tensor)
-    return QuantLinear(name, outputs, inputs, format, checked, bias, dtype)
+    return checked
 
 
 def _word(dtype: torch.dtype | None) -> str:
@@ -393,7 +472,11 @@ def quant_linears(model: nn.Module) -> list[tuple[nn.Module, str, QuantLinear]]:
 
 
 def dequantize(model: nn.Module) -> list[nn.Linear]:
-    """Replaces the quantised layers by plain ones, one after the other; returns these."""
+    """Replaces the quantised layers by plain ones, one after the other; returns the linear ones."""
+    experts = quant_experts(model)
+    while experts:
+        owner, name, mixture = experts.pop()
+        setattr(owner, name, mixture.dequantized())
     layers, made = quant_linears(model), []
     while layers:
         owner, name, layer = layers.pop()

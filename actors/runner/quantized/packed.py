@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from rayfin.actors.runner.quantized.experts import quant_experts
 from rayfin.actors.runner.quantized.linear import QuantLinear
-from rayfin.actors.runner.quantized.loader import quant_linears
+from rayfin.actors.runner.quantized.loader import formats_of, quant_linears
 from rayfin.kernels.cpu.codes import GROUP, CodedMatrix, cut_codes, pack_codes, stack_codes
 from rayfin.kernels.cpu.kernels import CpuKernels
 
@@ -96,11 +97,12 @@ def rounds_rows(model: nn.Module) -> bool:
 
 def quantized_parameters(model: nn.Module) -> int:
     """The weights of layers that are still quantised, which are no parameters to torch."""
-    return sum(
+    linear = sum(
         layer.out_features * layer.in_features
         for layer in model.modules()
         if isinstance(layer, QuantLinear | CodedLinear)
     )
+    return linear + sum(mixture.weights for _, _, mixture in quant_experts(model))
 
 
 def int4_saves(model: Any, dtype: object) -> int:
@@ -108,8 +110,12 @@ def int4_saves(model: Any, dtype: object) -> int:
 
     The kernels keep weights in 16 bits if the checkpoint's ``dtype`` is bfloat16, else in 32.
     """
+    if formats_of(model) is not None:
+        return 0  # a quantized checkpoint is not rounded
     stored = 2 if dtype == torch.bfloat16 else 4
     layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
     head = model.get_output_embeddings()
     weights = sum(layer.weight.numel() for layer in layers if layer is not head)
+    experts = (own for own in model.parameters() if own.dim() == 3 and min(own.shape) > 1)
+    weights += sum(own.numel() for own in experts)
     return int(weights * (stored - INT4_BYTES))

@@ -1,0 +1,117 @@
+"""Experts of a quantised checkpoint on the compiled kernels, as small as in the checkpoint.
+
+They are packed out of the mapped files, one expert after the other, and some of them are compared
+with transformers' own loop over the weights that the codes stand for.
+"""
+
+import logging
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rayfin.actors.runner.cpu.build_decoder import TOLERANCE
+from rayfin.actors.runner.cpu.packed_experts import PackedExpertsModule
+from rayfin.actors.runner.models.inspect_decoder import ACTIVATIONS
+from rayfin.actors.runner.quantized.experts import Expert, QuantExperts, quant_experts
+from rayfin.kernels.cpu.codes import CodedMatrix, pack_codes, stack_codes
+from rayfin.kernels.cpu.experts import PackedExperts
+from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Matrix
+
+logger = logging.getLogger(__name__)
+
+PROBE_ROWS = 4
+ROUNDED = 0.1
+"""Most of the difference of a row, as a share of it, where rows are rounded to 8 bits."""
+
+
+class CodedExperts(PackedExpertsModule):
+    """Replaces transformers' experts: same arguments, the weights are codes."""
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """The weights; plain ones among them are of codes that no kernel reads."""
+        return [*self.experts.gate_up, *self.experts.down]
+
+    @property
+    def bytes(self) -> int:
+        """Of all weights that are codes, without padding."""
+        return sum(one.bytes for one in self.matrices if isinstance(one, CodedMatrix))
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether some expert rounds the rows that it multiplies."""
+        return any(one.rounds_rows for one in self.matrices if isinstance(one, CodedMatrix))
+
+
+@torch.inference_mode()
+def pack_quantized_experts(
+    model: PreTrainedModel, kernels: CpuKernels, *, round_rows: bool = False
+) -> int:
+    """Replaces experts that are codes, layer after layer; returns the bytes of their weights.
+
+    Experts that compute in another way than the kernels become plain. So do codes that the kernels
+    do not read, and a gate and an up projection of unlike codes. ``round_rows`` as ``pack_codes``.
+    """
+    layers, size, plain, unlike = quant_experts(model), 0, 0, 0
+    if not layers:
+        return 0
+    config = model.config.get_text_config(decoder=True)
+    activation = ACTIVATIONS.get(getattr(config, "hidden_act", ""))
+    while layers:
+        owner, name, quant = layers.pop()
+        made = None if activation is None else _packed(kernels, quant, activation, round_rows)
+        if made is None or not _is_equal(made, quant):
+            unlike += 1
+            setattr(owner, name, quant.dequantized())
+            continue
+        size += made.bytes
+        plain += sum(not isinstance(one, CodedMatrix) for one in made.matrices)
+        setattr(owner, name, made)
+    if size:
+        logger.info("quantized experts stay in %d MiB", size >> 20)
+    if plain:
+        logger.warning("%d projections of experts are plain: no kernel reads their codes", plain)
+    if unlike:
+        logger.warning("the experts of %d layers are plain: they compute in another way", unlike)
+    return size
+
+
+def experts_round_rows(model: nn.Module) -> bool:
+    """Whether some mixture rounds the rows that it multiplies."""
+    return any(one.rounds_rows for one in model.modules() if isinstance(one, CodedExperts))
+
+
+def _packed(
+    kernels: CpuKernels, quant: QuantExperts, activation: Activation, round_rows: bool
+) -> CodedExperts:
+    packed = [_packed_expert(kernels, expert, round_rows) for expert in quant.experts]
+    gate_up, down = ([pair[part] for pair in packed] for part in (0, 1))
+    return CodedExperts(PackedExperts(kernels, gate_up, down, activation))
+
+
+def _packed_expert(kernels: CpuKernels, expert: Expert, round_rows: bool) -> tuple[Matrix, Matrix]:
+    """The gate above the up projection, and the down projection."""
+    gate, up = expert.gate.grouped(), expert.up.grouped()
+    gate_up: Matrix | None = None
+    coded = [pack_codes(kernels, weight, round_rows=round_rows) for weight in (gate, up)]
+    both = [one for one in coded if one is not None]
+    # A pair is read in step: it has one order of inputs and one width of codes.
+    if len(both) == 2 and both[0].like(both[1]):
+        gate_up = stack_codes(kernels, both, paired=True)
+    else:
+        gate_up = kernels.pack([gate.dense(), up.dense()], paired=True)
+    weight = expert.down.grouped()
+    down: Matrix | None = pack_codes(kernels, weight, round_rows=round_rows)
+    return gate_up, kernels.pack([weight.dense()]) if down is None else down
+
+
+def _is_equal(made: CodedExperts, quant: QuantExperts) -> bool:
+    """Whether the first and the last expert give what transformers' loop gives."""
+    random = torch.Generator().manual_seed(7)
+    x = torch.randn(PROBE_ROWS, quant.hidden, generator=random).to(quant.dtype)
+    chosen = torch.tensor([[0, len(quant.experts) - 1]]).expand(PROBE_ROWS, 2)
+    weights = torch.tensor([[0.75, 0.25]], dtype=quant.dtype).expand(PROBE_ROWS, 2)
+    expected, got = quant(x, chosen, weights).float(), made(x, chosen, weights).float()
+    tolerance = ROUNDED if made.rounds_rows else TOLERANCE[quant.dtype]
+    return bool((got - expected).norm() <= tolerance * expected.norm())
