@@ -9,11 +9,17 @@ from safetensors.torch import load_file, save_file
 GROUP = 128
 
 
+def is_layer(name: str) -> bool:
+    """Whether a tensor is the weight of a projection, of Mixtral's experts too."""
+    ends = ("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+    return ".layers." in name and name.endswith(ends)
+
+
 def quantise(folder: Path) -> None:
     """Replaces the layers' weights in ``folder`` by 4-bit codes of about the same size."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
-    for name in [name for name in tensors if ".layers." in name and name.endswith("proj.weight")]:
+    for name in filter(is_layer, list(tensors)):
         outputs, inputs = tensors.pop(name).shape
         groups = -(-inputs // GROUP)
         words = torch.randint(-(2**31), 2**31, (inputs // 8, outputs), dtype=torch.int64).int()

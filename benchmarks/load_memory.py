@@ -4,6 +4,7 @@
     python benchmarks/load_memory.py --stored float16 --experts 8
     python benchmarks/load_memory.py --settings '{"quantization": "int4"}'
     python benchmarks/load_memory.py --checkpoint gptq
+    python benchmarks/load_memory.py --checkpoint gptq --experts 8
     python benchmarks/load_memory.py --encoder
     python benchmarks/load_memory.py --images
 
@@ -27,7 +28,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gptq import quantise
+from gptq import is_layer, quantise
 
 INTERVAL = 0.002
 """Seconds between two looks at the memory."""
@@ -168,7 +169,7 @@ def write_fp8(folder: Path) -> None:
 
     path = folder / "model.safetensors"
     tensors = load_file(path)
-    for name in [name for name in tensors if name.endswith("proj.weight")]:
+    for name in filter(is_layer, list(tensors)):
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
         tensors[f"{name}_scale"] = torch.ones(len(tensors[name]), 1)
     save_file(tensors, path, {"format": "pt"})

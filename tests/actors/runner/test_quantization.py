@@ -12,12 +12,16 @@ from demo_model.evaluate import MODEL_DIR
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.runner.checkpoint import on_cpu_kernels
 from rayfin.actors.runner.cpu.build_decoder import build_cpu_decoder
+from rayfin.actors.runner.cpu.packed_experts import PackedExpertsModule
 from rayfin.actors.runner.cpu.packed_layers import PackedLinear, pack_linears
 from rayfin.actors.runner.loading import _require_quantisable
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel
 from rayfin.actors.runner.models.replace import probe_logits
+from rayfin.actors.runner.quantized.packed import INT4_BYTES, int4_saves
+from rayfin.actors.settings.choices import Quantization
 from rayfin.kernels.attention.torch_backend import paged_attention
+from rayfin.kernels.cpu.codes import CodedMatrix, Codes
 from rayfin.kernels.cpu.kernels import CpuKernels, try_kernels
 
 Make = Callable[..., Any]
@@ -74,6 +78,24 @@ def test_linear_layers_that_are_packed_alone(
     packed = [part for part in paged.transformer.modules() if isinstance(part, PackedLinear)]
     assert packed and all(part._weight.storage == torch.int8 for part in packed)
     assert 0.001 < error(probe_logits(paged, paged), expected) < 0.2
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_experts_are_rounded(bits: Quantization, tiny_model: Make, kernels: CpuKernels) -> None:
+    paged = load(tiny_model("mixtral").folder)
+    expected = probe_logits(paged, paged)
+    weights = sum(own.numel() for own in paged.transformer.parameters() if own.dim() == 3)
+    assert int4_saves(paged.transformer, torch.float32) > (4 - INT4_BYTES) * weights
+    assert pack_linears(paged, kernels, bits)
+    found = [m.experts for m in paged.transformer.modules() if isinstance(m, PackedExpertsModule)]
+    matrices = [matrix for experts in found for matrix in (*experts.gate_up, *experts.down)]
+    assert matrices
+    for matrix in matrices:
+        if isinstance(matrix, CodedMatrix):
+            assert bits == "int4" and matrix.codes == Codes.INT4 and matrix.rounds_rows
+        else:
+            assert bits == "int8" and matrix.storage == torch.int8
+    assert 0.001 < error(probe_logits(paged, paged), expected) < 0.3
 
 
 @pytest.mark.parametrize("bits", ["int8", "int4"])
