@@ -83,19 +83,23 @@ def test_linear_layers_that_are_packed_alone(
 @pytest.mark.parametrize("bits", ["int8", "int4"])
 def test_experts_are_rounded(bits: Quantization, tiny_model: Make, kernels: CpuKernels) -> None:
     paged = load(tiny_model("mixtral").folder)
-    expected = probe_logits(paged, paged)
+    config = paged.transformer.config
+    x, chances = torch.randn(8, config.hidden_size), torch.rand(8, 2)
+    chosen = torch.tensor([[0, 1], [2, 3]]).repeat(4, 1)
+    expected = paged.transformer.model.layers[0].mlp.experts(x, chosen, chances)
     weights = sum(own.numel() for own in paged.transformer.parameters() if own.dim() == 3)
     assert int4_saves(paged.transformer, torch.float32) > (4 - INT4_BYTES) * weights
     assert pack_linears(paged, kernels, bits)
-    found = [m.experts for m in paged.transformer.modules() if isinstance(m, PackedExpertsModule)]
+    mixtures = [layer.mlp.experts for layer in paged.transformer.model.layers]
+    assert all(isinstance(mixture, PackedExpertsModule) for mixture in mixtures)
+    found = [mixture.experts for mixture in mixtures]
     matrices = [matrix for experts in found for matrix in (*experts.gate_up, *experts.down)]
-    assert matrices
     for matrix in matrices:
         if isinstance(matrix, CodedMatrix):
             assert bits == "int4" and matrix.codes == Codes.INT4 and matrix.rounds_rows
         else:
             assert bits == "int8" and matrix.storage == torch.int8
-    assert 0.001 < error(probe_logits(paged, paged), expected) < 0.3
+    assert 0.001 < error(mixtures[0](x, chosen, chances), expected) < 0.2
 
 
 @pytest.mark.parametrize("bits", ["int8", "int4"])
