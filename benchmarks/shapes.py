@@ -44,6 +44,22 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 8192,
         },
     ),
+    "gpt-oss": (  # gpt-oss-20b with fewer layers and a small vocabulary
+        "gpt_oss",
+        {
+            "vocab_size": 16384,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "max_position_embeddings": 4096,
+        },
+    ),
     "8b": (
         "llama",
         {

@@ -55,6 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {
         **{"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+        "swiglu_limit": 1.5,  # many numbers reach it
         "layer_types": ["sliding_attention", "full_attention"],
     },
 }
@@ -316,6 +317,9 @@ def mxfp4_model(folder: Path) -> QuantisedModel:
     torch.manual_seed(1)
     config = AutoConfig.for_model("gpt_oss", **{**_BASE, **FAMILIES["gpt_oss"]})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "sinks")):
+            parameter.data.normal_()
     numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     table = torch.cat([numbers, -numbers])
     model.save_pretrained(found.folder)

@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from rayfin.actors.runner.cpu.build_decoder import TOLERANCE
 from rayfin.actors.runner.cpu.packed_experts import PackedExpertsModule
 from rayfin.actors.runner.models.inspect_decoder import ACTIVATIONS
+from rayfin.actors.runner.models.inspect_layers import clamped_gate
 from rayfin.actors.runner.quantized.experts import Expert, QuantExperts, quant_experts
 from rayfin.kernels.cpu.codes import CodedMatrix, pack_codes, stack_codes
-from rayfin.kernels.cpu.experts import PackedExperts
-from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Matrix
+from rayfin.kernels.cpu.experts import Gate, PackedExperts
+from rayfin.kernels.cpu.kernels import CpuKernels, Matrix
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,8 @@ def pack_quantized_experts(
     activation = ACTIVATIONS.get(getattr(config, "hidden_act", ""))
     while layers:
         owner, name, quant = layers.pop()
-        made = None if activation is None else _packed(kernels, quant, activation, round_rows)
+        gate = clamped_gate(quant.original) or activation
+        made = None if gate is None else _packed(kernels, quant, gate, round_rows)
         if made is None or not _is_equal(made, quant):
             unlike += 1
             setattr(owner, name, quant.dequantized())
@@ -82,12 +84,10 @@ def experts_round_rows(model: nn.Module) -> bool:
     return any(one.rounds_rows for one in model.modules() if isinstance(one, CodedExperts))
 
 
-def _packed(
-    kernels: CpuKernels, quant: QuantExperts, activation: Activation, round_rows: bool
-) -> CodedExperts:
+def _packed(kernels: CpuKernels, quant: QuantExperts, gate: Gate, round_rows: bool) -> CodedExperts:
     packed = [_packed_expert(kernels, expert, round_rows) for expert in quant.experts]
     gate_up, down = ([pair[part] for pair in packed] for part in (0, 1))
-    return CodedExperts(PackedExperts(kernels, gate_up, down, activation))
+    return CodedExperts(PackedExperts(kernels, gate_up, down, gate, quant.biases))
 
 
 def _packed_expert(kernels: CpuKernels, expert: Expert, round_rows: bool) -> tuple[Matrix, Matrix]:

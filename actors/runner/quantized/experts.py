@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import safe_open
@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
 
 from rayfin.actors.runner.quantized.formats import Format, Slot, refuse
 from rayfin.actors.runner.quantized.linear import grouped
+from rayfin.kernels.cpu.experts import ExpertBiases
 from rayfin.kernels.grouped import Grouped
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
@@ -82,12 +83,22 @@ class ExpertLayer:
         return grouped(self.name, self.format, self.outputs, self.inputs, tensors)
 
 
+class Projection(Protocol):
+    """One projection of one expert, as ``ExpertLayer``."""
+
+    @property
+    def outputs(self) -> int: ...
+    @property
+    def inputs(self) -> int: ...
+    def grouped(self) -> Grouped: ...
+
+
 class Expert(NamedTuple):
     """The projections of an expert."""
 
-    gate: ExpertLayer
-    up: ExpertLayer
-    down: ExpertLayer
+    gate: Projection
+    up: Projection
+    down: Projection
 
 
 class QuantExperts(nn.Module):
@@ -104,13 +115,23 @@ class QuantExperts(nn.Module):
         self.intermediate, self.hidden = experts[0].gate.outputs, experts[0].gate.inputs
 
     @property
+    def original(self) -> nn.Module:
+        """transformers' module, whose parameters have no memory."""
+        return self._original[0]
+
+    @property
+    def biases(self) -> ExpertBiases | None:
+        """What the experts add to their products."""
+        return None
+
+    @property
     def weights(self) -> int:
         """The number of weights, each of them in codes."""
         return 3 * len(self.experts) * self.intermediate * self.hidden
 
     def dequantized(self) -> nn.Module:
         """transformers' module with these weights, rounded to the model's dtype."""
-        (module,) = self._original
+        module = self.original
         weights = self._merged(range(len(self.experts)), self.dtype)
         for name, weight in weights.items():
             module._parameters[name] = nn.Parameter(weight, requires_grad=False)
@@ -123,7 +144,7 @@ class QuantExperts(nn.Module):
         top_k_weights: torch.Tensor,  # [T, K]
     ) -> torch.Tensor:
         """[T, H]: transformers' own loop, over the weights of the experts that are chosen."""
-        (module,) = self._original
+        module = self.original
         chosen, places = torch.unique(top_k_index, return_inverse=True)
         twin = copy.copy(module)
         twin.__dict__["_parameters"] = self._merged(chosen.tolist(), hidden_states.dtype)

@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from rayfin.actors.errors import InvalidConfig
-from rayfin.kernels.grouped import Grouped, unpack_bits
+from rayfin.kernels.grouped import E2M1, Grouped, unpack_bits
 
 INT32, FLOAT = torch.int32, torch.float32
 E4M3 = torch.float8_e4m3fn
@@ -283,15 +283,16 @@ class Nf4(Format):
         return Grouped(values, scale, block, 4, table=tensors["weight_quant_map"])
 
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+def mxfp4_groups(blocks: torch.Tensor, scales: torch.Tensor) -> Grouped:
+    """Microscaling 4-bit floats (OCP MX 1.0): [N, G, 16] uint8, [N, G] uint8 exponents.
+
+    A weight [N, 32 * G]; the first of two codes in a byte is its lower half.
+    """
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
+    scale = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - 127)
+    return Grouped(codes, scale, 32, 4, table=torch.tensor(E2M1, device=blocks.device))
 
 
 def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Microscaling 4-bit floats (OCP MX 1.0) [..., N, G, 16] uint8, [..., N, G] uint8 exponents.
-
-    [..., N, 32 * G] float32.
-    """
-    table = torch.tensor([*E2M1, *(-number for number in E2M1)], device=blocks.device)
-    numbers = table[torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).int()]
-    exponents = scales.to(torch.int32) - 127
-    return torch.ldexp(numbers, exponents.unsqueeze(-1)).flatten(-2)
+    """The numbers of such blocks: [N, 32 * G] float32."""
+    return mxfp4_groups(blocks, scales).dense()

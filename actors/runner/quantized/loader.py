@@ -46,6 +46,7 @@ from rayfin.actors.runner.quantized.experts import (
 )
 from rayfin.actors.runner.quantized.formats import Format, Nf4, Plain, Slot, mxfp4, refuse
 from rayfin.actors.runner.quantized.linear import QuantLinear
+from rayfin.actors.runner.quantized.mxfp4 import mxfp4_experts
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ class Quantizer(HfQuantizer):
 
     def _leave_experts(self, model: PreTrainedModel, layers: Mapping[str, Stored]) -> int:
         """Leaves the experts in the files whose layers are all quantised; returns these layers."""
-        files, left, count = TensorFiles(), set(), 0
+        files, left, count = TensorFiles(), dict[str, QuantExperts](), 0
         for path, names in expert_names(model, layers).items():
             module = model.get_submodule(path)
             hidden, inner = module.get_parameter("down_proj").shape[1:]
@@ -202,13 +203,16 @@ class Quantizer(HfQuantizer):
                 experts.append([part for part in parts if part is not None])
             if any(len(parts) < len(names) for parts in experts):
                 continue  # some are stored exactly
-            made = QuantExperts(module, [Expert(*parts) for parts in experts], model.dtype)
+            left[path] = QuantExperts(module, [Expert(*one) for one in experts], model.dtype)
+        if self.formats.experts == "mxfp4":
+            left |= mxfp4_experts(model, layers, self._places, model.dtype)
+        ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+        for path, made in left.items():
             owner, _, leaf = path.rpartition(".")
             setattr(model.get_submodule(owner), leaf, made)
-            left.add(rf"\.{re.escape(leaf)}\.")
-            count += len(names) * len(experts)
-        ignored = set(model._keys_to_ignore_on_load_unexpected or ())
-        model._keys_to_ignore_on_load_unexpected = ignored | left
+            ignored.add(rf"\.{re.escape(leaf)}\.")
+            count += 3 * len(made.experts)
+        model._keys_to_ignore_on_load_unexpected = ignored
         return count
 
     def _expert_layer(

@@ -1,0 +1,156 @@
+"""Experts in blocks of 4-bit floats (MXFP4), which gpt-oss has, left in the files until packed.
+
+transformers' parameters of such experts are [E, H, 2 F], gate and up outputs in turn, and
+[E, F, H]; the checkpoint has blocks of the outputs [E, 2 F, H / 32, 16] and [E, H, F / 32, 16], and
+as many exponents (OCP Microscaling Formats, 2023).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from rayfin.actors.runner.quantized.experts import (
+    DOWN,
+    GATE_UP,
+    Expert,
+    QuantExperts,
+    TensorFiles,
+    TensorPlace,
+)
+from rayfin.actors.runner.quantized.formats import mxfp4_groups, refuse
+from rayfin.kernels.cpu.experts import ExpertBiases
+from rayfin.kernels.grouped import Grouped
+
+BIASES = (f"{GATE_UP}_bias", f"{DOWN}_bias")
+LEAVES = ("blocks", "scales")
+SIZE = 32
+"""Inputs of a block."""
+
+Stored = Mapping[str, tuple[torch.dtype | None, tuple[int, ...]]]
+"""Types and shapes of a module's tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Layer:
+    """One projection of one expert: some outputs of its blocks."""
+
+    outputs: int
+    inputs: int
+    blocks: TensorPlace
+    scales: TensorPlace
+    files: TensorFiles
+    expert: int
+    part: slice
+
+    def grouped(self) -> Grouped:
+        """The weight [outputs, inputs], read out of the files."""
+        blocks, scales = (
+            self.files.read(place)[self.expert, self.part] for place in (self.blocks, self.scales)
+        )
+        return mxfp4_groups(blocks, scales)
+
+
+class _Weight(NamedTuple):
+    """One projection of all experts."""
+
+    shape: tuple[int, int, int]  # experts, outputs, inputs
+    blocks: TensorPlace
+    scales: TensorPlace
+    files: TensorFiles
+
+    def layer(self, expert: int, part: slice) -> Mxfp4Layer:
+        """Some outputs of one expert."""
+        _, outputs, inputs = self.shape
+        count = len(range(*part.indices(outputs)))
+        return Mxfp4Layer(count, inputs, self.blocks, self.scales, self.files, expert, part)
+
+
+class Mxfp4Experts(QuantExperts):
+    """Such experts; their biases are parameters, which transformers loads."""
+
+    def __init__(self, module: nn.Module, experts: list[Expert], dtype: torch.dtype) -> None:
+        super().__init__(module, experts, dtype)
+        for name in BIASES:
+            self.register_parameter(name, module.get_parameter(name))
+
+    @property
+    def biases(self) -> ExpertBiases:
+        gate_up, down = (self.get_parameter(name).detach() for name in BIASES)
+        return ExpertBiases(torch.cat([gate_up[:, ::2], gate_up[:, 1::2]], dim=1), down)
+
+    def _merged(self, numbers: Iterable[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        some = list(numbers)
+        merged = super()._merged(some, dtype)
+        gate_up, down = merged[GATE_UP].mT, merged[DOWN].mT
+        return {
+            GATE_UP: torch.stack(gate_up.chunk(2, dim=-1), dim=-1).flatten(-2),
+            DOWN: down.contiguous(),
+            **{name: self.get_parameter(name).detach()[some].to(dtype) for name in BIASES},
+        }
+
+
+def mxfp4_experts(
+    model: nn.Module,
+    layers: Mapping[str, Stored],
+    places: Mapping[str, Mapping[str, TensorPlace]],
+    dtype: torch.dtype,
+) -> dict[str, QuantExperts]:
+    """What takes the place of the experts that the checkpoint has in blocks, by their paths.
+
+    Args:
+        layers: the tensors of each module by its path.
+        places: where they lie.
+
+    Raises:
+        InvalidConfig: Blocks or exponents have another shape or type than the model wants.
+    """
+    files, found = TensorFiles(), dict[str, QuantExperts]()
+    for path, module in model.named_modules():
+        stored, shapes = layers.get(path, {}), _shapes(module)
+        if f"{GATE_UP}_blocks" not in stored or f"{DOWN}_blocks" not in stored or shapes is None:
+            continue
+        for name, shape in shapes.items():
+            _require(path, stored, name, shape)
+        weights = {
+            name: _Weight(shape, *(places[path][f"{name}_{leaf}"] for leaf in LEAVES), files)
+            for name, shape in shapes.items()
+        }
+        experts = [
+            Expert(
+                weights[GATE_UP].layer(number, slice(0, None, 2)),
+                weights[GATE_UP].layer(number, slice(1, None, 2)),
+                weights[DOWN].layer(number, slice(None)),
+            )
+            for number in range(shapes[DOWN][0])
+        ]
+        found[path] = Mxfp4Experts(module, experts, dtype)
+    return found
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, int, int]] | None:
+    """Experts, outputs and inputs of a module's weights, or None if it is of another form."""
+    found = {name: tuple(own.shape) for name, own in module.named_parameters(recurse=False)}
+    if set(found) != {GATE_UP, DOWN, *BIASES} or len(found[DOWN]) != 3:
+        return None
+    count, inner, hidden = found[DOWN]
+    if found[GATE_UP] != (count, hidden, 2 * inner):
+        return None
+    return {GATE_UP: (count, 2 * inner, hidden), DOWN: (count, hidden, inner)}
+
+
+def _require(path: str, stored: Stored, name: str, shape: tuple[int, int, int]) -> None:
+    """Raises unless a weight's blocks and exponents are stored in these sizes."""
+    count, outputs, inputs = shape
+    if inputs % SIZE:
+        raise refuse(f"the model's {path}.{name} has {inputs} inputs, no whole blocks of {SIZE}")
+    groups = (count, outputs, inputs // SIZE)
+    for leaf, wanted in ((f"{name}_blocks", (*groups, SIZE // 2)), (f"{name}_scales", groups)):
+        dtype, found = stored[leaf]
+        if found != wanted or dtype != torch.uint8:
+            raise refuse(
+                f"the checkpoint's {path}.{leaf} is {str(dtype).removeprefix('torch.')} of shape "
+                f"{list(found)}, and the model wants uint8 of {list(wanted)}"
+            )

@@ -1,0 +1,145 @@
+"""gpt-oss' experts in 4 bits, beside the same model with plain weights and beside transformers.
+
+    python benchmarks/mxfp4.py --layers 2 --rows 1,16
+
+A model of gpt-oss-20b's sizes but for its layers and vocabulary, of random codes. Each is in a
+process of its own. The least of several runs is printed; memory is what the process cannot give
+back, of weights and pages.
+"""
+
+import argparse
+import json
+import multiprocessing
+import random
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from hybrids import least
+from safetensors.torch import load_file, save_file
+from shapes import SHAPES
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SUBJECTS = ("4 bits", "plain", "transformers")
+
+
+def quantise(folder: Path) -> None:
+    """Replaces the experts' weights in ``folder`` by random blocks of 4-bit floats."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        groups = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(117, 122, groups, dtype=torch.uint8)
+    save_file(tensors, path, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def save_model(folder: Path, layers: int) -> None:
+    architecture, sizes = SHAPES["gpt-oss"]
+    kinds = (["sliding_attention", "full_attention"] * layers)[:layers]
+    config = AutoConfig.for_model(
+        architecture, bos_token_id=1, eos_token_id=2, layer_types=kinds, **sizes
+    )
+    config.num_hidden_layers = layers
+    torch.manual_seed(0)
+    make: Any = AutoModelForCausalLM
+    model = make.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="100GB")
+    quantise(folder)
+
+
+def prompts_of(rows: int) -> list[list[int]]:
+    numbers = random.Random(rows)
+    return [[numbers.randrange(3, 10000) for _ in range(8)] for _ in range(rows)]
+
+
+def measure(subject: str, folder: str, sizes: list[int], tokens: int, rounds: int) -> list[float]:
+    """New tokens a second for each number of rows, prompts included; MiB of memory."""
+    before = anonymous()
+    run = _transformers(folder) if subject == "transformers" else _rayfin(folder, subject, sizes)
+    memory = anonymous() - before
+    speeds = []
+    for rows in sizes:
+        work = partial(run, prompts_of(rows), tokens)
+        speeds.append(rows * tokens / least(work, rounds))
+    return [*speeds, memory]
+
+
+def _rayfin(folder: str, subject: str, sizes: list[int]) -> Any:
+    from rayfin import LLM, SamplingParams
+
+    llm = LLM(
+        folder,
+        skip_tokenizer_init=True,
+        quantization="dequantize" if subject == "plain" else None,
+        max_decoding_batch=max(sizes),
+        max_model_len=256,
+        kv_cache_memory=1 << 26,
+    )
+
+    def run(prompts: list[list[int]], tokens: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        llm.reset_prefix_cache()
+        llm.generate([{"prompt_token_ids": own} for own in prompts], params, use_tqdm=False)
+
+    return run
+
+
+def _transformers(folder: str) -> Any:
+    from rayfin.actors.config import EngineArgs
+    from rayfin.actors.runner.models.config import load_config
+    from rayfin.actors.runner.models.weights import load_model
+
+    # transformers itself reads MXFP4 with other packages only.
+    args = EngineArgs(model=folder, device="cpu", quantization="dequantize")
+    model: Any = load_model(args, load_config(args), torch.device("cpu"), "eager")
+
+    @torch.inference_mode()
+    def run(prompts: list[list[int]], tokens: int) -> None:
+        ids = {"pad_token_id": 0, "eos_token_id": None, "do_sample": False}
+        inputs = torch.tensor(prompts)
+        mask = torch.ones_like(inputs)
+        model.generate(inputs, attention_mask=mask, max_new_tokens=tokens, **ids)
+
+    return run
+
+
+def anonymous() -> float:
+    """MiB that this process cannot give back."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--rows", default="1,16", help="numbers of requests")
+    parser.add_argument("--tokens", type=int, default=16, help="new tokens of each")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", nargs="+", default=SUBJECTS, choices=SUBJECTS)
+    args = parser.parse_args()
+    sizes = [int(rows) for rows in args.rows.split(",")]
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder), args.layers)
+        names = [f"{rows} rows, tokens/s" for rows in sizes]
+        print(f"| experts | {' | '.join(names)} | memory, MiB |\n|---|{'---|' * (len(sizes) + 1)}")
+        for subject in args.only:
+            with context.Pool(1) as pool:
+                *speeds, memory = pool.apply(
+                    measure, (subject, folder, sizes, args.tokens, args.rounds)
+                )
+            cells = " | ".join(f"{speed:.1f}" for speed in speeds)
+            print(f"| {subject} | {cells} | {memory:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
