@@ -83,7 +83,7 @@ class ExpertLayer:
         return grouped(self.name, self.format, self.outputs, self.inputs, tensors)
 
 
-class Projection(Protocol):
+class CodedProjection(Protocol):
     """One projection of one expert, as ``ExpertLayer``."""
 
     @property
@@ -96,9 +96,9 @@ class Projection(Protocol):
 class Expert(NamedTuple):
     """The projections of an expert."""
 
-    gate: Projection
-    up: Projection
-    down: Projection
+    gate: CodedProjection
+    up: CodedProjection
+    down: CodedProjection
 
 
 class QuantExperts(nn.Module):

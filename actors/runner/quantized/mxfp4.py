@@ -68,7 +68,7 @@ class _Weight(NamedTuple):
         return Mxfp4Layer(count, inputs, self.blocks, self.scales, self.files, expert, part)
 
 
-class Mxfp4Experts(QuantExperts):
+class Mxfp4QuantExperts(QuantExperts):
     """Such experts; their biases are parameters, which transformers loads."""
 
     def __init__(self, module: nn.Module, experts: list[Expert], dtype: torch.dtype) -> None:
@@ -126,7 +126,7 @@ def mxfp4_experts(
             )
             for number in range(shapes[DOWN][0])
         ]
-        found[path] = Mxfp4Experts(module, experts, dtype)
+        found[path] = Mxfp4QuantExperts(module, experts, dtype)
     return found
 
 
