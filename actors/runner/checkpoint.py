@@ -76,15 +76,15 @@ def load_checkpoint(
         kernels = cpu_kernels(args, parameters, ranks)
         if kernels and model.dtype in TOLERANCE:
             _pack_codes(args, model, kernels)
+    on_triton = pools is None and vision is None and _uses_triton(args, device)
+    if on_triton:
+        _pack_for_triton(model)
     if not kernels:
         widen(model)
     dequantize(model if vision is None else vision.model)  # what has no kernel
     _require_rounding(args, model)
     saves = int4_saves(model, stored) if kernels and args.quantization is None else 0
-    try:
-        kernel = select_attention(device, model.dtype, args.attention, kernels)
-    except ValueError as error:
-        raise InvalidConfig(str(error), "attention") from None
+    kernel = _attention(args, device, model.dtype, kernels)
     if vision is not None and device.type == "cuda":
         kernel = SeeingAhead(kernel)
     pages = page_type(args.kv_cache_dtype, model.dtype, kernel)
@@ -96,8 +96,7 @@ def load_checkpoint(
     adapters = _adapter_store(args, paged, fetch, kernels) if args.serves_lora else None
     step_model: StepModel = paged
     gpu_model: GpuDecoder | None = None
-    plain = pools is None and vision is None
-    if plain and args.attention in ("auto", "triton") and can_use_triton(device):
+    if on_triton:
         whole = not (peers or args.serves_lora or reads_states(args) or embeds)
         gpu_model = _on_triton(paged, kernel, args.page_size, whole=whole)
         step_model = gpu_model or paged
@@ -163,6 +162,15 @@ def _load_weights(
     return model, peers.place.layers(total), None, None
 
 
+def _attention(
+    args: EngineArgs, device: torch.device, dtype: torch.dtype, kernels: CpuKernels | None
+) -> PagedAttention:
+    try:
+        return select_attention(device, dtype, args.attention, kernels)
+    except ValueError as error:
+        raise InvalidConfig(str(error), "attention") from None
+
+
 def _page(
     model: PreTrainedModel, kernel: PagedAttention, layers: range | None, page_size: int
 ) -> PagedModel:
@@ -187,6 +195,17 @@ def _page(
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be served: {why}", "model"
         ) from error
+
+
+def _uses_triton(args: EngineArgs, device: torch.device) -> bool:
+    return args.attention in ("auto", "triton") and can_use_triton(device)
+
+
+def _pack_for_triton(model: PreTrainedModel) -> None:
+    """Puts the quantised layers on Triton's kernels, which read their codes."""
+    from rayfin.actors.runner.gpu.quant_linear import pack_quantized as pack
+
+    pack(model)
 
 
 def _on_triton(

@@ -258,7 +258,8 @@ def parts_of(tiles: int, blocks: int, cores: int) -> int:
     """How many programs share the inputs of an output, so that all multiprocessors are busy."""
     wanted = min(cores * PROGRAMS_PER_CORE // tiles, blocks // LEAST_BLOCKS, MOST_PARTS)
     # Each part has as many blocks as the first: a part less may take no longer.
-    return triton.cdiv(blocks, triton.cdiv(blocks, max(wanted, 1)))
+    each = -(-blocks // max(wanted, 1))
+    return -(-blocks // each)
 
 
 def _constants(weight: CodedWeight) -> dict[str, Any]:

@@ -11,8 +11,10 @@ from rayfin.actors.runner.gpu.weights import (
     GatedMlp,
     GpuLayer,
     Projection,
+    Weight,
     fold_norms,
     merge_layer,
+    weight_of,
 )
 from rayfin.actors.runner.models.inspect_decoder import DecoderSpec, inspect_decoder
 from rayfin.actors.runner.models.inspect_layers import LayerParts
@@ -23,6 +25,7 @@ from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.cpu.decoder import DecoderShape
 from rayfin.kernels.shapes import PagedAttention, PagedBatch
+from rayfin.kernels.triton import quantized
 from rayfin.kernels.triton.layers import Behind, add_and_norm, gate, rms_norm, rope_and_write_kv
 from rayfin.kernels.triton.pdl import can_use_pdl
 from rayfin.kernels.triton.products import (
@@ -32,6 +35,7 @@ from rayfin.kernels.triton.products import (
     gated_product,
     product,
 )
+from rayfin.kernels.triton.quantized import CodedWeight
 
 
 class GpuDecoder:
@@ -52,6 +56,9 @@ class GpuDecoder:
     write the stream (beta = 1). The next kernel does what torch's products cannot: 2 divides, and
     adds the bias of 1; a kernel between 5 and 6 divides gate and up and multiplies them.
 
+    Weights of codes (`kernels/triton/quantized.py`) have products of their own, which add to the
+    stream too. Norms are not folded into codes: with two launches more, nine, for any rows.
+
     An MLP may be a mixture of experts: the model's router around `GroupedExperts`.
 
     With ``pdl`` the kernels of few rows start while the ones before them end
@@ -70,7 +77,7 @@ class GpuDecoder:
         self._shape: DecoderShape = parts.shape
         self._attention = attention
         self._embedding = parts.embedding.weight
-        self._head, self._head_bias = parts.head.weight, parts.head.bias
+        self._head, self._head_bias = weight_of(parts.head), parts.head.bias
         self._final_norm = parts.final_norm
         self._rotate: Callable[[int], Tables] = parts.rotate
         self._layers = [
@@ -81,7 +88,8 @@ class GpuDecoder:
         self._pages: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.layouts = layouts
         self.dtype = dtype
-        self.few_rows = few_rows(self._embedding.shape[1])
+        coded = any(layer.is_coded for layer in self._layers)
+        self.few_rows = 0 if coded else few_rows(self._embedding.shape[1])
         self.pdl = False
 
     def starts_early(self, rows: int) -> bool:
@@ -108,7 +116,7 @@ class GpuDecoder:
         for layer, pages in zip(self._layers, self._pages, strict=True):
             run_layer(layer, pages, hidden, inputs.batch)
         x = rms_norm(hidden.index_select(0, inputs.sampled), self._final_norm, shape.eps)
-        logits = F.linear(x, self._head, self._head_bias)
+        logits = multiply(x, self._head, self._head_bias)
         if shape.logit_scale != 1.0:
             logits = logits * shape.logit_scale
         if shape.logit_softcap:
@@ -131,6 +139,7 @@ class GpuDecoder:
     ) -> None:
         """One layer of few rows; ``hidden`` [T, hidden] in place."""
         eps, qkv, mlp, pdl = self._shape.eps, layer.qkv, layer.mlp, self.pdl
+        assert isinstance(qkv.weight, torch.Tensor), "codes have the kernels of many rows"
         x = self._normed(qkv.norm, hidden, pdl)
         x = product(x, qkv.weight, qkv.bias, gain=qkv.gain, eps=eps, pdl=pdl)
         heads = self._attend(layer, pages, x, None, batch, pdl)
@@ -140,6 +149,7 @@ class GpuDecoder:
             self._add_mixed(layer, mlp, hidden)
             return
         both, activation = mlp.gate_up, NAMES[self._shape.activation]
+        assert isinstance(both.weight, torch.Tensor)
         x = self._normed(both.norm, hidden, pdl)
         x = gated_product(x, both.weight, both.bias, activation, gain=both.gain, eps=eps, pdl=pdl)
         self._add(x, mlp.down, mlp.down_bias, layer.mlp_out_norm, hidden)
@@ -169,9 +179,9 @@ class GpuDecoder:
         """Many rows' product [T, N], and its unfinished part for the next kernel."""
         if projection.gain is None:
             x = self._normed(projection.norm, hidden)
-            return F.linear(x, projection.weight, projection.bias), None
+            return multiply(x, projection.weight, projection.bias), None
         left = Behind(hidden, projection.gain, projection.bias)
-        return F.linear(hidden, projection.weight), left
+        return multiply(hidden, projection.weight, None), left
 
     def _normed(
         self, norm: torch.Tensor | None, hidden: torch.Tensor, pdl: bool = False
@@ -181,13 +191,13 @@ class GpuDecoder:
     def _add(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         out_norm: torch.Tensor | None,
         hidden: torch.Tensor,
     ) -> None:
         """Adds few rows' product to the residual stream; an ``out_norm`` takes another launch."""
-        if x.shape[1] > WIDEST_ROW:
+        if x.shape[1] > WIDEST_ROW or isinstance(weight, CodedWeight):
             self._add_many(x, weight, bias, out_norm, hidden)
         elif out_norm is None:
             scale = self._shape.residual_scale
@@ -198,16 +208,19 @@ class GpuDecoder:
     def _add_many(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         out_norm: torch.Tensor | None,
         hidden: torch.Tensor,
     ) -> None:
         """Adds many rows' product to the residual stream."""
-        if out_norm is None and bias is None:
-            hidden.addmm_(x, weight.t(), alpha=self._shape.residual_scale)
+        scale = self._shape.residual_scale
+        if out_norm is None and isinstance(weight, CodedWeight):
+            quantized.add_product(x, weight, bias, hidden, residual_scale=scale)
+        elif out_norm is None and bias is None and isinstance(weight, torch.Tensor):
+            hidden.addmm_(x, weight.t(), alpha=scale)
         else:
-            self._add_normed(F.linear(x, weight, bias), out_norm, hidden)
+            self._add_normed(multiply(x, weight, bias), out_norm, hidden)
 
     def _add_mixed(self, layer: GpuLayer, mixture: nn.Module, hidden: torch.Tensor) -> None:
         x = self._normed(layer.mlp_norm, hidden)
@@ -269,6 +282,13 @@ class GpuDecoder:
             sinks=spec.sinks,
         )
         return out.flatten(1)
+
+
+def multiply(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """x W^T + b: [T, N]."""
+    if isinstance(weight, CodedWeight):
+        return quantized.product(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 @torch.inference_mode()

@@ -1,6 +1,6 @@
 """A recognized layer's weights on a GPU: projections of the same input are merged into one.
 
-`fold_norms` multiplies the weights of norms into the projections that follow them.
+`fold_norms` multiplies the weights of norms into the projections that follow them; not into codes.
 """
 
 import math
@@ -10,19 +10,25 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from rayfin.actors.errors import UnrecognizedModule
+from rayfin.actors.runner.gpu.quant_linear import TritonLinear, merged
 from rayfin.actors.runner.models.inspect_decoder import AttentionSpec
 from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, Linear, norm_weight
+from rayfin.kernels.triton.quantized import CodedWeight
 
 LARGEST_FLOAT16 = 65504.0
 LARGEST_ROW = 4096.0
 """The largest root mean square of a float16 residual row whose products must not overflow."""
+
+Weight = torch.Tensor | CodedWeight
+"""[N, K]: plain numbers, or codes of a quantised layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
     """norm(x) W^T + b."""
 
-    weight: torch.Tensor  # [N, hidden]
+    weight: Weight  # [N, hidden]
     bias: torch.Tensor | None  # [N]
     norm: torch.Tensor | None  # [hidden] fp32
     gain: float | None = None
@@ -34,7 +40,7 @@ class GatedMlp:
     """Weights of an MLP with a gate."""
 
     gate_up: Projection  # to [2 F]
-    down: torch.Tensor  # [hidden, F]
+    down: Weight  # [hidden, F]
     down_bias: torch.Tensor | None
 
 
@@ -43,7 +49,7 @@ class GpuLayer:
     """One layer's weights; norms are float32, None is absent."""
 
     qkv: Projection  # to [H * Dk + Hkv * (Dk + Dv)]
-    attention_out: torch.Tensor
+    attention_out: Weight
     attention_out_bias: torch.Tensor | None
     mlp: GatedMlp | nn.Module  # a module: transformers' mixture, around our experts
     mlp_norm: torch.Tensor | None  # of a mixture
@@ -54,6 +60,14 @@ class GpuLayer:
     spec: AttentionSpec
     rotary: int
 
+    @property
+    def is_coded(self) -> bool:
+        """Whether one of its weights is of codes."""
+        weights = [self.qkv.weight, self.attention_out]
+        if isinstance(self.mlp, GatedMlp):
+            weights += [self.mlp.gate_up.weight, self.mlp.down]
+        return any(isinstance(weight, CodedWeight) for weight in weights)
+
 
 def merge_layer(part: LayerParts, spec: AttentionSpec, rotary: int) -> GpuLayer:
     def vector(norm: nn.Module | None) -> torch.Tensor | None:
@@ -63,7 +77,7 @@ def merge_layer(part: LayerParts, spec: AttentionSpec, rotary: int) -> GpuLayer:
     dense = isinstance(part.mlp, GatedParts)
     return GpuLayer(
         qkv=_project(part.query_key_value, vector(part.attention_norm)),
-        attention_out=part.attention_out.weight,
+        attention_out=weight_of(part.attention_out),
         attention_out_bias=part.attention_out.bias,
         mlp=_merge_mlp(part.mlp, vector(part.mlp_norm)),
         mlp_norm=None if dense else vector(part.mlp_norm),
@@ -90,12 +104,13 @@ def fold_norms(layer: GpuLayer, part: LayerParts) -> GpuLayer:
 
 
 def _fold(projection: Projection, norm: nn.Module | None) -> Projection:
-    if norm is None or projection.norm is None:
+    weight = projection.weight
+    if norm is None or projection.norm is None or isinstance(weight, CodedWeight):
         return projection
     norm_weights: torch.Tensor = norm.weight.data  # type: ignore[assignment]
     adds_one = not torch.equal(norm_weights.float(), projection.norm)  # Gemma's 1 + weight
-    gain = _gain(projection.weight, projection.norm)
-    projection.weight.data.mul_(projection.norm / gain)
+    gain = _gain(weight, projection.norm)
+    weight.data.mul_(projection.norm / gain)
     norm_weights.fill_(gain - 1.0 if adds_one else gain)
     return replace(projection, norm=None, gain=gain)
 
@@ -112,16 +127,26 @@ def _gain(weight: torch.Tensor, norm: torch.Tensor) -> float:
     )
 
 
+def weight_of(linear: Linear) -> Weight:
+    """The weight of a layer, as it is multiplied."""
+    return linear.codes if isinstance(linear, TritonLinear) else linear.weight
+
+
 def _project(linears: Sequence[Linear], norm: torch.Tensor | None) -> Projection:
     plain = [linear for linear in linears if isinstance(linear, nn.Linear)]
-    assert len(plain) == len(linears), "weights of codes are a CPU's"
-    return Projection(_merge(plain), _merge_biases(plain), norm)
+    coded = [linear for linear in linears if isinstance(linear, TritonLinear)]
+    weight: Weight | None = _merge(plain) if len(plain) == len(linears) else None
+    if len(coded) == len(linears):
+        weight = merged(coded)
+    if weight is None:
+        raise UnrecognizedModule("its projections are of several formats")
+    return Projection(weight, _merge_biases(linears), norm)
 
 
 def _merge_mlp(mlp: GatedParts | nn.Module, norm: torch.Tensor | None) -> GatedMlp | nn.Module:
     if not isinstance(mlp, GatedParts):
         return mlp
-    return GatedMlp(_project(mlp.gate_up, norm), mlp.down.weight, mlp.down.bias)
+    return GatedMlp(_project(mlp.gate_up, norm), weight_of(mlp.down), mlp.down.bias)
 
 
 def _merge(linears: list[nn.Linear]) -> torch.Tensor:
@@ -136,12 +161,13 @@ def _merge(linears: list[nn.Linear]) -> torch.Tensor:
     return merged
 
 
-def _merge_biases(linears: list[nn.Linear]) -> torch.Tensor | None:
+def _merge_biases(linears: Sequence[Linear]) -> torch.Tensor | None:
     """The merged bias; zeros where only some have one."""
-    if all(linear.bias is None for linear in linears):
+    known = next((linear.bias for linear in linears if linear.bias is not None), None)
+    if known is None:
         return None
     biases: list[torch.Tensor] = [
-        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+        known.new_zeros(linear.out_features) if linear.bias is None else linear.bias
         for linear in linears
     ]
     return torch.cat(biases)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from rayfin.actors.errors import UnrecognizedModule
-from rayfin.actors.runner.quantized.packed import CodedLinear
+from rayfin.actors.runner.quantized.linear import SmallLinear
 from rayfin.kernels.cpu.experts import ClampedSwish
 
-Linear = nn.Linear | CodedLinear
+Linear = nn.Linear | SmallLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def _read_mlp(mlp: nn.Module, experts: type[nn.Module] | None) -> GatedParts | n
 
 def is_linear(module: nn.Module | None) -> bool:
     """Whether it is a plain layer, or one of codes."""
-    return type(module) in (nn.Linear, CodedLinear)
+    return type(module) is nn.Linear or isinstance(module, SmallLinear)
 
 
 def is_experts(module: nn.Module) -> bool:

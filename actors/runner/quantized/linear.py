@@ -22,6 +22,15 @@ def grouped(name: str, format: Format, outputs: int, inputs: int, tensors: Tenso
         raise InvalidConfig(f"the checkpoint's {name}: {error}", "quantization") from None
 
 
+class SmallLinear(nn.Module):
+    """A layer on a device's own kernels, its weight of few bits. Each device has a subclass."""
+
+    in_features: int
+    out_features: int
+    weight: torch.Tensor  # of no memory (meta): some models ask for its type
+    bias: nn.Parameter | None
+
+
 class QuantLinear(nn.Module):
     """Buffers under the names of the checkpoint, and a slow and obvious product: the reference.
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rayfin.actors.runner.quantized.experts import quant_experts
-from rayfin.actors.runner.quantized.linear import QuantLinear
+from rayfin.actors.runner.quantized.linear import QuantLinear, SmallLinear
 from rayfin.actors.runner.quantized.loader import formats_of, quant_linears
 from rayfin.kernels.cpu.codes import GROUP, CodedMatrix, cut_codes, pack_codes, stack_codes
 from rayfin.kernels.cpu.kernels import CpuKernels
@@ -18,7 +18,7 @@ INT4_BYTES = 0.5 + 4 / GROUP
 """Of a weight with its share of a scale."""
 
 
-class CodedLinear(nn.Module):
+class CodedLinear(SmallLinear):
     """y = x W^T + b of a weight of codes, in the dtype of x: exact but for the order of sums."""
 
     def __init__(
@@ -100,7 +100,7 @@ def quantized_parameters(model: nn.Module) -> int:
     linear = sum(
         layer.out_features * layer.in_features
         for layer in model.modules()
-        if isinstance(layer, QuantLinear | CodedLinear)
+        if isinstance(layer, QuantLinear | SmallLinear)
     )
     return linear + sum(mixture.weights for _, _, mixture in quant_experts(model))
 

@@ -49,7 +49,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         return
     pytest.importorskip("triton")
-    from rayfin.kernels.triton import products, sample
+    from rayfin.kernels.triton import products, quantized, sample
 
     programs = products._programs
 
@@ -59,6 +59,8 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         return (-(-outputs // columns),), launch | {"COLUMNS": columns}
 
     monkeypatch.setattr(products, "_programs", large)
+    tile = replace(quantized.PRECISE, rows=32, columns=128)
+    monkeypatch.setattr(quantized, "PRECISE", tile)
     monkeypatch.setattr(sample, "BLOCK", 512)
 
 

@@ -92,15 +92,34 @@ def test_states(family: str, tiny_model: Make, served: Make, request_of: Make) -
     assert not has_graphs(engine)
 
 
-@pytest.mark.parametrize(("kind", "family"), [("gptq", "llama"), ("fp8", "mixtral")])
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [("gptq", "llama"), ("awq", "qwen3"), ("fp8 blocks", "qwen2"), ("fp8", "mixtral")],
+)
 def test_few_bits(kind: str, family: str, served: Make, request_of: Make, tmp_path: Path) -> None:
-    """Weights are made whole at the load, and the model is recognised then."""
+    """The model is recognised, and its layers stay small; experts are made whole at the load."""
     from quantised import QuantisedModel
+    from rayfin.actors.runner.gpu.decoder import GpuDecoder
+    from rayfin.kernels.triton.quantized import CodedWeight
 
     model = QuantisedModel(kind, family, tmp_path)
     engine = served(model.folder, **SETTINGS)
     assert engine.run(request_of(0, PROMPT, OUTPUT))[0] == model.greedy(PROMPT, OUTPUT)
     assert has_graphs(engine)
+    decoder = engine.runner._loaded.gpu_model
+    assert isinstance(decoder, GpuDecoder) and decoder.few_rows == 0
+    for layer in decoder._layers:
+        assert isinstance(layer.qkv.weight, CodedWeight)
+        assert isinstance(layer.attention_out, CodedWeight)
+
+
+def test_few_bits_made_whole(served: Make, request_of: Make, tmp_path: Path) -> None:
+    from quantised import QuantisedModel
+
+    model = QuantisedModel("gptq", "llama", tmp_path)
+    engine = served(model.folder, quantization="dequantize", **SETTINGS)
+    assert engine.run(request_of(0, PROMPT, OUTPUT))[0] == model.greedy(PROMPT, OUTPUT)
+    assert not any(layer.is_coded for layer in engine.runner._loaded.gpu_model._layers)
 
 
 def test_drafts(two_layers: Any, served: Make, request_of: Make) -> None:

@@ -1,0 +1,134 @@
+"""Layers of quantised checkpoints on a GPU's kernels; without a GPU in the interpreter."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from quantised import KINDS, QuantisedModel
+from rayfin.actors.runner.models.config import load_config
+from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel
+from rayfin.actors.runner.models.replace import probe_logits
+from rayfin.actors.runner.models.weights import load_model
+from rayfin.actors.runner.quantized.loader import quant_linears
+from rayfin.kernels.attention.torch_backend import paged_attention
+
+pytest.importorskip("triton")
+from rayfin.actors.runner.gpu.decoder import build_gpu_decoder
+from rayfin.actors.runner.gpu.quant_linear import TritonLinear, merged, pack_quantized
+from rayfin.kernels.attention.triton_backend import TritonAttention
+
+Make = Callable[..., Any]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def load(engine_args: Make, tmp_path: Path) -> Callable[[str, str], tuple[Any, Any]]:
+    """format, family -> (the checkpoint with its layers as they are, the plain model)."""
+
+    def make(kind: str, family: str) -> tuple[Any, Any]:
+        written = QuantisedModel(kind, family, tmp_path)
+        args = engine_args(written.folder)
+        model = load_model(args, load_config(args), DEVICE, ATTENTION, keep_quantized=True)
+        return model, written.model.to(DEVICE)
+
+    return make
+
+
+def layers_of(model: nn.Module) -> list[TritonLinear]:
+    return [module for module in model.modules() if isinstance(module, TritonLinear)]
+
+
+def plain_logits(model: Any) -> torch.Tensor:
+    model.set_attn_implementation(ATTENTION)
+    paged = PagedModel(model, paged_attention)
+    return probe_logits(paged, paged)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_of_every_format(kind: str, load: Make) -> None:
+    """On transformers' modules, each layer with its codes."""
+    model, plain = load(kind, "llama")
+    assert quant_linears(model) and pack_quantized(model) > 0
+    assert len(layers_of(model)) == 14 and not quant_linears(model)
+    paged = PagedModel(model, paged_attention)
+    wanted = plain_logits(plain)
+    torch.testing.assert_close(probe_logits(paged, paged), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [("gptq desc_act", "llama"), ("awq", "qwen3"), ("w8a16", "qwen2"), ("fp8 blocks", "qwen3")],
+)
+def test_logits_of_the_decoder(kind: str, family: str, load: Make) -> None:
+    """Projections are merged; the modules keep their part of them, and say what they said."""
+    model, plain = load(kind, family)
+    pack_quantized(model)
+    paged, wanted = PagedModel(model, paged_attention), plain_logits(plain)
+    decoder = build_gpu_decoder(paged, TritonAttention(DEVICE))
+    assert decoder is not None
+    for layer in decoder._layers:
+        assert layer.is_coded and layer.qkv.gain is None and layer.qkv.norm is not None
+    for logits in (probe_logits(decoder, paged), probe_logits(paged, paged)):
+        torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+    attention = model.model.layers[0].self_attn
+    whole = decoder._layers[0].qkv.weight
+    assert attention.q_proj.codes.words.data_ptr() == whole.words.data_ptr()
+
+
+def test_layers_of_several_formats_keep_their_modules(load: Make) -> None:
+    model, plain = load("gptq", "llama")
+    wanted = plain_logits(plain)
+    query = model.model.layers[1].self_attn.q_proj
+    model.model.layers[1].self_attn.q_proj = query.dequantized()
+    pack_quantized(model)
+    paged = PagedModel(model, paged_attention)
+    assert build_gpu_decoder(paged, TritonAttention(DEVICE)) is None
+    torch.testing.assert_close(probe_logits(paged, paged), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_codes_without_a_kernel_become_plain(
+    load: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, plain = load("gptq", "llama")
+    monkeypatch.setattr("rayfin.actors.runner.gpu.quant_linear.pack_weight", lambda weight: None)
+    assert pack_quantized(model) == 0 and not layers_of(model) and not quant_linears(model)
+    assert "14 layers of codes that no kernel reads are plain" in caplog.text
+    paged = PagedModel(model, paged_attention)
+    torch.testing.assert_close(probe_logits(paged, paged), plain_logits(plain))
+
+
+def test_merged_layers_share_their_memory(load: Make) -> None:
+    model, _ = load("w4a16 asym", "llama")
+    pack_quantized(model)
+    mlp, x = model.model.layers[0].mlp, torch.randn(3, 64, device=DEVICE)
+    layers = [mlp.gate_proj, mlp.up_proj]
+    before = [layer(x) for layer in layers]
+    whole = merged(layers)
+    assert whole is not None and whole.outputs == 192
+    for layer, own in zip(layers, before, strict=True):
+        torch.testing.assert_close(layer(x), own)
+        assert layer.codes.words.untyped_storage().data_ptr() == (
+            whole.words.untyped_storage().data_ptr()
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["gptq", "fp8 blocks"])
+def test_a_graph_records_a_layer(kind: str, load: Make) -> None:
+    """Nothing of it waits for the device, and counters are zeros again after each replay."""
+    model, _ = load(kind, "llama")
+    pack_quantized(model)
+    layer, x = layers_of(model.half())[0], torch.randn(2, 64, device=DEVICE).half()
+    wanted = layer(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        given = layer(x)
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(given, wanted) and not layer.codes.arrived.any()
