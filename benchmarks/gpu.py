@@ -22,7 +22,7 @@ import torch
 from gpu_attention import attention, check_attention
 from gpu_bench import Bench
 from gpu_engine import actors, engine, fp8, graphs, idle, peer, prefill, release
-from gpu_products import check_products, kernels, matmul
+from gpu_products import check_coded, check_products, kernels, matmul
 from gpu_steps import check_steps, steps, steps_8b
 
 from rayfin import __version__
@@ -32,6 +32,7 @@ def check(bench: Bench) -> None:
     """Raises if attention, products or whole steps are wrong."""
     check_attention(bench)
     check_products(bench)
+    check_coded(bench)
     check_steps(bench)
 
 

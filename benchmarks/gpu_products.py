@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from gpu_attention import tiles
 from gpu_bench import Bench, Table
 
+from rayfin.kernels.grouped import Grouped
 from rayfin.kernels.shapes import SamplingRows
 
 MATRICES = {  # name -> (outputs, inputs)
@@ -25,6 +26,12 @@ FEW = {  # products of few rows: name -> (outputs, inputs)
     "8b o": (4096, 4096),
     "8b down": (4096, 14336),
 }
+CODED = {  # products with weights of few bits: name -> (outputs, inputs)
+    "8b qkv": (6144, 4096),
+    "8b gate, up": (28672, 4096),
+    "8b down": (4096, 14336),
+}
+CODED_ROWS = (1, 16, 64, 256, 2048)
 GATED = {"0.6b gate, up": (6144, 1024), "8b gate, up": (28672, 4096)}
 ROWS = (1, 2, 4, 8)
 TORCHS_ROWS = (16, 64, 128)  # torch's products alone
@@ -74,6 +81,67 @@ def check_products(bench: Bench) -> None:
                 assert apart < 2e-2, f"{kernel} is wrong: nothing below would mean anything"
 
 
+def check_coded(bench: Bench) -> None:
+    """Compares products with codes with those of the same weights made whole, in float32."""
+    if not bench.on_gpu:
+        return
+    columns = ("product", "rows", "largest difference, of the largest output")
+    table = bench.table("check", "Check: products with weights of few bits", columns)
+    from rayfin.kernels.triton.quantized import add_product, pack_weight, product
+
+    for name in CODED:
+        for kind, weight in _grouped(CODED[name], bench).items():
+            codes = pack_weight(weight)
+            assert codes is not None
+            whole = weight.dense().to(bench.dtype).float()
+            for rows in (1, 16, 64, 65, 256):
+                x = _random(rows, whole.shape[1], bench)
+                wanted = F.linear(x.float(), whole)
+                bench.expect("coded_product", partial(product, x, codes, None))
+                hidden = torch.zeros(rows, len(whole), dtype=x.dtype, device=x.device)
+                add_product(x, codes, None, hidden)
+                for given in (product(x, codes, None), hidden):
+                    apart = float((given.float() - wanted).abs().max() / wanted.abs().max())
+                    table.add(f"{name}, {kind}", rows, f"{apart:.1e}")
+                    assert apart < 2e-2, f"{kind} is wrong: nothing below would mean anything"
+
+
+def _grouped(shape: tuple[int, int], bench: Bench) -> dict[str, Grouped]:
+    """A 4-bit weight with groups of 128 and zero points, and one of e4m3 in blocks of 128."""
+    outputs, inputs = shape
+    device, groups = bench.device, inputs // 128
+    codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device=device)
+    zero = torch.randint(0, 16, (outputs, groups), dtype=torch.int32, device=device)
+    scale = (0.01 * (1 + torch.rand(outputs, groups, device=device))).half().float()
+    floats = torch.randn(outputs, inputs, device=device).mul_(60).clamp_(-448, 448)
+    return {
+        "4 bits": Grouped(codes, scale, 128, 4, zero),
+        "fp8": Grouped(floats.to(torch.float8_e4m3fn), scale / 60, 128, 8),
+    }
+
+
+def _coded(bench: Bench) -> None:
+    """Products with weights of few bits beside torch's with plain ones; targets in gpu.md."""
+    from rayfin.kernels.triton.quantized import pack_weight, product
+
+    columns = ("product", "rows", "bits", "us", "torch's of 16 bits, us", "share of its floor")
+    table = bench.table("kernels", "Products with weights of few bits", columns)
+    for name, shape in CODED.items():
+        plain = _weight(shape, bench)
+        for kind, weight in _grouped(shape, bench).items():
+            codes = pack_weight(weight)
+            assert codes is not None
+            for rows in CODED_ROWS:
+                x = _random(rows, shape[1], bench)
+                bench.expect("coded_product", partial(product, x, codes, None))
+                took = bench.seconds(partial(product, x, codes, None))
+                torchs = bench.seconds(partial(F.linear, x, plain))
+                operations = 2 * rows * plain.numel() / bench.flops
+                share = max(operations, codes.bytes / bench.bandwidth) / took
+                shown = (f"{took * 1e6:.1f}", f"{torchs * 1e6:.1f}", f"{share:.2f}")
+                table.add(name, rows, kind, *shown)
+
+
 def _products(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
     """Kernel -> what it gives for x W^T."""
     from rayfin.kernels.triton.products import add_product, product
@@ -96,6 +164,7 @@ def kernels(bench: Bench) -> None:
     table.add("zero_ of one number", f"{bench.seconds(one.zero_) * 1e6:.1f}")
     tiles(bench)
     _few_rows(bench)
+    _coded(bench)
     _sampling(bench)
     _between(bench)
     _experts(bench)
