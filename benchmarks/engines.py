@@ -46,8 +46,9 @@ TITLES = {
     "135m": "The 135M Llama shape",
     "0.6b": "The shape of Qwen3-0.6B",
     "hybrid": "A hybrid of gated delta rule and attention",
+    "mixture": "A mixture of 32 experts, 4 of them for a token",
 }
-BATCH = {"135m": 64, "0.6b": 16, "hybrid": 32}
+BATCH = {"135m": 64, "0.6b": 16, "hybrid": 32, "mixture": 32}
 """Number of requests of W1, about a minute's work."""
 
 

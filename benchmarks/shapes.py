@@ -26,6 +26,21 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 128,
         },
     ),
+    "mixture": (  # 32 experts, 4 of them for a token
+        "qwen3_moe",
+        {
+            "vocab_size": 49152,
+            "hidden_size": 1024,
+            "intermediate_size": 1536,
+            "moe_intermediate_size": 512,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+        },
+    ),
     "hybrid": (  # three of four layers keep a state: gated delta rule
         "qwen3_5_text",
         {
