@@ -5,6 +5,8 @@ with transformers' own loop over the weights that the codes stand for.
 """
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import nn
@@ -20,6 +22,9 @@ from rayfin.kernels.cpu.experts import Gate, PackedExperts
 from rayfin.kernels.cpu.kernels import CpuKernels, Matrix
 
 logger = logging.getLogger(__name__)
+
+WORKERS = 8
+"""Most of the experts that are packed at the same time: each takes memory for its numbers."""
 
 PROBE_ROWS = 4
 ROUNDED = 0.1
@@ -85,7 +90,13 @@ def experts_round_rows(model: nn.Module) -> bool:
 
 
 def _packed(kernels: CpuKernels, quant: QuantExperts, gate: Gate, round_rows: bool) -> CodedExperts:
-    packed = [_packed_expert(kernels, expert, round_rows) for expert in quant.experts]
+    pack, threads = partial(_packed_expert, kernels, round_rows=round_rows), torch.get_num_threads()
+    workers = min(kernels.threads, WORKERS)
+    try:
+        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            packed = list(pool.map(pack, quant.experts))
+    finally:
+        torch.set_num_threads(threads)
     gate_up, down = ([pair[part] for pair in packed] for part in (0, 1))
     return CodedExperts(PackedExperts(kernels, gate_up, down, gate, quant.biases))
 

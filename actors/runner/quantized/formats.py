@@ -157,8 +157,10 @@ class Awq(Format):
 
     def grouped(self, outputs: int, inputs: int, tensors: Tensors) -> Grouped:
         def unpack(words: torch.Tensor) -> torch.Tensor:
-            eights = unpack_bits(words, 4).view(-1, outputs // 8, 8)
-            return eights[:, :, list(AWQ_ORDER)].reshape(-1, outputs).T.contiguous()
+            # Words are turned before they are taken apart: an eighth as many, of a whole word each.
+            turned = words.T.contiguous()
+            eights = [(turned >> 4 * place & 15).to(torch.uint8) for place in AWQ_ORDER]
+            return torch.stack(eights, dim=1).view(outputs, -1)
 
         scale = tensors["scales"].T.float().contiguous()
         zero = unpack(tensors["qzeros"]).int()
