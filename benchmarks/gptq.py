@@ -32,5 +32,6 @@ def quantise(folder: Path) -> None:
         tensors |= {name.removesuffix("weight") + leaf: value for leaf, value in layer.items()}
     save_file(tensors, path, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
+    own = {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
+    config["quantization_config"] = {"quant_method": "gptq", **own}
     (folder / "config.json").write_text(json.dumps(config))
