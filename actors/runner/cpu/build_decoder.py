@@ -19,7 +19,7 @@ from rayfin.actors.runner.models.inspect_decoder import AttentionSpec, inspect_d
 from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, Linear, norm_weight
 from rayfin.actors.runner.models.narrow import packed
 from rayfin.actors.runner.models.paged_model import PagedModel
-from rayfin.actors.runner.models.replace import verified_replacement
+from rayfin.actors.runner.models.replace import Replaceable, verified_replacement
 from rayfin.actors.runner.quantized.packed import CodedLinear, merged
 from rayfin.actors.settings.choices import Quantization
 from rayfin.kernels.cpu.codes import pack_int4
@@ -29,6 +29,12 @@ from rayfin.kernels.cpu.lora import Place, Places
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """The largest difference of logits that is accepted, as a share of the largest logit."""
+
+ROUNDED_ROWS = 0.02
+"""The same of models some of whose layers round the rows that they multiply.
+
+Where sums differ in their last bits a number is rounded to the next one, and later layers carry on.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,12 @@ def packing(kernels: CpuKernels, quantization: Quantization | None = None) -> Pa
     return Packing(int8, int8) if quantization == "int8" else Packing(kernels.pack, kernels.pack)
 
 
+def tolerance_of(paged: Replaceable) -> float:
+    """The difference of logits up to which kernels may take the place of a model's modules."""
+    rounds = any(getattr(own, "rounds_rows", False) for own in paged.transformer.modules())
+    return max(TOLERANCE[paged.dtype], ROUNDED_ROWS if rounds else 0.0)
+
+
 def build_cpu_decoder(
     paged: PagedModel, kernels: CpuKernels, quantization: Quantization | None = None
 ) -> CpuDecoder | None:
@@ -55,7 +67,7 @@ def build_cpu_decoder(
     With ``quantization`` the weights are rounded after the comparison, which holds exact ones of
     one layer at a time.
     """
-    tolerance = TOLERANCE[paged.dtype]
+    tolerance = tolerance_of(paged)
     if not quantization:
         exact = packing(kernels)
         return verified_replacement(paged, lambda: [_build(paged, kernels, exact)], tolerance)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from rayfin.actors.runner.cpu.build_decoder import TOLERANCE, Packing, packing
+from rayfin.actors.runner.cpu.build_decoder import Packing, packing, tolerance_of
 from rayfin.actors.runner.cpu.gated_delta import (
     DeltaParts,
     PackedDeltaLayer,
@@ -137,7 +137,7 @@ def _pack(
             setattr(owner, name, router)
         yield paged
 
-    if verified_replacement(paged, build, TOLERANCE[paged.dtype]) is None:
+    if verified_replacement(paged, build, tolerance_of(paged)) is None:
         return False
     if quantization:
         rounded = packing(kernels, quantization)

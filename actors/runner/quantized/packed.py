@@ -46,6 +46,12 @@ class CodedLinear(SmallLinear):
             self._merged = None
         return self._own
 
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether a product rounds its rows to 8 bits."""
+        matrix = self._merged[0] if self._own is None and self._merged else self._own
+        return matrix is not None and matrix.rounds_rows
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., N]."""
         rows = x.reshape(-1, x.shape[-1]).float().contiguous()
@@ -92,7 +98,7 @@ def pack_quantized(model: nn.Module, kernels: CpuKernels, *, round_rows: bool = 
 def rounds_rows(model: nn.Module) -> bool:
     """Whether some layer rounds the rows that it multiplies."""
     layers = (layer for layer in model.modules() if isinstance(layer, CodedLinear))
-    return any(layer.matrix.rounds_rows for layer in layers)
+    return any(layer.rounds_rows for layer in layers)
 
 
 def quantized_parameters(model: nn.Module) -> int:

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from quantised import KINDS, QuantisedModel, mxfp4_model
+from rayfin.actors.runner.cpu import build_decoder
+from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.models.config import load_config
 from rayfin.actors.runner.models.weights import load_model
 from rayfin.actors.runner.quantized.linear import QuantLinear
@@ -131,6 +133,16 @@ def test_merged_layers_still_work(paired: bool, write: Make, engine_args: Make) 
     assert all(layer._own is None for layer in layers)
     for layer, before in zip(layers, expected, strict=True):
         assert torch.equal(layer(x), before)
+
+
+def test_rounded_rows_are_compared_less_closely(
+    write: Make, served: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deep model whose rows are rounded differs in more than the last bits, and stays fused."""
+    monkeypatch.setitem(build_decoder.TOLERANCE, torch.float32, 1e-9)
+    written = write("gptq", "llama")
+    assert not isinstance(served(written.folder).runner._model, CpuDecoder)
+    assert isinstance(served(written.folder, activations="int8").runner._model, CpuDecoder)
 
 
 @pytest.mark.parametrize("kind", ["gptq", "w4a16 asym"])
