@@ -5,13 +5,14 @@
     python benchmarks/load_memory.py --settings '{"quantization": "int4"}'
     python benchmarks/load_memory.py --checkpoint gptq
     python benchmarks/load_memory.py --checkpoint gptq --experts 8
+    python benchmarks/load_memory.py --checkpoint mxfp4 --experts 8
     python benchmarks/load_memory.py --encoder
     python benchmarks/load_memory.py --images
 
-A Llama (Mixtral with experts, BERT with --encoder, LLaVA with --images) of random weights, with
-layers that are all alike, is loaded in a process of its own, as an engine loads it. Anonymous
-memory is what the process cannot give back; pages of the mapped checkpoint are the system's cache,
-which it takes back whenever it needs them.
+A Llama (Mixtral with experts, gpt-oss in MXFP4, BERT with --encoder, LLaVA with --images) of random
+weights, with layers that are all alike, is loaded in a process of its own, as an engine loads it.
+Anonymous memory is what the process cannot give back; pages of the mapped checkpoint are the
+system's cache, which it takes back whenever it needs them.
 """
 
 import argparse
@@ -47,7 +48,7 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--experts", type=int, default=0, help="of each layer, of half its width")
     parser.add_argument("--stored", default="bfloat16", help="dtype of the checkpoint")
-    parser.add_argument("--checkpoint", choices=["plain", "gptq", "fp8"], default="plain")
+    parser.add_argument("--checkpoint", choices=["plain", "gptq", "fp8", "mxfp4"], default="plain")
     parser.add_argument("--encoder", action="store_true", help="a BERT")
     parser.add_argument("--images", action="store_true", help="a LLaVA: as many layers twice")
     parser.add_argument("--settings", type=json.loads, default={}, help="EngineArgs, as JSON")
@@ -134,6 +135,14 @@ def write_model(folder: Path, options: argparse.Namespace) -> None:
     }
     if options.experts:
         sizes |= {"num_local_experts": options.experts, "num_experts_per_tok": 2}
+    if options.checkpoint == "mxfp4":
+        from mxfp4 import save_mxfp4
+
+        sizes |= {"head_dim": 64, "layer_types": ["full_attention"]}
+        sizes |= {"num_local_experts": options.experts or 8}
+        save_mxfp4(folder, AutoConfig.for_model("gpt_oss", **sizes))
+        repeat_layer(folder, options.layers)
+        return
     config = AutoConfig.for_model("mixtral" if options.experts else "llama", **sizes)
     make: Any = AutoModelForCausalLM
     make.from_config(config, dtype=getattr(torch, options.stored)).save_pretrained(folder)

@@ -8,7 +8,6 @@ back, of weights and pages.
 """
 
 import argparse
-import json
 import multiprocessing
 import random
 import tempfile
@@ -18,40 +17,41 @@ from typing import Any
 
 import torch
 from hybrids import least
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from shapes import SHAPES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SUBJECTS = ("4 bits", "plain", "transformers")
 
 
-def quantise(folder: Path) -> None:
-    """Replaces the experts' weights in ``folder`` by random blocks of 4-bit floats."""
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        groups = (experts, outputs, inputs // 32)
-        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(117, 122, groups, dtype=torch.uint8)
-    save_file(tensors, path, {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (folder / "config.json").write_text(json.dumps(config))
+def save_mxfp4(folder: Path, config: Any) -> None:
+    """A checkpoint of random numbers: experts in blocks of 4-bit floats, the rest in bfloat16."""
+    make: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model = make.from_config(config, dtype=torch.bfloat16)
+    tensors: dict[str, torch.Tensor] = {}
+    torch.manual_seed(0)
+    for name, own in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inputs, outputs = own.shape
+            groups = (experts, outputs, inputs // 32)
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(117, 122, groups, dtype=torch.uint8)
+        elif own.dim() > 1:
+            tensors[name] = (torch.randn(own.shape) * 0.02).bfloat16()
+        else:
+            tensors[name] = torch.full(own.shape, float("norm" in name), dtype=torch.bfloat16)
+    folder.mkdir(exist_ok=True)
+    config.quantization_config = {"quant_method": "mxfp4"}
+    config.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def save_model(folder: Path, layers: int) -> None:
+def config_of(layers: int) -> Any:
     architecture, sizes = SHAPES["gpt-oss"]
     kinds = (["sliding_attention", "full_attention"] * layers)[:layers]
-    config = AutoConfig.for_model(
-        architecture, bos_token_id=1, eos_token_id=2, layer_types=kinds, **sizes
-    )
-    config.num_hidden_layers = layers
-    torch.manual_seed(0)
-    make: Any = AutoModelForCausalLM
-    model = make.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder, max_shard_size="100GB")
-    quantise(folder)
+    sizes = {**sizes, "num_hidden_layers": layers, "layer_types": kinds}
+    return AutoConfig.for_model(architecture, bos_token_id=1, eos_token_id=2, **sizes)
 
 
 def prompts_of(rows: int) -> list[list[int]]:
@@ -129,7 +129,7 @@ def main() -> None:
     sizes = [int(rows) for rows in args.rows.split(",")]
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        save_model(Path(folder), args.layers)
+        save_mxfp4(Path(folder), config_of(args.layers))
         names = [f"{rows} rows, tokens/s" for rows in sizes]
         print(f"| experts | {' | '.join(names)} | memory, MiB |\n|---|{'---|' * (len(sizes) + 1)}")
         for subject in args.only:

@@ -25,7 +25,6 @@ from rayfin.kernels.cpu.experts import ExpertBiases
 from rayfin.kernels.grouped import Grouped
 
 BIASES = (f"{GATE_UP}_bias", f"{DOWN}_bias")
-LEAVES = ("blocks", "scales")
 SIZE = 32
 """Inputs of a block."""
 
@@ -114,8 +113,9 @@ def mxfp4_experts(
             continue
         for name, shape in shapes.items():
             _require(path, stored, name, shape)
+        own = places[path]
         weights = {
-            name: _Weight(shape, *(places[path][f"{name}_{leaf}"] for leaf in LEAVES), files)
+            name: _Weight(shape, own[f"{name}_blocks"], own[f"{name}_scales"], files)
             for name, shape in shapes.items()
         }
         experts = [

@@ -276,6 +276,7 @@ BAR = 1.2
         ["--layers", "32", "--checkpoint", "gptq"],
         ["--layers", "16", "--checkpoint", "fp8"],
         ["--layers", "12", "--checkpoint", "gptq", "--experts", "4"],
+        ["--layers", "16", "--checkpoint", "mxfp4", "--experts", "8"],
         ["--layers", "8", "--checkpoint", "gptq", "--settings", '{"quantization": "dequantize"}'],
         ["--layers", "12", "--encoder"],
         ["--layers", "8", "--images"],
