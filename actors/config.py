@@ -105,7 +105,7 @@ class EngineArgs:
     )
     quantization: Quantization | None = _flag(
         None,
-        "int8: weights and activations of linear layers in 8 bits, on a CPU; int4: weights in 4 "
+        "int8: weights of linear layers in 8 bits, and activations on a CPU; int4: weights in 4 "
         "bits; dequantize: plain weights of a quantized checkpoint; default: as the checkpoint",
     )
     activations: Activations = _flag(

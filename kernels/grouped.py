@@ -50,6 +50,40 @@ class Grouped:
         return ordered
 
 
+ROUNDED_GROUP = 64
+"""Inputs that share a scale in weights that are rounded to 4 bits."""
+
+SCALE_FACTORS = (1.0, 1.0625, 0.9375, 0.875, 0.8125, 0.75)
+"""On the scale that makes a group's largest number -8; the first of the least errors wins."""
+
+
+def round_weight(weight: torch.Tensor, bits: int) -> Grouped:
+    """A plain weight [N, K] rounded to 8 bits with a scale per output, or to 4 as round_int4.h."""
+    outputs, inputs = weight.shape
+    numbers = weight.detach().float()
+    if bits == 8:
+        scale = numbers.abs().amax(dim=1, keepdim=True) / 127
+        codes = torch.where(scale > 0, numbers / scale, 0.0).round()
+        return Grouped(codes.to(torch.int8), scale, inputs, 8)
+    group = min(ROUNDED_GROUP, inputs)
+    numbers = torch.nn.functional.pad(numbers, (0, -inputs % group)).view(outputs, -1, group)
+    peak = numbers.gather(2, numbers.abs().argmax(dim=2, keepdim=True))
+    peak = torch.where(peak.abs() >= 1e-30, peak, 0.0)
+    best, least = torch.zeros_like(peak), torch.full_like(peak, torch.inf)
+    for factor in SCALE_FACTORS:
+        scale = peak / -8 * factor
+        error = (numbers - _codes_in(numbers, scale) * scale).square().sum(2, keepdim=True)
+        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+    values = (_codes_in(numbers, best) + 8).to(torch.uint8).flatten(1)[:, :inputs]
+    scale = best.squeeze(2)
+    zero = torch.full(scale.shape, 8, dtype=torch.int32, device=scale.device)
+    return Grouped(values.contiguous(), scale, group, 4, zero)
+
+
+def _codes_in(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.where(scale == 0, 0.0, numbers * (1 / scale)).round().clamp(-8, 7)
+
+
 def unpack_bits(words: torch.Tensor, bits: int) -> torch.Tensor:
     """[R, C] int32 -> [R, C * 32 / bits] uint8: the lowest bits of a word come first.
 

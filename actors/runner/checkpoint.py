@@ -78,7 +78,7 @@ def load_checkpoint(
             _pack_codes(args, model, kernels)
     on_triton = pools is None and vision is None and _uses_triton(args, device)
     if on_triton:
-        _pack_for_triton(model)
+        _pack_for_triton(model, rounded)
     if not kernels:
         widen(model)
     dequantize(model if vision is None else vision.model)  # what has no kernel
@@ -201,11 +201,16 @@ def _uses_triton(args: EngineArgs, device: torch.device) -> bool:
     return args.attention in ("auto", "triton") and can_use_triton(device)
 
 
-def _pack_for_triton(model: PreTrainedModel) -> None:
-    """Puts the quantised layers on Triton's kernels, which read their codes."""
+def _pack_for_triton(model: PreTrainedModel, rounded: Quantization | None) -> None:
+    """Puts quantised layers on Triton's kernels, which read their codes, or rounds plain ones."""
     from rayfin.actors.runner.gpu.quant_linear import pack_quantized as pack
+    from rayfin.actors.runner.gpu.quant_linear import round_linears
 
     pack(model)
+    if rounded and not round_linears(model, 4 if rounded == "int4" else 8):
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot be quantised: it has no plain layers", "quantization"
+        )
 
 
 def _on_triton(

@@ -32,6 +32,7 @@ from rayfin.cache.kv_tensors import KVTensors, page_bytes
 from rayfin.kernels.attention.select import page_types, select_attention
 from rayfin.kernels.cpu.kernels import CpuKernels, try_kernels
 from rayfin.kernels.cpu.library import try_load
+from rayfin.kernels.triton.available import can_use_triton
 
 if TYPE_CHECKING:  # each of them imports modelling code, Triton, or all classes of configurations
     from transformers import PretrainedConfig
@@ -301,6 +302,12 @@ def _check_settings(
             f"({source.get('quant_method')}); leave it out, or 'dequantize' them",
             "quantization",
         )
+    if rounded and pick_device(args.device).type != "cpu":
+        if recipe is not None or serves_images(args, config):
+            raise InvalidConfig(
+                f"quantization {rounded!r} is for models of text that generate, on a GPU",
+                "quantization",
+            )
     if args.enable_prompt_embeds:
         images = serves_images(args, config) and not args.language_model_only
         pools, heads = recipe is not None, reads_states(args)
@@ -364,8 +371,10 @@ def _require_quantisable(args: EngineArgs, device: torch.device, ranks: int = 1)
     why = None
     if ranks > 1:
         why = "is for one device, not for several that share a model"
+    elif can_use_triton(device) and args.attention in ("auto", "triton"):
+        why = None
     elif device.type != "cpu":
-        why = f"is for a CPU, and the device is {device.type!r}"
+        why = f"runs on the Triton kernels of a GPU, not with attention {args.attention!r}"
     elif args.attention not in ("auto", "cpu"):
         why = f"runs on the compiled CPU kernels, not with attention {args.attention!r}"
     elif args.dtype == "float16":

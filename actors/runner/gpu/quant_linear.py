@@ -1,16 +1,24 @@
-"""Quantised layers on the Triton kernels, their weights as small as in the checkpoint."""
+"""Quantised layers on the Triton kernels, their weights as small as in the checkpoint.
+
+Plain layers can be rounded to as few bits when they are loaded.
+"""
 
 import logging
 from collections.abc import Sequence
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from rayfin.actors.runner.quantized.linear import SmallLinear
 from rayfin.actors.runner.quantized.loader import quant_linears
+from rayfin.kernels.grouped import round_weight
 from rayfin.kernels.triton.quantized import CodedWeight, pack_weight, product, stack_weights
 
 logger = logging.getLogger(__name__)
+
+GATES = ("gate", "router")
+"""How names of layers end that choose experts or weigh them, which are small and matter."""
 
 
 class TritonLinear(SmallLinear):
@@ -54,6 +62,24 @@ def pack_quantized(model: nn.Module) -> int:
     if plain:
         logger.warning("%d layers of codes that no kernel reads are plain", plain)
     return size
+
+
+@torch.no_grad()
+def round_linears(model: PreTrainedModel, bits: int) -> int:
+    """Rounds the plain linear layers in place, one after the other, and returns how many.
+
+    The head stays, and with it the embedding, and so do experts and gates. Rows are not rounded.
+    """
+    head, count = model.get_output_embeddings(), 0  # type: ignore[no-untyped-call]
+    for owner in list(model.modules()):
+        for name, layer in list(owner.named_children()):
+            if type(layer) is not nn.Linear or layer is head or name.endswith(GATES):
+                continue
+            codes = pack_weight(round_weight(layer.weight, bits))
+            assert codes is not None
+            setattr(owner, name, TritonLinear(codes, layer.bias, layer.weight.dtype))
+            count += 1
+    return count
 
 
 def merged(layers: Sequence[TritonLinear]) -> CodedWeight | None:

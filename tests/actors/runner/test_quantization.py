@@ -129,9 +129,9 @@ def test_refused(changes: dict[str, Any], why: str, tiny_model: Make, engine_arg
     assert caught.value.param == "quantization"
 
 
-def test_refused_on_a_gpu(engine_args: Make) -> None:
-    args = engine_args("x", quantization="int8", device="cuda")
-    with pytest.raises(InvalidConfig, match="is for a CPU, and the device is 'cuda'") as caught:
+def test_refused_on_a_gpu_without_triton(engine_args: Make) -> None:
+    args = engine_args("x", quantization="int8", device="cuda", attention="torch")
+    with pytest.raises(InvalidConfig, match="kernels of a GPU, not with") as caught:
         _require_quantisable(args, torch.device("cuda"))
     assert caught.value.param == "quantization"
 

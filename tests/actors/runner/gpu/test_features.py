@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rayfin import LLM
-from rayfin.actors.runner import checkpoint
+from rayfin.actors.runner import checkpoint, loading
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.sampling.sampler import Sampler
 from rayfin.kernels.attention import select as attention_select
@@ -120,6 +120,29 @@ def test_few_bits_made_whole(served: Make, request_of: Make, tmp_path: Path) -> 
     engine = served(model.folder, quantization="dequantize", **SETTINGS)
     assert engine.run(request_of(0, PROMPT, OUTPUT))[0] == model.greedy(PROMPT, OUTPUT)
     assert not any(layer.is_coded for layer in engine.runner._loaded.gpu_model._layers)
+
+
+@pytest.mark.parametrize(("bits", "least", "most"), [("int8", 0.0005, 0.03), ("int4", 0.01, 0.4)])
+def test_weights_rounded_at_the_load(
+    bits: str,
+    least: float,
+    most: float,
+    two_layers: Any,
+    served: Make,
+    request_of: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Near the plain model's logits, in the decoder."""
+    if not ON_GPU:
+        monkeypatch.setattr(loading, "can_use_triton", lambda device: True)
+    folder = two_layers.folder
+    engine = served(folder, quantization=bits, enforce_eager=True, **SETTINGS)
+    engine.run(request_of(0, PROMPT, 2))
+    assert all(layer.is_coded for layer in engine.runner._loaded.gpu_model._layers)
+    exact = served(folder, **{**SETTINGS, "attention": "torch"})
+    exact.run(request_of(0, PROMPT, 1))
+    (position, wanted), *_ = exact.sampled[0].items()
+    assert least < float((engine.sampled[0][position] - wanted).norm() / wanted.norm()) < most
 
 
 def test_drafts(two_layers: Any, served: Make, request_of: Make) -> None:
