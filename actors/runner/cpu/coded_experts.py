@@ -5,6 +5,7 @@ with transformers' own loop over the weights that the codes stand for.
 """
 
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -17,6 +18,7 @@ from rayfin.actors.runner.cpu.packed_experts import PackedExpertsModule
 from rayfin.actors.runner.models.inspect_decoder import ACTIVATIONS
 from rayfin.actors.runner.models.inspect_layers import clamped_gate
 from rayfin.actors.runner.quantized.experts import Expert, QuantExperts, quant_experts
+from rayfin.actors.timing import LOAD_LOG_SECONDS
 from rayfin.kernels.cpu.codes import CodedMatrix, pack_codes, stack_codes
 from rayfin.kernels.cpu.experts import Gate, PackedExperts
 from rayfin.kernels.cpu.kernels import CpuKernels, Matrix
@@ -64,7 +66,11 @@ def pack_quantized_experts(
         return 0
     config = model.config.get_text_config(decoder=True)
     activation = ACTIVATIONS.get(getattr(config, "hidden_act", ""))
+    count, logged = len(layers), time.monotonic()
     while layers:
+        if time.monotonic() - logged >= LOAD_LOG_SECONDS:
+            logged = time.monotonic()
+            logger.info("packed the experts of %d of %d layers", count - len(layers), count)
         owner, name, quant = layers.pop()
         gate = clamped_gate(quant.original) or activation
         made = None if gate is None else _packed(kernels, quant, gate, round_rows)
@@ -78,7 +84,8 @@ def pack_quantized_experts(
     if size:
         logger.info("quantized experts stay in %d MiB", size >> 20)
     if plain:
-        logger.warning("%d projections of experts are plain: no kernel reads their codes", plain)
+        why = "no kernel reads their codes, or those of gate and up are unlike"
+        logger.warning("%d weights of experts are plain: %s", plain, why)
     if unlike:
         logger.warning("the experts of %d layers are plain: they compute in another way", unlike)
     return size

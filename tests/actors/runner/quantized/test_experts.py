@@ -11,6 +11,7 @@ from torch import nn
 
 from quantised import KINDS, QuantisedModel
 from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.runner.cpu import coded_experts
 from rayfin.actors.runner.cpu.coded_experts import CodedExperts, pack_quantized_experts
 from rayfin.actors.runner.loading import load
 from rayfin.actors.runner.models.config import load_config
@@ -172,6 +173,20 @@ def test_an_activation_that_no_kernel_has(
     model = engine.runner._model.transformer
     assert not mixtures(model) and len(merged(model)) == 2
     assert engine.run(request_of(0, PROMPTS[0], 8)) == {0: written.greedy(PROMPTS[0], 8)}
+
+
+def test_a_long_load_says_how_far_it_is(
+    write: Make,
+    engine_args: Make,
+    kernels: CpuKernels,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = kept(write("gptq", "qwen3_moe"), engine_args)
+    monkeypatch.setattr(coded_experts, "LOAD_LOG_SECONDS", 0.0)
+    with caplog.at_level("INFO"):
+        pack_quantized_experts(model, kernels)
+    assert "packed the experts of 1 of 2 layers" in caplog.text
 
 
 def test_experts_that_compute_in_another_way(
