@@ -22,7 +22,8 @@ class StopTable:
     def __init__(self, num_slots: int) -> None:
         self.cap: Int64Array = np.zeros(num_slots, np.int64)
         self._first: Int32Array = np.full((num_slots, WIDTH), NOTHING, np.int32)
-        self._longer: set[int] = set()  # slots with more than WIDTH ids
+        self._has_more: BoolArray = np.zeros(num_slots, bool)  # more than WIDTH ids
+        self._num_longer = 0  # slots of them
         self._all: list[frozenset[int]] = [frozenset()] * num_slots
 
     def set(self, slot: int, token_ids: Collection[int], cap: int) -> None:
@@ -31,9 +32,8 @@ class StopTable:
         first = sorted(token_ids)[:WIDTH]
         self._first[slot] = NOTHING
         self._first[slot, : len(first)] = first
-        self._longer.discard(slot)
-        if len(token_ids) > WIDTH:
-            self._longer.add(slot)
+        self._num_longer += (len(token_ids) > WIDTH) - int(self._has_more[slot])
+        self._has_more[slot] = len(token_ids) > WIDTH
         self._all[slot] = frozenset(token_ids)
 
     def ended(
@@ -56,7 +56,7 @@ class StopTable:
     def hits(self, slots: Int64Array | Int32Array, tokens: Int32Array) -> BoolArray:
         """Whether each of ``tokens`` [N] is a stop token of its slot of ``slots`` [N]."""
         hits: BoolArray = (self._first[slots] == tokens[:, None]).any(axis=1)
-        for row, slot in enumerate(slots.tolist() if self._longer else ()):
-            if slot in self._longer:
-                hits[row] = int(tokens[row]) in self._all[slot]
+        if self._num_longer:
+            for row in np.flatnonzero(self._has_more[slots]).tolist():
+                hits[row] = int(tokens[row]) in self._all[int(slots[row])]
         return hits

@@ -101,6 +101,7 @@ def _joined(parts: list[Sampled]) -> Sampled:
         rows = np.arange(start, start + len(part.tokens))
         whole.errors |= {start + row: error for row, error in part.errors.items()}
         whole.prompt_logprobs |= {start + row: own for row, own in part.prompt_logprobs.items()}
+        whole.vectors |= {start + row: own for row, own in part.vectors.items()}
         if part.logprobs is not None:
             logprobs.append(part.logprobs.renumbered(rows))
         start += len(part.tokens)

@@ -53,6 +53,7 @@ class Model:
             last,
             logprobs=scores,
             prompt_logprobs={0: scores} if info.prefill_batch else {},
+            vectors={row: np.full(3, last[row], np.float32) for row in range(len(last))},
         )
 
 
@@ -75,6 +76,9 @@ def test_rows_at_fault_fail_alone(bad: tuple[int, ...]) -> None:
     assert sampled.logprobs is not None
     scores = {at: entry.logprob for at, entry in sampled.logprobs.entries()}
     assert scores == {row: float(whole.tokens[row]) for row in others}
+    assert {row: own.tolist() for row, own in sampled.vectors.items()} == {
+        row: [whole.tokens[row]] * 3 for row in others
+    }
 
 
 def test_one_bad_row_costs_a_logarithm() -> None:

@@ -47,10 +47,12 @@ def test_random_lives(step_of: Make, row: Make, seed: int) -> None:
         ids = np.array(chance.sample(sorted(held), chance.randint(1, len(held))), np.int32)
         device.update(ids)
         assert device.integers[:, ids].tolist() == [
-            host.top_k[ids].tolist(),
-            host.seed[ids].tolist(),
+            host.settings.top_k[ids].tolist(),
+            host.settings.seed[ids].tolist(),
         ]
-        numbers = np.stack([host.temperature[ids], host.top_p[ids], host.min_p[ids]])
+        numbers = np.stack(
+            [host.settings.temperature[ids], host.settings.top_p[ids], host.settings.min_p[ids]]
+        )
         assert np.array_equal(device.numbers[:, ids].numpy(), numbers)
         for slot in ids:
             pages = host.page_tables[slot, : host.num_pages[slot]].tolist()

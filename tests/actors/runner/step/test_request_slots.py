@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.step.request_slots import RequestSlots
@@ -11,20 +12,26 @@ from rayfin.actors.runner.step.request_slots import RequestSlots
 Make = Callable[..., Any]
 
 
+def _fields(slots: RequestSlots) -> dict[str, Any]:
+    return {**vars(slots), **vars(slots.settings)}
+
+
 def _poison(slots: RequestSlots) -> None:
-    for array in vars(slots).values():
+    for array in _fields(slots).values():
         if isinstance(array, np.ndarray):
             array[:] = 99
     for handle in range(len(slots.num_pages)):
         slots.scored[handle] = NewRequest(handle, Sampling(prompt_logprobs=9), 99)
         slots.stops.set(handle, range(20), 100)
+    slots.settings.of(np.arange(2, dtype=np.int32), np.zeros(2, np.int64), torch.device("cpu"))
 
 
 def test_a_used_slot_is_as_good_as_a_fresh_one(step_of: Make, row: Make) -> None:
     """I20: every field of the slot, poisoned by the one before, is set anew."""
     fresh, used = RequestSlots(2, 4), RequestSlots(2, 4)
     _poison(used)
-    for sampling in (Sampling(), Sampling(0.7, 5, 0.9, 0.2, 123, logprobs=3, prompt_logprobs=2)):
+    odd = Sampling(0.7, 5, 0.9, 0.2, 123, logprobs=3, prompt_logprobs=2)
+    for sampling in (Sampling(), odd, Sampling()):
         info = step_of(
             row(1, [1, 2, 3, 4, 5], held=2, new_pages=[3, 0]),
             new=[NewRequest(1, sampling, 100, frozenset([5]))],
@@ -32,11 +39,14 @@ def test_a_used_slot_is_as_good_as_a_fresh_one(step_of: Make, row: Make) -> None
         )
         fresh.apply(info)
         used.apply(info)
-        for name, array in vars(fresh).items():
+        kept = _fields(used)
+        for name, array in _fields(fresh).items():
             if name == "page_tables":
                 assert used.page_tables[1, :2].tolist() == array[1, :2].tolist() == [3, 0]
             elif isinstance(array, np.ndarray) and name != "entries":  # which only grow
-                assert getattr(used, name)[1] == array[1], name
+                assert kept[name][1] == array[1], name
+        rows = (np.array([1], np.int32), np.zeros(1, np.int64), torch.device("cpu"))
+        assert str(used.settings.of(*rows)) == str(fresh.settings.of(*rows))
         assert used.scored.get(1) == fresh.scored.get(1)
         tokens = np.arange(25, dtype=np.int32)
         assert np.flatnonzero(used.stops.hits(np.full(25, 1), tokens)).tolist() == [5]
