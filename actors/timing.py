@@ -67,6 +67,10 @@ DRAFT_WINDOW_SECONDS = 2.0
 DRAFT_PAUSE_SECONDS = 10.0
 MAX_DRAFT_PAUSE_SECONDS = 160.0
 
+# How long a call of decode steps takes where model and scheduler share a process on a CPU. What is
+# computed past a stop string is lost.
+OFFLINE_LEASE_SECONDS = 0.03
+
 # Grammars that are compiled ahead: if no runner has answered for this long, the oldest request runs
 # without, and the step compiles. Meanwhile an idle scheduler looks at its deadlines so often.
 PREPARE_SECONDS = 10.0

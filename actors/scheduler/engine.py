@@ -97,7 +97,7 @@ class Engine:
     """All requests of one model replica, and the loop over them.
 
     Single-threaded: one caller drives ``add``, ``abort`` and ``step``. ``clock`` returns seconds; a
-    simulator passes a fake one.
+    simulator passes a fake one. ``lease_seconds``: see ``MultiStepPolicy``.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class Engine:
         config: EngineConfig,
         executor: Executor,
         clock: Callable[[], float] = time.monotonic,
+        lease_seconds: float | None = None,
     ) -> None:
         self.config = config
         state = make_state(config)
@@ -128,7 +129,8 @@ class Engine:
         self.lifecycle.gates = [self._quarantine, adapters, scheduler]
         self._beams = BeamGroups(self.lifecycle)
         drafts = DraftPolicy(state, config.num_speculative_tokens)
-        self._multi_step = MultiStepPolicy(state, microbatcher, config.max_lease, drafts)
+        lease = (config.max_lease, drafts, lease_seconds)
+        self._multi_step = MultiStepPolicy(state, microbatcher, *lease)
         self._pipeline = StepPipeline(state, executor, clock)
         self._outbox = Outbox()
         self._logs = TokenLogs(clock)

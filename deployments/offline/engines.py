@@ -17,6 +17,7 @@ from rayfin.actors.messages import (
 from rayfin.actors.runner.parallel.rank import group_size
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.state.executor import Executor
+from rayfin.actors.timing import OFFLINE_LEASE_SECONDS
 
 
 class OfflineEngine(Protocol):
@@ -69,10 +70,9 @@ def load_engine(args: EngineArgs) -> tuple[Engine, EngineInfo, Executor]:
 
     runner = ModelRunner(args)
     facts, limits = runner.profile()
-    # A local call is free. So several steps in one gain nothing, unless a device computes them
-    # while this process does nothing.
-    steps = 1 if facts.device == "cpu" else args.max_lease
-    config = resolve(replace(args, max_lease=steps), facts, limits)
+    # A step in flight behind another gains nothing where both run here, one after the other.
+    local = facts.device == "cpu"
+    config = resolve(replace(args, steps_in_flight=1) if local else args, facts, limits)
     info = EngineInfo(
         name="inline",
         max_model_len=config.max_model_len,
@@ -86,7 +86,8 @@ def load_engine(args: EngineArgs) -> tuple[Engine, EngineInfo, Executor]:
         uncut=config.uncut,
     )
     executor = InlineExecutor(runner, config)
-    return Engine(config, executor), info, executor
+    engine = Engine(config, executor, lease_seconds=OFFLINE_LEASE_SECONDS if local else None)
+    return engine, info, executor
 
 
 class InlineEngine:

@@ -157,20 +157,20 @@ class CpuKernels:
 
     def highest(
         self, x: torch.Tensor, allowed: TokenBits | None = None
-    ) -> torch.Tensor:  # [M, N], rows dense
-        """The first index of each row's largest value, or -1 if that is not finite: [M] int64.
+    ) -> npt.NDArray[np.int64]:  # [M, N], rows dense
+        """The first index of each row's largest value, or -1 if that is not finite: [M].
 
         Words of ``allowed`` that are 0 cost nothing.
         """
         assert x.dim() == 2 and x.stride(1) == 1 and x.dtype == torch.float32
-        index = torch.empty(x.shape[0], dtype=torch.int64)
+        index = np.empty(x.shape[0], np.int64)
         where = (self.pool, x.data_ptr(), x.stride(0), *x.shape)
         if allowed is None:
-            self.library.rayfin_highest(*where, index.data_ptr())
+            self.library.rayfin_highest(*where, index.ctypes.data)
         else:
             place, words = _places(x, allowed)
             self.library.rayfin_highest_allowed(
-                *where, words.data_ptr(), words.shape[1], place.data_ptr(), index.data_ptr()
+                *where, words.data_ptr(), words.shape[1], place.data_ptr(), index.ctypes.data
             )
         return index
 

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from rayfin.kernels.cpu.kernels import CpuKernels
@@ -14,11 +16,14 @@ from rayfin.kernels.triton.available import can_use_triton
 
 
 class SampleTokens(Protocol):
-    """`sample.sample` where rows may not take every token; a row without one gets -1."""
+    """`sample.sample` where rows may not take every token; a row without one gets -1.
+
+    The tokens [S] are on the host, which waits for them.
+    """
 
     def __call__(
         self, logits: torch.Tensor, rows: SamplingRows, allowed: TokenBits | None = None
-    ) -> torch.Tensor: ...
+    ) -> npt.NDArray[np.int64]: ...
 
 
 def select_sample(
@@ -40,9 +45,11 @@ def sample_allowed(
     logits: torch.Tensor,
     rows: SamplingRows,
     allowed: TokenBits | None = None,
-) -> torch.Tensor:
+) -> npt.NDArray[np.int64]:
     """``sample`` of a copy of the logits without the tokens that are not allowed."""
-    return sample(logits if allowed is None else allow_bits(logits, allowed), rows)
+    tokens = sample(logits if allowed is None else allow_bits(logits, allowed), rows)
+    host: npt.NDArray[np.int64] = tokens.cpu().numpy()
+    return host
 
 
 def sample_on_cpu(
@@ -50,10 +57,12 @@ def sample_on_cpu(
     logits: torch.Tensor,
     rows: SamplingRows,
     allowed: TokenBits | None = None,
-) -> torch.Tensor:
-    """`sample` for a CPU: [S, V] fp32 -> [S] int64. Greedy rows take one pass over the logits."""
+) -> npt.NDArray[np.int64]:
+    """`sample` for a CPU: [S, V] fp32 -> [S]. Greedy rows take one pass over the logits."""
     if logits.dtype != torch.float32 or logits.stride(-1) != 1:
         return sample_allowed(sample, logits, rows, allowed)
     if rows.all_greedy:
         return kernels.highest(logits, allowed)
-    return sample(logits if allowed is None else kernels.copy_allowed(logits, allowed), rows)
+    if allowed is not None:
+        logits = kernels.copy_allowed(logits, allowed)
+    return sample_allowed(sample, logits, rows)

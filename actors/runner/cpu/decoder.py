@@ -7,6 +7,7 @@ module imports none of transformers: a start from packed weights needs none of i
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from rayfin.actors.runner.models.step_model import Tables
@@ -70,10 +71,9 @@ class CpuDecoder:
         rows = self.packed.embedding.rows(tokens.reshape(-1).contiguous())
         return rows.view(*tokens.shape, -1)
 
-    @torch.inference_mode()
     def forward(self, inputs: StepInputs, adapters: StepAdapters | None = None) -> torch.Tensor:
         """The logits [S, V] of the tokens at ``inputs.sampled``; the cache gets all T tokens."""
-        longest = int(max(inputs.batch.kv_len_cpu, default=0))
+        longest = int(np.max(inputs.batch.kv_len_cpu, initial=0))
         if longest > self.packed.positions:
             positions = max(FIRST_POSITIONS, 2 * self.packed.positions, longest)
             self.packed.set_rope_tables(self.rotate(positions))

@@ -140,7 +140,7 @@ class Sampler:
 
     def draw_plain(self, at: SampledRows, logits: torch.Tensor) -> Int32Array:
         """Tokens [S] of plain rows from logits [S, V]; NO_TOKEN where these are not finite."""
-        tokens = self._sample(logits, at.settings, None).cpu().numpy().astype(np.int32)
+        tokens = self._sample(logits, at.settings, None).astype(np.int32)
         tokens[tokens == NOTHING] = NO_TOKEN
         return tokens
 
@@ -174,7 +174,7 @@ class Sampler:
     def sample(self, info: SchedulerInfo, at: SampledRows, logits: torch.Tensor) -> Sampled:
         """Tokens from the logits [S + P, V]: S sampled rows, then P scored tokens."""
         result, sampled = Sampled(np.full(len(info.ids), NO_TOKEN, np.int32)), len(at.rows)
-        if sampled < len(logits):
+        if sampled < logits.shape[0]:
             self._score(info, logits[sampled:], result)
             logits = logits[:sampled]
         if sampled:
@@ -194,24 +194,31 @@ class Sampler:
         masks = self._processors.masks(slots, at.positions, raw.shape[1])
         processed = self._processors.process(raw, slots, at.positions)
         allowed = None if masks is None else masks.allowed
-        tokens = self._sample(processed, at.settings, allowed).cpu().numpy().astype(np.int32)
+        tokens = self._sample(processed, at.settings, allowed).astype(np.int32)
         unsampled = tokens == NOTHING
-        bad = unsampled if processed is raw else find_bad_rows(raw).cpu().numpy()
-        empty = unsampled & ~bad
-        result.errors = {row: RequestFailed(NO_TOKEN_LEFT) for row in rows[empty].tolist()}
-        tokens[unsampled | bad] = NO_TOKEN
+        if processed is not raw or np.count_nonzero(unsampled):
+            bad = unsampled if processed is raw else find_bad_rows(raw).cpu().numpy()
+            empty = unsampled & ~bad
+            tokens[unsampled | bad] = NO_TOKEN
+            result.errors = {row: RequestFailed(NO_TOKEN_LEFT) for row in rows[empty].tolist()}
+            result.errors |= {row: NumericalError(NOT_FINITE) for row in rows[bad].tolist()}
         result.tokens[rows] = tokens
-        result.errors |= {row: NumericalError(NOT_FINITE) for row in rows[bad].tolist()}
         if masks is not None:
             result.errors |= {int(rows[index]): error for index, error in masks.errors.items()}
-        asked = self._slots.logprobs[slots]
-        if (most := int(asked.max())) != NO_LOGPROBS:
-            asking = asked != NO_LOGPROBS
-            result.logprobs = sampled_logprobs(raw, tokens, asking, rows, most)
-            if self._slots.logprob_ids and result.logprobs is not None:
-                named = [self._slots.logprob_ids.get(slot, ()) for slot in slots.tolist()]
-                result.logprobs = of_named_tokens(raw, result.logprobs, rows, named)
+        if self._slots.asking:
+            result.logprobs = self._logprobs(at, raw, tokens)
         self._processors.accept(slots, tokens)
+
+    def _logprobs(self, at: SampledRows, raw: torch.Tensor, tokens: Int32Array) -> Logprobs | None:
+        """Those of the rows that ask for any."""
+        asked = self._slots.logprobs[at.slots]
+        if (most := int(asked.max())) == NO_LOGPROBS:
+            return None
+        scores = sampled_logprobs(raw, tokens, asked != NO_LOGPROBS, at.rows, most)
+        if scores is None or not self._slots.logprob_ids:
+            return scores
+        named = [self._slots.logprob_ids.get(slot, ()) for slot in at.slots.tolist()]
+        return of_named_tokens(raw, scores, at.rows, named)
 
     def _score(self, info: SchedulerInfo, logits: torch.Tensor, result: Sampled) -> None:
         start = 0

@@ -122,6 +122,10 @@ def next_step_info(
 
     Its rows have ``grown`` [R] more tokens in the cache.
     """
+    kv_len = (info.kv_len + grown).astype(np.int32)
+    if len(info.merge_prompt) == len(info.ids) and rows.all():  # only their positions change
+        merged = np.full_like(info.ids, SAMPLED_LAST_STEP)
+        return replace(info, kv_len=kv_len, merge_prompt=merged)
     count = int(rows.sum())
     steady = np.arange(count, dtype=np.int32)
     return replace(
@@ -130,7 +134,7 @@ def next_step_info(
         chunk_idx=steady,
         chunk_len=np.ones_like(steady),
         merge_prompt=np.full_like(steady, SAMPLED_LAST_STEP),
-        kv_len=(info.kv_len + grown)[rows].astype(np.int32),
+        kv_len=kv_len[rows],
         kv_page_len=info.kv_page_len[rows],
         last_pos=np.zeros_like(steady),
         is_decoding=info.is_decoding[rows],

@@ -25,6 +25,7 @@ class RequestSlots:
         self.settings = RowSettings(num_slots)
         self.stops = StopTable(num_slots)
         self.logprobs = np.full(num_slots, NO_LOGPROBS, np.int64)  # how many of the likeliest
+        self.asking: set[int] = set()  # slots that ask for any
         self.logprob_ids: dict[int, tuple[int, ...]] = {}  # only slots that name theirs
         self.scored: dict[int, NewRequest] = {}  # only slots that want their prompt's
 
@@ -34,6 +35,7 @@ class RequestSlots:
             self.num_pages[handle] = 0
             self.scored.pop(handle, None)
             self.logprob_ids.pop(handle, None)
+            self.asking.discard(handle)
         for new in info.new_requests:
             self._enter(new)
         if len(info.new_pages):
@@ -63,6 +65,9 @@ class RequestSlots:
         self.settings.set(slot, sampling)
         self.stops.set(slot, new.stop_token_ids, new.cap)
         self.logprobs[slot] = NO_LOGPROBS if sampling.logprobs is None else sampling.logprobs
+        self.asking.discard(slot)
+        if sampling.logprobs is not None:
+            self.asking.add(slot)
         self.logprob_ids.pop(slot, None)
         if sampling.logprob_ids:
             self.logprob_ids[slot] = sampling.logprob_ids

@@ -22,7 +22,10 @@ SMOOTHING = 0.2
 
 
 class MultiStepPolicy:
-    """Picks the number of steps from the measured time of a step."""
+    """Picks the number of steps from the measured time of a step.
+
+    A call computes for about ``lease_seconds``; None: for ``CALLS_OF_WORK``.
+    """
 
     def __init__(
         self,
@@ -30,11 +33,13 @@ class MultiStepPolicy:
         microbatcher: DecodeMicrobatcher,
         max_steps: int,
         drafts: DraftPolicy,
+        lease_seconds: float | None = None,
     ) -> None:
         self.drafts = drafts  # what rows may gain beside a token in each step
         self._state = state
         self._microbatcher = microbatcher
         self._max_steps = max_steps
+        self._lease_seconds = lease_seconds
         self._step_seconds: float | None = None
         self._measured = False  # by a step that only decodes
 
@@ -64,7 +69,8 @@ class MultiStepPolicy:
         busy = len(self._state.waiting) or running.prefilling or running.lockstep.any()
         if busy or self._microbatcher.alternate:
             return 1
-        num_steps = math.ceil(CALL_SECONDS * CALLS_OF_WORK / self._step_seconds)
+        seconds = self._lease_seconds or CALL_SECONDS * CALLS_OF_WORK
+        num_steps = math.ceil(seconds / self._step_seconds)
         longest = int(running.room(decoding).max())
         num_steps = max(1, min(num_steps, self._max_steps, longest))
         ends = running.num_computed[decoding] + np.minimum(num_steps, running.room(decoding))
