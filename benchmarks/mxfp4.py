@@ -8,6 +8,7 @@ back, of weights and pages.
 """
 
 import argparse
+import gc
 import multiprocessing
 import random
 import tempfile
@@ -63,6 +64,7 @@ def measure(subject: str, folder: str, sizes: list[int], tokens: int, rounds: in
     """New tokens a second for each number of rows, prompts included; MiB of memory."""
     before = anonymous()
     run = _transformers(folder) if subject == "transformers" else _rayfin(folder, subject, sizes)
+    gc.collect()
     memory = anonymous() - before
     speeds = []
     for rows in sizes:
