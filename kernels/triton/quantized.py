@@ -56,6 +56,15 @@ SOME = ProductShape(rows=64, columns=64, warps=4, stages=4)
 
 MANY = ProductShape(rows=128, columns=128, warps=8, stages=3, splits=False)
 
+TIGHT = ProductShape(rows=64, columns=64, warps=4, stages=3)
+"""For any rows above `FEW`, where a program has less shared memory than ``WIDE_BYTES``."""
+
+WIDE_BYTES = 160 << 10
+"""Shared memory of devices on which `SOME` and `MANY` fit: sm_80, and sm_90 and its successors.
+
+Others, such as sm_86, sm_89 and sm_120, have 99 KiB.
+"""
+
 PRECISE = ProductShape(rows=16, columns=16, warps=8, stages=2)
 """For float32, which tensor cores do not multiply."""
 
@@ -217,7 +226,7 @@ def _launch(
         return
     x = x.contiguous() if weight.order is None else x.index_select(1, weight.order)
     assert out.is_contiguous()
-    shape = shape or shape_for(rows, x.dtype)
+    shape = shape or shape_for(rows, x.dtype, shared_bytes(x.device))
     blocks, row_blocks = -(-inputs // DEPTH), triton.cdiv(rows, shape.rows)
     tiles = triton.cdiv(weight.outputs, shape.columns)
     if split is None:
@@ -247,11 +256,15 @@ def _launch(
     )
 
 
-def shape_for(rows: int, dtype: torch.dtype) -> ProductShape:
-    """The tile for so many rows."""
+def shape_for(rows: int, dtype: torch.dtype, shared: int = WIDE_BYTES) -> ProductShape:
+    """The tile for so many rows, where a program has at most ``shared`` bytes of shared memory."""
     if dtype == torch.float32:
         return PRECISE
-    return FEW if rows <= FEW.rows else SOME if rows <= SOME.rows else MANY
+    if rows <= FEW.rows:
+        return FEW
+    if shared < WIDE_BYTES:
+        return TIGHT
+    return SOME if rows <= SOME.rows else MANY
 
 
 def parts_of(tiles: int, blocks: int, cores: int) -> int:
@@ -293,6 +306,15 @@ def _cores(device: torch.device) -> int:
         return 1
     cores: int = torch.cuda.get_device_properties(device).multi_processor_count
     return cores
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """The shared memory that a program on the device may have at most."""
+    if device.type != "cuda":
+        return WIDE_BYTES
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def _codes_of(weight: Grouped) -> tuple[int, torch.Tensor, torch.Tensor] | None:

@@ -12,13 +12,19 @@ from transformers import PreTrainedModel
 
 from rayfin.actors.runner.quantized.linear import SmallLinear
 from rayfin.actors.runner.quantized.loader import quant_linears
-from rayfin.kernels.grouped import round_weight
+from rayfin.kernels.grouped import Grouped, round_weight
 from rayfin.kernels.triton.quantized import CodedWeight, pack_weight, product, stack_weights
 
 logger = logging.getLogger(__name__)
 
 GATES = ("gate", "router")
 """How names of layers end that choose experts or weigh them, which are small and matter."""
+
+CHECKED_ROWS = (1, 17, 65)
+"""Rows of a step of each tile."""
+
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+"""The largest difference from the plain product, as a share of its largest number."""
 
 
 class TritonLinear(SmallLinear):
@@ -40,17 +46,72 @@ class TritonLinear(SmallLinear):
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
+class CheckedKernel:
+    """Packs weights for the kernel, which it compares with the plain product.
+
+    The first weight of each kind is compared: of a size, a type of codes and scales. So a device
+    that has no room for the kernel, or computes something else, serves plain weights.
+    """
+
+    def __init__(self) -> None:
+        self._why: dict[tuple[object, ...], str] = {}  # by kinds; "": they agree
+        self.refused = 0  # weights that pack_weight read
+
+    def pack(self, weight: Grouped, dtype: torch.dtype) -> CodedWeight | None:
+        """The weight for rows of ``dtype``, or None if the kernel has to leave it."""
+        codes = pack_weight(weight)
+        if codes is None:
+            return None
+        absent = [part is None for part in (codes.zeros, codes.table, codes.order)]
+        kind = (*weight.shape, codes.kind, codes.bits, codes.form, codes.group, *absent, dtype)
+        if kind not in self._why:
+            self._why[kind] = fault_of(codes, weight.dense().to(dtype))
+        self.refused += bool(self._why[kind])
+        return None if self._why[kind] else codes
+
+    def warn(self) -> None:
+        """Says what stays plain, if anything does."""
+        if self.refused:
+            logger.warning(
+                "%d layers of few bits are plain, as with --quantization dequantize: their kernel "
+                "does not work on this device (%s)",
+                self.refused,
+                next(filter(None, self._why.values())),
+            )
+
+
+def fault_of(codes: CodedWeight, weight: torch.Tensor) -> str:
+    """Why the kernel cannot multiply by the codes of the plain ``weight``; "" if it can."""
+    random = torch.Generator().manual_seed(0)
+    for rows in CHECKED_ROWS:
+        # Outputs are about as large as weights, which float16 holds.
+        x = torch.randn(rows, codes.inputs, generator=random) / codes.inputs**0.5
+        x = x.to(device=weight.device, dtype=weight.dtype)
+        wanted = nn.functional.linear(x, weight).float()
+        try:
+            difference = (product(x, codes, None).float() - wanted).abs().max()
+            share = float(difference / wanted.abs().max().clamp(min=1e-30))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # the compiler's, the launcher's or the device's
+            lines = str(error).strip().splitlines() or [""]
+            return f"{type(error).__name__}: {lines[0]}"
+        if not share <= TOLERANCE.get(weight.dtype, TOLERANCE[torch.float32]):
+            return f"products of {rows} rows differ by {share:.1e}"
+    return ""
+
+
 @torch.no_grad()
 def pack_quantized(model: nn.Module) -> int:
     """Replaces the quantised layers, one after the other, and returns the bytes of their weights.
 
     So the device holds one layer's numbers at most beside the codes. Layers of codes that the
-    kernels do not read become plain.
+    kernels do not read become plain, and so do those whose products would differ.
     """
-    layers, plain, size = quant_linears(model), 0, 0
+    layers, plain, size, kernel = quant_linears(model), 0, 0, CheckedKernel()
     while layers:
         owner, name, layer = layers.pop()
-        codes = pack_weight(layer.grouped())
+        codes = kernel.pack(layer.grouped(), layer.dtype)
         if codes is None:
             plain += 1
             setattr(owner, name, layer.dequantized())
@@ -59,26 +120,30 @@ def pack_quantized(model: nn.Module) -> int:
         setattr(owner, name, TritonLinear(codes, layer.bias, layer.dtype))
     if size:
         logger.info("quantized weights stay in %d MiB of the GPU", size >> 20)
-    if plain:
-        logger.warning("%d layers of codes that no kernel reads are plain", plain)
+    kernel.warn()
+    if plain > kernel.refused:
+        unread = plain - kernel.refused
+        logger.warning("%d layers of codes that no kernel reads are plain", unread)
     return size
 
 
 @torch.no_grad()
 def round_linears(model: PreTrainedModel, bits: int) -> int:
-    """Rounds the plain linear layers in place, one after the other, and returns how many.
+    """Rounds the plain linear layers in place, one after the other, and returns how many it met.
 
     The head stays, and with it the embedding, and so do experts and gates. Rows are not rounded.
+    Layers whose products would differ stay plain.
     """
-    head, count = model.get_output_embeddings(), 0  # type: ignore[no-untyped-call]
+    head, count, kernel = model.get_output_embeddings(), 0, CheckedKernel()  # type: ignore[no-untyped-call]
     for owner in list(model.modules()):
         for name, layer in list(owner.named_children()):
             if type(layer) is not nn.Linear or layer is head or name.endswith(GATES):
                 continue
-            codes = pack_weight(round_weight(layer.weight, bits))
-            assert codes is not None
-            setattr(owner, name, TritonLinear(codes, layer.bias, layer.weight.dtype))
+            codes = kernel.pack(round_weight(layer.weight, bits), layer.weight.dtype)
             count += 1
+            if codes is not None:
+                setattr(owner, name, TritonLinear(codes, layer.bias, layer.weight.dtype))
+    kernel.warn()
     return count
 
 

@@ -36,6 +36,9 @@ from rayfin.kernels.triton.products import _programs
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 FP8 = "fp8e4nv"
 REGISTERS, STACK = 0x2F, 0x11  # attributes in the section .nv.info
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+"""Shared memory that a program may have at most, by architecture."""
+
 Kernel = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]
 OF_THE_MODEL = set("query_stride x_stride qkv_stride stride vocabulary blocks size window".split())
 """Integers that no step changes: Triton compiles for 1, for multiples of 16, and for others."""
@@ -135,7 +138,7 @@ def products() -> Iterator[Kernel]:
                 yield f"{kind} {name}", row_kernels.product, types, more, options
 
 
-def coded() -> Iterator[Kernel]:
+def coded(shared: int) -> Iterator[Kernel]:
     types = dict.fromkeys(("words", "arrived"), "*i32")
     types |= {"zeros": "*fp32", "table": "*fp32", "sums": "*fp32", "rows": "i32", "factor": "fp32"}
     for dtype, rows, bits, kind, group, form in (
@@ -152,7 +155,7 @@ def coded() -> Iterator[Kernel]:
         ("fp32", 1, 4, quantized.INTEGER, 128, quantized.HALF),
     ):
         torchs = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-        shape = quantized.shape_for(rows, torchs)
+        shape = quantized.shape_for(rows, torchs, shared)
         more = types | dict.fromkeys(("x", "bias", "out"), f"*{dtype}")
         more["groups"] = "*i32" if form else "*fp32"
         constants = {
@@ -294,7 +297,7 @@ def main() -> None:
         *attention(),
         *layers(),
         *products(),
-        *coded(),
+        *coded(SHARED_BYTES[args.arch]),
         *experts(),
         *sampling(),
         *decoding(),

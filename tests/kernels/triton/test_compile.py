@@ -83,6 +83,13 @@ def test_kernels_compile_and_fit(tmp_path: Path) -> None:
     check_sizes(kernels)
 
 
+def test_weights_of_few_bits_fit_a_gpu_of_less_shared_memory(tmp_path: Path) -> None:
+    """As sm_86, sm_89 and sm_120 have, 99 KiB."""
+    only = "coded product bf16 65, 8 bits, kind 1"
+    ((_, facts),) = compile_kernels(tmp_path, "--arch", "89", "--only", only).items()
+    assert facts["shared"] <= 99 << 10 and facts["registers"] <= 255 and not facts["stack"]
+
+
 def test_kernels_that_start_early_wait_before_they_read(tmp_path: Path) -> None:
     """A read before the wait, of what a kernel of the same layer writes, is a race."""
     kernels = compile_kernels(tmp_path, "--pdl")

@@ -16,6 +16,7 @@ from rayfin.kernels.triton.quantized import (
     MANY,
     PRECISE,
     SOME,
+    TIGHT,
     CodedWeight,
     add_product,
     pack_weight,
@@ -121,7 +122,7 @@ def test_rows(device: torch.device, close: Close, rows: int) -> None:
     close(product(x.to(device), coded, None), wanted(x, weight))
 
 
-@pytest.mark.parametrize("shape", [FEW, SOME, MANY, PRECISE])
+@pytest.mark.parametrize("shape", [FEW, SOME, TIGHT, MANY, PRECISE])
 @pytest.mark.parametrize("kind", ["4 bits", "e4m3"])
 def test_shapes_of_tiles(device: torch.device, close: Close, shape: Any, kind: str) -> None:
     weight = drawn(kind, 150, 256, 128)
@@ -225,6 +226,8 @@ def test_programs_fill_the_device() -> None:
     assert [shape_for(rows, torch.float16) for rows in (1, 16, 17, 64, 65)] == [
         *(FEW, FEW, SOME, SOME, MANY)
     ]
+    small = [shape_for(rows, torch.float16, 99 << 10) for rows in (1, 16, 17, 65)]
+    assert small == [FEW, FEW, TIGHT, TIGHT]
     assert shape_for(1, torch.float32) is PRECISE
     assert parts_of(tiles=64, blocks=32, cores=132) == 6
     assert parts_of(tiles=448, blocks=32, cores=132) == 1

@@ -1,6 +1,7 @@
 """Layers of quantised checkpoints on a GPU's kernels; without a GPU in the interpreter."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,17 @@ from rayfin.actors.runner.quantized.loader import quant_linears
 from rayfin.kernels.attention.torch_backend import paged_attention
 
 pytest.importorskip("triton")
+from rayfin.actors.runner.gpu import quant_linear
 from rayfin.actors.runner.gpu.decoder import build_gpu_decoder
-from rayfin.actors.runner.gpu.quant_linear import TritonLinear, merged, pack_quantized
+from rayfin.actors.runner.gpu.quant_linear import (
+    CHECKED_ROWS,
+    TritonLinear,
+    merged,
+    pack_quantized,
+    round_linears,
+)
 from rayfin.kernels.attention.triton_backend import TritonAttention
+from rayfin.kernels.triton.quantized import product
 
 Make = Callable[..., Any]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -99,6 +108,47 @@ def test_codes_without_a_kernel_become_plain(
     assert "14 layers of codes that no kernel reads are plain" in caplog.text
     paged = PagedModel(model, paged_attention)
     torch.testing.assert_close(probe_logits(paged, paged), plain_logits(plain))
+
+
+class OutOfResources(Exception):
+    pass
+
+
+@pytest.mark.parametrize("fault", ["raises", "differs"])
+@pytest.mark.parametrize("rows", CHECKED_ROWS)
+def test_a_kernel_that_fails_leaves_layers_plain(
+    fault: str, rows: int, load: Make, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """A kernel that has no room on the device, or is wrong there, for one tile and one kind."""
+    model, plain = load("gptq", "llama")
+
+    def faulty(x: torch.Tensor, codes: Any, bias: Any) -> torch.Tensor:
+        if len(x) == rows and codes.outputs == 96:
+            if fault == "raises":
+                raise OutOfResources("shared memory, required: 132096")
+            return product(x, codes, bias).roll(1, dims=1)
+        return product(x, codes, bias)
+
+    monkeypatch.setattr(quant_linear, "product", faulty)
+    assert pack_quantized(model) > 0 and len(layers_of(model)) == 10
+    assert type(model.model.layers[1].mlp.up_proj) is nn.Linear
+    assert "4 layers of few bits are plain, as with --quantization dequantize" in caplog.text
+    assert ("OutOfResources: shared" if fault == "raises" else f"{rows} rows") in caplog.text
+    assert "no kernel reads" not in caplog.text
+    paged = PagedModel(model, paged_attention)
+    wanted = plain_logits(plain)
+    torch.testing.assert_close(probe_logits(paged, paged), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_are_rounded_are_compared_too(
+    tiny_model: Make, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    model = deepcopy(tiny_model("llama").model).to(DEVICE)
+    with monkeypatch.context() as faulty:
+        faulty.setattr(quant_linear, "product", lambda x, codes, bias: x.sum() + x)
+        assert round_linears(model, 8) and not layers_of(model)
+    assert "layers of few bits are plain" in caplog.text
+    assert round_linears(model, 8) == len(layers_of(model))
 
 
 def test_merged_layers_share_their_memory(load: Make) -> None:
