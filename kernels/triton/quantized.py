@@ -314,7 +314,8 @@ def shared_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return WIDE_BYTES
     properties = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)
+    # Some versions of torch only say what a program has without asking for more.
+    return int(getattr(properties, "shared_memory_per_block_optin", 48 << 10))
 
 
 def _codes_of(weight: Grouped) -> tuple[int, torch.Tensor, torch.Tensor] | None:

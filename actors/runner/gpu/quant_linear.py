@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 GATES = ("gate", "router")
 """How names of layers end that choose experts or weigh them, which are small and matter."""
 
+READ = ("dt_proj",)
+"""How names of layers end whose weight the model multiplies by itself (Mamba): these are plain."""
+
 CHECKED_ROWS = (1, 17, 65)
 """Rows of a step of each tile."""
 
@@ -111,6 +114,9 @@ def pack_quantized(model: nn.Module) -> int:
     layers, plain, size, kernel = quant_linears(model), 0, 0, CheckedKernel()
     while layers:
         owner, name, layer = layers.pop()
+        if name.endswith(READ):
+            setattr(owner, name, layer.dequantized())
+            continue
         codes = kernel.pack(layer.grouped(), layer.dtype)
         if codes is None:
             plain += 1
@@ -134,17 +140,25 @@ def round_linears(model: PreTrainedModel, bits: int) -> int:
     The head stays, and with it the embedding, and so do experts and gates. Rows are not rounded.
     Layers whose products would differ stay plain.
     """
-    head, count, kernel = model.get_output_embeddings(), 0, CheckedKernel()  # type: ignore[no-untyped-call]
-    for owner in list(model.modules()):
-        for name, layer in list(owner.named_children()):
-            if type(layer) is not nn.Linear or layer is head or name.endswith(GATES):
-                continue
-            codes = kernel.pack(round_weight(layer.weight, bits), layer.weight.dtype)
-            count += 1
-            if codes is not None:
-                setattr(owner, name, TritonLinear(codes, layer.bias, layer.weight.dtype))
+    head, kernel = model.get_output_embeddings(), CheckedKernel()  # type: ignore[no-untyped-call]
+    # Names, not layers: a plain weight is gone before the next one is rounded.
+    places = [
+        (owner, name)
+        for owner in model.modules()
+        for name, layer in owner.named_children()
+        if type(layer) is nn.Linear and layer is not head and not name.endswith(GATES + READ)
+    ]
+    for owner, name in places:
+        _round(owner, name, bits, kernel)
     kernel.warn()
-    return count
+    return len(places)
+
+
+def _round(owner: nn.Module, name: str, bits: int, kernel: CheckedKernel) -> None:
+    layer: nn.Linear = getattr(owner, name)
+    codes = kernel.pack(round_weight(layer.weight, bits), layer.weight.dtype)
+    if codes is not None:
+        setattr(owner, name, TritonLinear(codes, layer.bias, layer.weight.dtype))
 
 
 def merged(layers: Sequence[TritonLinear]) -> CodedWeight | None:

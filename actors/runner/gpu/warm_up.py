@@ -10,8 +10,8 @@ from rayfin.actors.runner.sampling.sampler import Sampler
 from rayfin.actors.runner.step.batch import build_inputs
 from rayfin.actors.runner.step.request_slots import RequestSlots
 
-WARMED_TOKENS = (1, 2, 4, 65)
-"""The heights of products of few rows, and a step of many rows."""
+WARMED_TOKENS = (1, 2, 4, 17, 65)
+"""The heights of products of few rows, of tiles of weights of few bits, and a step of many rows."""
 
 SETTINGS = Sampling(temperature=0.6, top_k=20, top_p=0.95)
 

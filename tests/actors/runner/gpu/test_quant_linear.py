@@ -1,5 +1,6 @@
 """Layers of quantised checkpoints on a GPU's kernels; without a GPU in the interpreter."""
 
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -16,6 +17,7 @@ from rayfin.actors.runner.models.replace import probe_logits
 from rayfin.actors.runner.models.weights import load_model
 from rayfin.actors.runner.quantized.loader import quant_linears
 from rayfin.kernels.attention.torch_backend import paged_attention
+from rayfin.kernels.grouped import round_weight
 
 pytest.importorskip("triton")
 from rayfin.actors.runner.gpu import quant_linear
@@ -149,6 +151,39 @@ def test_layers_that_are_rounded_are_compared_too(
         assert round_linears(model, 8) and not layers_of(model)
     assert "layers of few bits are plain" in caplog.text
     assert round_linears(model, 8) == len(layers_of(model))
+
+
+def test_a_plain_weight_is_gone_before_the_next_is_rounded(
+    tiny_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the device holds all plain weights beside the codes."""
+    model = deepcopy(tiny_model("llama").model)
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def watched(weight: torch.Tensor, bits: int) -> Any:
+        assert not [one for one in seen if one() is not None]
+        seen.append(weakref.ref(weight))
+        return round_weight(weight, bits)
+
+    monkeypatch.setattr(quant_linear, "round_weight", watched)
+    monkeypatch.setattr(quant_linear, "fault_of", lambda codes, weight: "")
+    assert round_linears(model, 4) == len(seen) == len(layers_of(model)) > 7
+
+
+def test_a_layer_whose_weight_the_model_reads_is_plain(load: Make) -> None:
+    """As the projection of Mamba's time steps, which its modules multiply by themselves."""
+    model, plain = load("gptq", "llama")
+    for one in (model, plain):
+        mixer = one.model.layers[0].mlp
+        mixer.dt_proj = mixer.up_proj
+        del mixer.up_proj
+    pack_quantized(model)
+    assert type(model.model.layers[0].mlp.dt_proj) is nn.Linear and len(layers_of(model)) == 13
+    expected = plain.model.layers[0].mlp.dt_proj.weight
+    assert torch.equal(model.model.layers[0].mlp.dt_proj.weight, expected)
+    count = sum(type(layer) is nn.Linear for layer in plain.modules())
+    assert round_linears(plain, 8) == count - 2  # the head too
+    assert type(plain.model.layers[0].mlp.dt_proj) is nn.Linear
 
 
 def test_merged_layers_share_their_memory(load: Make) -> None:

@@ -19,6 +19,7 @@ from rayfin.actors.runner.gpu import warm_up as module
 from rayfin.actors.runner.gpu.warm_up import WARMED_TOKENS, warm_up
 from rayfin.actors.step_cost import StepCost
 from rayfin.kernels.triton.products import FEW_ROWS, _programs
+from rayfin.kernels.triton.quantized import shape_for
 
 Make = Callable[..., Any]
 CPU = torch.device("cpu")
@@ -58,8 +59,14 @@ def test_every_height_of_tiles_and_a_step_of_many_rows() -> None:
     few = [length for length in lengths if length <= FEW_ROWS]
     heights = [_programs(rows, 1024, 1024, torch.bfloat16)[1]["ROWS"] for rows in range(1, 5)]
     assert FEW_ROWS == 4 and set(few) == set(heights)
+    for shared in (99 << 10, 227 << 10):
+        wanted, met = (
+            {shape_for(rows, torch.bfloat16, shared) for rows in heights}
+            for heights in (range(1, 2000), lengths)
+        )
+        assert met == wanted, "a tile of weights of few bits is not compiled"
     assert max(lengths) > FEW_ROWS and tuple(lengths) == WARMED_TOKENS
-    assert [step.batch.rows for step in steps] == [1, 2, 2, 2]
+    assert [step.batch.rows for step in steps] == [1, 2, 2, 2, 2]
     for step in steps:  # tiles of decodes and of prompts
         assert step.batch.decoding == 1
         assert step.batch.slots.max() < 100 * 4
@@ -67,7 +74,7 @@ def test_every_height_of_tiles_and_a_step_of_many_rows() -> None:
 
 
 def test_no_step_is_longer_than_the_pages_or_the_model() -> None:
-    assert [len(step.input_ids) for step in run(num_pages=9, model_len=1000)[0]] == [1, 2, 4]
+    assert [len(step.input_ids) for step in run(num_pages=9, model_len=1000)[0]] == [1, 2, 4, 17]
     assert [len(step.input_ids) for step in run(num_pages=100, model_len=3)[0]] == [1, 2]
 
 
@@ -95,7 +102,7 @@ def test_a_draft_model_runs_the_steps_too() -> None:
     pair = DraftedModel(target, draft, 40)  # type: ignore[arg-type]
     warm_up(pair, None, 4, 100, 1000, CPU)
     lengths = [[len(step.input_ids) for step in model.steps] for model in (target, draft)]
-    assert lengths == [[1, 2, 4, 65], [1, 2, 4, 1, 3]]
+    assert lengths == [[1, 2, 4, 17, 65], [1, 2, 4, 17, 1, 3, 16]]
 
 
 def test_steps_are_timed_when_their_kernels_are_compiled(
