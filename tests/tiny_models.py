@@ -79,6 +79,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "deepseek_v3": _MLA,
     "deepseek_v32": {**_MLA, **_INDEX},
+    "hy_v4": {**_MLA, **_INDEX},
     "glm_moe_dsa": {**_MLA, **_INDEX, "indexer_types": ["full", "shared", "full"]},
     "gpt_oss": {
         "num_local_experts": 4,

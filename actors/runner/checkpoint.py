@@ -24,6 +24,7 @@ from rayfin.actors.runner.lora.adapted_decoder import AdaptedDecoder, can_adapt
 from rayfin.actors.runner.lora.adapted_model import AdaptedModel
 from rayfin.actors.runner.lora.reader import layer_sizes
 from rayfin.actors.runner.lora.store import AdapterStore, Fetch
+from rayfin.actors.runner.models.attention.indexer import inside_indexers
 from rayfin.actors.runner.models.compare import require_equal
 from rayfin.actors.runner.models.dtypes import page_type
 from rayfin.actors.runner.models.narrow import widen
@@ -115,6 +116,7 @@ def load_checkpoint(
         vision=vision,
         embeds=embeds,
         parameters=parameters,
+        chooses_keys=bool(inside_indexers(model)),
     )
 
 
@@ -190,7 +192,7 @@ def _page(
         lines = str(error).strip().splitlines() or [""]
         why = f"over pages its forward raises {type(error).__name__}: {lines[0]}"
         config = model.config.get_text_config(decoder=True)
-        if getattr(config, "index_topk", None) or getattr(config, "indexer_budget", None):
+        if getattr(config, "indexer_budget", None):
             why = "its sparse attention keeps an index of keys beside the pages"
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be served: {why}", "model"

@@ -79,11 +79,18 @@ class LoadedModel:
     embeds: "EmbedsParts | None" = None  # with enable_prompt_embeds
     parameters: int = 0  # of the checkpoint
     position_offset: int = 0  # positions of an encoder before that of the first token
+    chooses_keys: bool = False  # tokens see the keys that an index chooses
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of one request."""
         return 0 if self.recurrent is None else self.recurrent.bytes_per_row
+
+    @property
+    def fixed_bits(self) -> bool:
+        """Whether logits do not depend on the other rows of a step."""
+        on_kernels = self.kernels is not None and not self.chooses_keys
+        return self.device.type != "cpu" or on_kernels
 
     @property
     def whole_prompts(self) -> bool:

@@ -123,7 +123,7 @@ class ModelRunner:
             state_bytes=self._loaded.state_bytes,
             device=device.type,
             whole_prompts=loaded.whole_prompts,
-            fixed_bits=device.type != "cpu" or loaded.kernels is not None,
+            fixed_bits=loaded.fixed_bits,
             pools=loaded.pools is not None,
             smaller_pages=self._loaded.smaller_pages(args.page_size),
             int4_saves=self._loaded.int4_saves,

@@ -4,6 +4,8 @@ Source: the sparse attention of DeepSeek-V3.2 (DeepSeek-AI, 2025), whose layers 
 index. Only the keys and values of the chosen positions are read.
 """
 
+from itertools import product
+
 import torch
 
 from rayfin.kernels.attention.write_kv import FP8
@@ -20,6 +22,7 @@ def attend_chosen(
     batch: PagedBatch,
     chosen: torch.Tensor,  # [T, C] int, positions in the token's request, each once
     *,
+    tokens: torch.Tensor,  # [T] int64, which of the batch's tokens
     scale: float,
     sinks: torch.Tensor | None = None,  # [H]
 ) -> torch.Tensor:
@@ -27,36 +30,38 @@ def attend_chosen(
 
     A token does not see positions behind its own; its row's keys and values are in their slots.
     """
-    tokens, heads, key_dim = query.shape
+    _, heads, key_dim = query.shape
     kv_heads, value_dim = v_pages.shape[2], v_pages.shape[3]
     groups = heads // kv_heads
-    seen = (chosen >= 0) & (chosen <= batch.positions[:, None])
-    slots = slots_of(batch, rows_of_tokens(batch), torch.where(seen, chosen, 0))
-    width = chosen.shape[1] * kv_heads * (key_dim + value_dim)
-    out = query.new_empty(tokens, heads, value_dim)
-    at_once = max(FLOATS_AT_ONCE // width, 1)
-    for first in range(0, tokens, at_once):
-        part = slice(first, first + at_once)
-        q = query[part].float().view(-1, kv_heads, groups, key_dim) * scale
-        k, v = (read_slots(pages, slots[part]) for pages in (k_pages, v_pages))
+    seen = (chosen >= 0) & (chosen <= batch.positions[tokens, None])
+    slots = slots_of(batch, rows_of_tokens(batch)[tokens], torch.where(seen, chosen, 0))
+    out = query.new_empty(len(query), heads, value_dim)
+    width = chosen.shape[1] * (key_dim + value_dim)
+    some = min(max(FLOATS_AT_ONCE // width, 1), kv_heads)
+    at_once = max(FLOATS_AT_ONCE // (width * some), 1)
+    for first, head in product(range(0, len(query), at_once), range(0, kv_heads, some)):
+        part, own = slice(first, first + at_once), slice(head, head + some)
+        q = query.view(len(query), kv_heads, groups, key_dim)[part, own].float() * scale
+        k, v = (read_slots(pages[:, :, own], slots[part]) for pages in (k_pages, v_pages))
         scores = torch.einsum("nhgd,nchd->nhgc", q, k)
         scores = scores.masked_fill(~seen[part, None, None], float("-inf"))
         if sinks is not None:
-            own = sinks.float().view(1, kv_heads, groups, 1).expand(len(q), -1, -1, 1)
-            scores = torch.cat([scores, own], dim=-1)
+            sink = sinks.float().view(1, kv_heads, groups, 1)[:, own].expand(len(q), -1, -1, 1)
+            scores = torch.cat([scores, sink], dim=-1)
         shares = scores.softmax(-1)[..., : chosen.shape[1]]
         # A slot that is not seen may hold anything, and nothing times NaN is NaN.
         v = v.masked_fill(~seen[part, :, None, None], 0.0)
-        out[part] = torch.einsum("nhgc,nchd->nhgd", shares, v).flatten(1, 2).to(query.dtype)
+        result = torch.einsum("nhgc,nchd->nhgd", shares, v).to(query.dtype)
+        out.view(len(query), kv_heads, groups, value_dim)[part, own] = result
     return out
 
 
 def read_slots(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Slots [N, C] of pages [num_pages, page_size, Hkv, D], in fp32: [N, C, Hkv, D]."""
-    flat = pages.view(-1, *pages.shape[2:])
+    page, offset = slots // pages.shape[1], slots % pages.shape[1]
     if pages.dtype == FP8:  # torch may not read it by index
-        return flat.view(torch.uint8)[slots].view(FP8).float()
-    return flat[slots].float()
+        return pages.view(torch.uint8)[page, offset].view(FP8).float()
+    return pages[page, offset].float()
 
 
 def rows_of_tokens(batch: PagedBatch) -> torch.Tensor:
@@ -73,5 +78,5 @@ def slots_of(
 ) -> torch.Tensor:
     """The slots [N, C] int64 of positions of rows."""
     positions = positions.long()
-    pages = batch.page_tables[rows].gather(1, positions // batch.page_size).long()
+    pages = batch.page_tables[rows[:, None], positions // batch.page_size].long()
     return pages * batch.page_size + positions % batch.page_size

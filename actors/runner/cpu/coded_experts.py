@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from rayfin.actors.runner.cpu.build_decoder import TOLERANCE
 from rayfin.actors.runner.cpu.packed_experts import PackedExpertsModule
 from rayfin.actors.runner.models.inspect_decoder import ACTIVATIONS
-from rayfin.actors.runner.models.inspect_layers import clamped_gate
+from rayfin.actors.runner.models.inspect_layers import clamped_gate, gates_plainly
 from rayfin.actors.runner.quantized.experts import Expert, QuantExperts, quant_experts
 from rayfin.actors.timing import LOAD_LOG_SECONDS
 from rayfin.kernels.cpu.codes import CodedMatrix, pack_codes, stack_codes
@@ -65,14 +65,15 @@ def pack_quantized_experts(
     if not layers:
         return 0
     config = model.config.get_text_config(decoder=True)
-    activation = ACTIVATIONS.get(getattr(config, "hidden_act", ""))
+    activation: str = getattr(config, "hidden_activation", "") or getattr(config, "hidden_act", "")
     count, logged = len(layers), time.monotonic()
     while layers:
         if time.monotonic() - logged >= LOAD_LOG_SECONDS:
             logged = time.monotonic()
             logger.info("packed the experts of %d of %d layers", count - len(layers), count)
         owner, name, quant = layers.pop()
-        gate = clamped_gate(quant.original) or activation
+        usual = ACTIVATIONS.get(activation) if gates_plainly(quant.original) else None
+        gate = clamped_gate(quant.original) or usual
         made = None if gate is None else _packed(kernels, quant, gate, round_rows)
         if made is None or not _is_equal(made, quant):
             unlike += 1

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rayfin.actors.runner.models.inspect_layers import clamped_gate, is_experts
+from rayfin.actors.runner.models.inspect_layers import clamped_gate, gates_plainly, is_experts
 from rayfin.actors.runner.models.narrow import rest_in_each, stored
 from rayfin.kernels.cpu.experts import ExpertBiases, PackedExperts, pack_experts
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Pack
@@ -31,7 +31,9 @@ class PackedExpertsModule(nn.Module):
 
 def has_packed_form(module: nn.Module, activation: Activation | None) -> bool:
     """Whether ``packed_experts`` takes it; ``activation`` is the model's where kernels have it."""
-    return (activation is not None and is_experts(module)) or clamped_gate(module) is not None
+    if activation is not None and is_experts(module):
+        return gates_plainly(module)
+    return clamped_gate(module) is not None
 
 
 def packed_experts(

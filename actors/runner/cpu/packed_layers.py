@@ -29,6 +29,7 @@ from rayfin.actors.runner.cpu.packed_parts import (
     rows_apart,
     rows_of,
 )
+from rayfin.actors.runner.models.attention.indexer import inside_indexers
 from rayfin.actors.runner.models.inspect_decoder import ACTIVATIONS
 from rayfin.actors.runner.models.narrow import packed
 from rayfin.actors.runner.models.replace import Replaceable, verified_replacement
@@ -56,6 +57,8 @@ class PackedLinear(nn.Module):
         self._kernels = kernels
         self._weight = packed(pack, [weight])
         self._bias = None if bias is None else bias.detach().float().contiguous()
+        # Some models ask for its type; a product with it fails.
+        self.weight = torch.empty_like(weight, device="meta")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., N]."""
@@ -68,9 +71,11 @@ class PackedLinear(nn.Module):
 class PackedAtCall(nn.Module):
     """A packed module that is made for each call and then forgotten."""
 
-    def __init__(self, pack: Callable[[], nn.Module]) -> None:
+    def __init__(self, module: nn.Module, pack: Callable[[], nn.Module]) -> None:
         super().__init__()
         self._make = pack
+        if isinstance(module, nn.Linear):
+            self.weight = torch.empty_like(module.weight, device="meta")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the packed module gives."""
@@ -126,11 +131,12 @@ def _pack(
         merge_layers(paged.transformer, deltas, kernels, activation)
     originals = list(_packable(paged.transformer, activation, deltas, mlps=parts))
     pack_one = partial(_packed, kernels, activation, deltas)
+    indexers = inside_indexers(paged.transformer)
 
     def build() -> Iterator[Replaceable]:
         for owner, name, module in originals:
             pack = partial(pack_one, module, exact)
-            setattr(owner, name, PackedAtCall(pack) if quantization else pack())
+            setattr(owner, name, PackedAtCall(module, pack) if quantization else pack())
         for owner, name, norm in packed_norms(paged.transformer, kernels) if parts else ():
             setattr(owner, name, norm)
         for owner, name, router in packed_routers(paged.transformer, kernels):
@@ -143,7 +149,8 @@ def _pack(
         rounded = packing(kernels, quantization)
         while originals:  # each is freed as soon as it is packed
             owner, name, module = originals.pop()
-            made = pack_one(module, rounded, name)
+            # A rounded index would choose other keys.
+            made = pack_one(module, exact if module in indexers else rounded, name)
             setattr(owner, name, made)
             deltas.pop(module, None)
             _take_over(made)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rayfin.actors.runner.models.inspect_decoder import ACTIVATIONS
-from rayfin.actors.runner.models.inspect_layers import is_experts
+from rayfin.actors.runner.models.inspect_layers import gates_plainly, is_experts
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.replace import PROBE_PAGE_SIZE, verified_replacement
 from rayfin.kernels.cpu.kernels import Activation
@@ -72,5 +72,5 @@ def group_experts(paged: PagedModel, page_size: int = PROBE_PAGE_SIZE) -> bool:
 def _experts(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     for owner in list(model.modules()):
         for name, child in list(owner.named_children()):
-            if is_experts(child):
+            if is_experts(child) and gates_plainly(child):
                 yield owner, name, child

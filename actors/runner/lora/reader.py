@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from rayfin.actors.adapters.files import WEIGHTS, AdapterFiles, invalid
 from rayfin.actors.adapters.settings import read_settings
 from rayfin.actors.adapters.tensors import Entry, read_pairs
+from rayfin.actors.runner.models.attention.indexer import inside_indexers
 from rayfin.kernels.cpu.kernels import CpuKernels
 from rayfin.kernels.cpu.lora import PackedLowRank
 
@@ -53,11 +54,15 @@ class Adapter:
 
 
 def layer_sizes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """The sizes of the model's linear layers; without its head, which sees other rows."""
+    """The sizes of the model's linear layers, without those that are called with other rows.
+
+    Those are its head, and indexers, which choose keys.
+    """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     found: dict[str, tuple[int, int]] = {}
+    left_out = {head, *inside_indexers(model)}
     for path, module in model.named_modules():
-        if module is head:
+        if module in left_out:
             continue
         sizes = _sizes(module)
         if sizes is not None:

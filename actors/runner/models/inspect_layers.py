@@ -132,13 +132,24 @@ def is_experts(module: nn.Module) -> bool:
     return weights["gate_up_proj"].shape == (count, 2 * intermediate, hidden)
 
 
+def gates_plainly(experts: nn.Module) -> bool:
+    """Whether experts in the form of ``is_experts`` give act(gate) * up, and clamp neither."""
+    apply: Any = getattr(experts, "_apply_gate", None)
+    activate: Any = getattr(experts, "act_fn", None)
+    if apply is None or activate is None:
+        return apply is None
+    with torch.device("cpu"):
+        gate, up = torch.linspace(-900, 1000, 80), torch.linspace(1000, -900, 80)
+    return bool(torch.allclose(apply(torch.cat([gate, up])), activate(gate) * up, rtol=1e-4))
+
+
 def clamped_gate(module: nn.Module) -> ClampedSwish | None:
     """The gated activation of experts in the form of gpt-oss, or None if they have another.
 
     Their weights are [E, H, 2 F], gate and up outputs in turn, and [E, F, H]; both have biases.
     """
     shapes = {name: tuple(own.shape) for name, own in module.named_parameters(recurse=False)}
-    slope, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
+    slope, limit = (_number(getattr(module, name, None)) for name in ("alpha", "limit"))
     apply: Any = getattr(module, "_apply_gate", None)
     if len(shapes.get("down_proj", ())) != 3 or apply is None:
         return None
@@ -147,7 +158,7 @@ def clamped_gate(module: nn.Module) -> ClampedSwish | None:
         **{"gate_up_proj": (count, hidden, 2 * inner), "gate_up_proj_bias": (count, 2 * inner)},
         **{"down_proj": (count, inner, hidden), "down_proj_bias": (count, hidden)},
     }
-    if shapes != expected or not (isinstance(slope, float) and isinstance(limit, float)):
+    if shapes != expected or slope is None or limit is None:
         return None
     # Others may gate in another way, so the module is run to find out.
     with torch.device("cpu"):
@@ -156,6 +167,10 @@ def clamped_gate(module: nn.Module) -> ClampedSwish | None:
     gated = (1 + within) * low * torch.sigmoid(slope * low)
     same = torch.allclose(apply(torch.stack([gate, up], dim=-1).flatten()), gated, atol=1e-5)
     return ClampedSwish(slope, limit) if same else None
+
+
+def _number(value: object) -> float | None:
+    return float(value) if type(value) in (int, float) else None  # type: ignore[arg-type]
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:

@@ -176,11 +176,9 @@ class PagedLayer:
             batch = within_chunks(batch, self._limit.tokens)
         elif self._limit is not None:
             window = self._limit.tokens
-        if chosen is not None and chosen.shape[-1]:
-            own = (query[0].transpose(0, 1), self._k_pages, self._v_pages, batch, chosen[0])
-            return attend_chosen(*own, scale=scale, sinks=sinks).unsqueeze(0)
+        rows = query[0].transpose(0, 1).contiguous()
         out = self._kernel(
-            query[0].transpose(0, 1).contiguous(),
+            rows,
             self._k_pages,
             self._v_pages,
             batch,
@@ -189,6 +187,11 @@ class PagedLayer:
             softcap=softcap,
             sinks=sinks,
         )
+        if chosen is not None and chosen.shape[-1]:
+            # A token that sees all keys has the kernel's bits, whatever is beside it.
+            tokens = (batch.positions >= chosen.shape[-1]).nonzero()[:, 0]
+            own = (rows[tokens], self._k_pages, self._v_pages, batch, chosen[0, tokens])
+            out[tokens] = attend_chosen(*own, tokens=tokens, scale=scale, sinks=sinks)
         return out.unsqueeze(0)
 
 

@@ -44,16 +44,19 @@ def test_equals_dense_attention(
         picks.append(torch.nn.functional.pad(own, (0, 6 - len(own)), value=-1))
     chosen = torch.stack(picks).int()
     logits = torch.randn(case.query.shape[1]) if sinks else None
-    out = attend_chosen(
-        case.query, case.k_pages, case.v_pages, case.batch, chosen, scale=0.35, sinks=logits
-    )
-    torch.testing.assert_close(out.double(), _expected(case, chosen, logits), rtol=1e-5, atol=1e-5)
+    expected = _expected(case, chosen, logits)
+    pages = (case.k_pages, case.v_pages, case.batch)
+    for tokens in (torch.arange(len(case.query)), torch.tensor([1, 4, 12])):
+        some = (case.query[tokens], *pages, chosen[tokens])
+        out = attend_chosen(*some, tokens=tokens, scale=0.35, sinks=logits)
+        torch.testing.assert_close(out.double(), expected[tokens], rtol=1e-5, atol=1e-5)
 
 
 def test_fp8_pages(paged_case: Case) -> None:
     case = paged_case(ROWS, page_size=4)
     chosen = torch.arange(8).repeat(len(case.query), 1)
     small_k, small_v = (pages.to(torch.float8_e4m3fn) for pages in (case.k_pages, case.v_pages))
-    out = attend_chosen(case.query, small_k, small_v, case.batch, chosen, scale=0.3)
+    settings: Any = {"tokens": torch.arange(len(case.query)), "scale": 0.3}
+    out = attend_chosen(case.query, small_k, small_v, case.batch, chosen, **settings)
     wide = (small_k.float(), small_v.float())
-    assert torch.equal(out, attend_chosen(case.query, *wide, case.batch, chosen, scale=0.3))
+    assert torch.equal(out, attend_chosen(case.query, *wide, case.batch, chosen, **settings))

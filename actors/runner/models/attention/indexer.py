@@ -56,11 +56,23 @@ class Step(Protocol):
 
 def redirect_indexers(model: PreTrainedModel, name: str, layer: str) -> None:
     """Makes indexers of ``model`` ask the attribute ``layer`` while their config names ``name``."""
+    for module, indexer in _indexers(model):
+        if "forward" not in vars(indexer):  # or it is redirected
+            _redirect(indexer, model.config, name, layer)
+            module.register_forward_pre_hook(_MaskFor(model.config, name), with_kwargs=True)
+
+
+def inside_indexers(model: nn.Module) -> set[nn.Module]:
+    """The modules that choose keys: rounding or adapting them changes what a token sees."""
+    return {part for _, indexer in _indexers(model) for part in indexer.modules()}
+
+
+def _indexers(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Attention modules and their indexers."""
     for module in model.modules():
         indexer = getattr(module, "indexer", None)
         if isinstance(indexer, nn.Module) and _arguments(indexer) >= ARGUMENTS:
-            _redirect(indexer, model.config, name, layer)
-            module.register_forward_pre_hook(_MaskFor(model.config, name), with_kwargs=True)
+            yield module, indexer
 
 
 def _arguments(indexer: nn.Module) -> set[str]:
@@ -164,7 +176,7 @@ class PagedIndex:
     ) -> torch.Tensor:
         """Writes the step's keys, then gives the positions [1, T, C] int32 that each token sees.
 
-        None (C = 0) if every token sees all of its request.
+        C is 0 if every token of the step sees all of its request, else the most that one sees.
         """
         assert self._step.inputs is not None, "a forward outside of a step"
         batch, limit = self._step.inputs.batch, int(indexer.index_topk)
@@ -175,13 +187,16 @@ class PagedIndex:
         if max(batch.kv_len_cpu, default=0) <= limit:
             return torch.empty(1, count, 0, dtype=torch.int32, device=device)
         chosen = torch.arange(limit, dtype=torch.int32, device=device).repeat(1, count, 1)
-        for rows, tokens, context in _pieces(batch, limit, int(getattr(indexer, "n_heads", 64))):
-            seen = torch.arange(context, device=hidden.device)
-            mask = seen <= batch.positions[tokens].unsqueeze(-1)  # [N, L, C]
-            past = _KeyGiver(self._read(batch, rows, seen))
-            parts = [part[0, tokens] for part in (hidden, query, *rotary)]  # [N, L, ...]
-            best = forward(*parts[:2], tuple(parts[2:]), mask, None, past_key_values=past)
-            chosen[0, tokens] = best.to(chosen.dtype)
+        width = max(int(getattr(indexer, "n_heads", 64)), keys.shape[-1])
+        for rows, pieces in _long_rows(batch, limit, width):
+            seen = torch.arange(max(context for _, context in pieces), device=device)
+            past = self._read(batch, rows, seen)
+            for tokens, context in pieces:
+                mask = seen[:context] <= batch.positions[tokens].unsqueeze(-1)  # [N, L, C]
+                parts = [part[0, tokens] for part in (hidden, query, *rotary)]  # [N, L, ...]
+                giver = _KeyGiver(past[:, :context])
+                best = forward(*parts[:2], tuple(parts[2:]), mask, None, past_key_values=giver)
+                chosen[0, tokens] = best.to(chosen.dtype)
         return chosen
 
     def _read(self, batch: PagedBatch, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -192,12 +207,13 @@ class PagedIndex:
         return torch.cat(halves, dim=-1).nan_to_num()
 
 
-def _pieces(
-    batch: PagedBatch, limit: int, heads: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """(rows [N], tokens [N, L], keys of the longest row) of scores to compute at once.
+def _long_rows(
+    batch: PagedBatch, limit: int, width: int
+) -> Iterator[tuple[torch.Tensor, list[tuple[torch.Tensor, int]]]]:
+    """(rows [N], their pieces) of rows with more than ``limit`` keys, read at once.
 
-    Tokens whose requests have at most ``limit`` keys are in none: they see all of them.
+    A piece is (tokens [N, L], keys that the last of them sees), so that scores and keys of `width`
+    numbers stay within bounds. Tokens that see at most ``limit`` keys are in none.
     """
     device = batch.positions.device
     starts = np.asarray(batch.query_start_cpu, np.int64)
@@ -208,17 +224,17 @@ def _pieces(
     single = sorted(np.flatnonzero(long & (lengths == 1)).tolist(), key=lambda row: -int(ends[row]))
     while single:
         context = int(ends[single[0]])
-        some = single[: max(SCORES_AT_ONCE // (heads * context), 1)]
+        some = single[: max(SCORES_AT_ONCE // (width * context), 1)]
         single = single[len(some) :]
-        tokens = torch.from_numpy(starts[some]).to(device)
-        yield torch.tensor(some, device=device), tokens.unsqueeze(1), context
+        tokens = torch.from_numpy(starts[some]).to(device).unsqueeze(1)
+        yield torch.tensor(some, device=device), [(tokens, context)]
     for row in np.flatnonzero(long & (lengths > 1)).tolist():
-        at, end, before = int(starts[row]), int(starts[row + 1]), int(ends[row] - lengths[row])
-        at += min(max(limit - before, 0), end - at)  # these see all
-        while at < end:
-            # As many as fit with the keys that the last of them sees.
-            count = min(max(SCORES_AT_ONCE // (heads * int(ends[row])), 1), end - at)
-            tokens = torch.arange(at, at + count, device=device)
-            context = before + at + count - int(starts[row])
-            yield torch.tensor([row], device=device), tokens.unsqueeze(0), context
-            at += count
+        end, before = int(starts[row + 1]), int(ends[row] - lengths[row])
+        at = min(int(starts[row]) + max(limit - before, 0), end)  # those ahead of it see all
+        count = max(SCORES_AT_ONCE // (width * int(ends[row])), 1)
+        pieces = []
+        for first in range(at, end, count):
+            last = min(first + count, end)
+            tokens = torch.arange(first, last, device=device).unsqueeze(0)
+            pieces.append((tokens, before + last - int(starts[row])))
+        yield torch.tensor([row], device=device), pieces

@@ -100,6 +100,7 @@ def test_weights_are_as_small_as_in_the_checkpoint(
     size = sum(one.nbytes for name, one in written.tensors.items() if ".experts." in name)
     assert 0 < pack_quantized_experts(model, kernels) <= 1.5 * size
     assert not quant_experts(model) and not merged(model)
+    assert all(isinstance(own, CodedMatrix) for one in mixtures(model) for own in one.matrices)
 
 
 @pytest.mark.parametrize("kind", ["gptq desc_act", "fp8 blocks"])
@@ -212,8 +213,14 @@ def test_rows_rounded_to_8_bits(
     written = write("gptq", "qwen3_moe")
     requests = [request_of(key, prompt, 8) for key, prompt in enumerate(PROMPTS)]
     rounded = served(written.folder, activations="int8")
-    assert all(one.rounds_rows for one in mixtures(rounded.runner._model.transformer))
+    found = mixtures(rounded.runner._model.transformer)
+    assert found and all(one.rounds_rows for one in found)
     tokens = rounded.run(*requests)
+    exact = served(written.folder)
+    exact.run(request_of(0, PROMPTS[0], 1))
+    (position, expected), *_ = exact.sampled[0].items()
+    difference = (rounded.sampled[0][position] - expected).norm() / expected.norm()
+    assert 0 < float(difference) < 0.2
     again = served(written.folder, activations="int8", max_batch_tokens=9)
     assert again.run(*requests, stagger=2) == tokens
 

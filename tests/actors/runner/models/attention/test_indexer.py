@@ -3,12 +3,20 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rayfin.actors.messages import Sampling
+from rayfin.actors.runner.cpu.packed_experts import PackedExpertsModule
+from rayfin.actors.runner.cpu.packed_layers import PackedLinear
+from rayfin.actors.runner.lora.reader import layer_sizes
+from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.models.attention import indexer
+from rayfin.actors.runner.models.inspect_layers import gates_plainly, is_experts
+from rayfin.kernels.cpu.library import try_load
 
 MAX_TOKENS = 10
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
@@ -98,3 +106,47 @@ def test_pages_of_16_bits(tiny_model: Make, served: Make, request_of: Make) -> N
     engines = [served(tiny.folder, max_batch_tokens=budget, **settings) for budget in (8, 64)]
     one, two = (engine.run(request_of(0, prompt, MAX_TOKENS))[0] for engine in engines)
     assert one == two
+
+
+def test_compiled_kernels_take_its_layers(tiny_model: Make, served: Make, request_of: Make) -> None:
+    if try_load() is None:
+        pytest.skip("the CPU kernels are not built")
+    tiny, prompts = tiny_model("deepseek_v32"), _prompts((5, 20))
+    for settings in ({}, {"quantization": "int4"}):
+        engine = served(tiny.folder, max_model_len=64, **settings)
+        model = engine.runner._model.transformer
+        kinds = {type(own) for own in model.modules()}
+        assert {PackedLinear, PackedExpertsModule} <= kinds and torch.nn.Linear not in kinds
+        requests = [request_of(key, own, MAX_TOKENS, eos=[2]) for key, own in enumerate(prompts)]
+        tokens = engine.run(*requests)
+        if not settings:
+            _check(tiny, prompts, tokens)
+
+
+def test_ngrams_are_not_the_default(tiny_model: Make, engine_args: Make) -> None:
+    """A long row's last bits may depend on the rows beside it, as torch computes them."""
+    facts, _ = ModelRunner(engine_args(tiny_model("deepseek_v32").folder)).profile()
+    assert not facts.fixed_bits
+
+
+def test_adapters_of_an_index_are_refused(tiny_model: Make) -> None:
+    sizes = layer_sizes(tiny_model("glm_moe_dsa").model)
+    assert sizes and not any("indexer" in path for path in sizes)
+
+
+def test_drafts(tiny_model: Make, served: Make, request_of: Make) -> None:
+    """Rows of several tokens, below and above what a token chooses."""
+    tiny = tiny_model("deepseek_v32")
+    prompts = [[5, 6, 7, 8] * 2, [9, 3, 4] * 9]
+    engine = served(tiny.folder, max_model_len=64, spec_method="ngram", spec_tokens=3)
+    requests = [request_of(key, own, 20, eos=[2]) for key, own in enumerate(prompts)]
+    _check(tiny, prompts, engine.run(*requests), 20)
+
+
+def test_clamped_gates_are_not_plain(tiny_models: Any, tmp_path: Path) -> None:
+    """Hunyuan 4's experts have the usual weights, and clamp what others do not."""
+    model = tiny_models.make_tiny_model("hy_v4", tmp_path / "hy", 0)
+    found = [own for own in model.modules() if is_experts(own)]
+    assert found and not any(gates_plainly(own) for own in found)
+    plain = tiny_models.make_tiny_model("deepseek_v32", tmp_path / "deepseek", 0)
+    assert all(gates_plainly(own) for own in plain.modules() if is_experts(own))
