@@ -13,6 +13,7 @@ from rayfin.actors.runner.gpu.weights import (
     Projection,
     Weight,
     fold_norms,
+    make_alike,
     merge_layer,
     weight_of,
 )
@@ -306,6 +307,8 @@ def build_gpu_decoder(
 
     def build() -> Iterator[GpuDecoder]:
         parts = inspect_decoder(paged, GroupedExperts)
+        if make_alike(paged.transformer, parts.layers):
+            parts = inspect_decoder(paged, GroupedExperts)
         decoder = GpuDecoder(parts, attention, paged.layouts, paged.dtype)
         few, decoder.few_rows = decoder.few_rows, 0
         yield decoder  # before norms are folded: until then the transformers model is unchanged

@@ -48,6 +48,16 @@ class TritonLinear(SmallLinear):
         y = product(x.reshape(-1, x.shape[-1]), self.codes, self.bias)
         return y.view(*x.shape[:-1], y.shape[-1])
 
+    def dequantized(self) -> nn.Linear:
+        """A plain layer of the same numbers: what an identity matrix has as products."""
+        dtype, inputs = self.weight.dtype, self.in_features
+        each = torch.eye(inputs, dtype=dtype, device=self.codes.words.device)
+        linear = nn.Linear(inputs, self.out_features, bias=False, device="meta")
+        weight = product(each, self.codes, None).T.contiguous()
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        linear.bias = self.bias  # type: ignore[assignment]
+        return linear
+
 
 class CheckedKernel:
     """Packs weights for the kernel, which it compares with the plain product.

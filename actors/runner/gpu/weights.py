@@ -3,6 +3,7 @@
 `fold_norms` multiplies the weights of norms into the projections that follow them; not into codes.
 """
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,8 @@ from rayfin.actors.runner.gpu.quant_linear import TritonLinear, merged
 from rayfin.actors.runner.models.inspect_decoder import AttentionSpec
 from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, Linear, norm_weight
 from rayfin.kernels.triton.quantized import CodedWeight
+
+logger = logging.getLogger(__name__)
 
 LARGEST_FLOAT16 = 65504.0
 LARGEST_ROW = 4096.0
@@ -67,6 +70,30 @@ class GpuLayer:
         if isinstance(self.mlp, GatedMlp):
             weights += [self.mlp.gate_up.weight, self.mlp.down]
         return any(isinstance(weight, CodedWeight) for weight in weights)
+
+
+def make_alike(model: nn.Module, layers: Sequence[LayerParts]) -> bool:
+    """Makes codes plain that cannot be merged with those of the same input, and says if it did."""
+    groups = [part.query_key_value for part in layers]
+    groups += [part.mlp.gate_up for part in layers if isinstance(part.mlp, GatedParts)]
+    unlike = {id(linear) for group in groups if not _are_alike(group) for linear in group}
+    count = 0
+    for owner in list(model.modules()):
+        for name, layer in list(owner.named_children()):
+            if id(layer) in unlike and isinstance(layer, TritonLinear):
+                setattr(owner, name, layer.dequantized())
+                count += 1
+    if count:
+        why = "the others of the same input are of another format"
+        logger.info("%d layers of few bits are plain: %s", count, why)
+    return count > 0
+
+
+def _are_alike(group: Sequence[Linear]) -> bool:
+    codes = [linear.codes for linear in group if isinstance(linear, TritonLinear)]
+    return not codes or (
+        len(codes) == len(group) and all(codes[0].like(other) for other in codes[1:])
+    )
 
 
 def merge_layer(part: LayerParts, spec: AttentionSpec, rotary: int) -> GpuLayer:

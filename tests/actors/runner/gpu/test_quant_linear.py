@@ -29,8 +29,9 @@ from rayfin.actors.runner.gpu.quant_linear import (
     pack_quantized,
     round_linears,
 )
+from rayfin.actors.runner.gpu.weights import GatedMlp
 from rayfin.kernels.attention.triton_backend import TritonAttention
-from rayfin.kernels.triton.quantized import product
+from rayfin.kernels.triton.quantized import CodedWeight, pack_weight, product
 
 Make = Callable[..., Any]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -90,15 +91,36 @@ def test_logits_of_the_decoder(kind: str, family: str, load: Make) -> None:
     assert attention.q_proj.codes.words.data_ptr() == whole.words.data_ptr()
 
 
-def test_layers_of_several_formats_keep_their_modules(load: Make) -> None:
-    model, plain = load("gptq", "llama")
-    wanted = plain_logits(plain)
-    query = model.model.layers[1].self_attn.q_proj
-    model.model.layers[1].self_attn.q_proj = query.dequantized()
+def test_projections_of_several_formats_are_plain_in_the_decoder(load: Make) -> None:
+    """One plain among codes, and codes of two kinds; the rest of the model keeps its codes."""
+    model, _ = load("gptq desc_act", "llama")
+    attention, mlp = model.model.layers[1].self_attn, model.model.layers[0].mlp
+    attention.q_proj = attention.q_proj.dequantized()
+    plain_up = mlp.up_proj.dequantized()
     pack_quantized(model)
+    codes = pack_weight(round_weight(plain_up.weight, 8))
+    assert codes is not None
+    mlp.up_proj = TritonLinear(codes, None, plain_up.weight.dtype)
     paged = PagedModel(model, paged_attention)
-    assert build_gpu_decoder(paged, TritonAttention(DEVICE)) is None
+    wanted = probe_logits(paged, paged)
+    decoder = build_gpu_decoder(paged, TritonAttention(DEVICE))
+    assert decoder is not None
+    torch.testing.assert_close(probe_logits(decoder, paged), wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(probe_logits(paged, paged), wanted, rtol=1e-4, atol=1e-4)
+    assert len(layers_of(model)) == 14 - 3 - 2
+    first, second = decoder._layers
+    assert isinstance(first.mlp, GatedMlp) and isinstance(first.mlp.gate_up.weight, torch.Tensor)
+    assert isinstance(first.mlp.down, CodedWeight) and isinstance(first.qkv.weight, CodedWeight)
+    assert isinstance(second.qkv.weight, torch.Tensor)
+
+
+@pytest.mark.parametrize("kind", ["gptq desc_act", "fp8 blocks", "nf4 nested"])
+def test_codes_become_plain_exactly(kind: str, load: Make) -> None:
+    model, plain = load(kind, "qwen2")
+    pack_quantized(model)
+    query, wanted = (one.model.layers[0].self_attn.q_proj for one in (model, plain))
+    assert torch.equal(query.dequantized().weight, wanted.weight)
+    assert query.dequantized().bias is query.bias is not None
 
 
 def test_codes_without_a_kernel_become_plain(
