@@ -5,6 +5,7 @@ Plain layers can be rounded to as few bits when they are loaded.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -25,6 +26,9 @@ READ = ("dt_proj",)
 
 CHECKED_ROWS = (1, 17, 65)
 """Rows of a step of each tile."""
+
+CHECKED_OUTPUTS = 4096
+"""The last ones of a layer, whose plain weight is for the comparison only."""
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """The largest difference from the plain product, as a share of its largest number."""
@@ -78,7 +82,7 @@ class CheckedKernel:
         absent = [part is None for part in (codes.zeros, codes.table, codes.order)]
         kind = (*weight.shape, codes.kind, codes.bits, codes.form, codes.group, *absent, dtype)
         if kind not in self._why:
-            self._why[kind] = fault_of(codes, weight.dense().to(dtype))
+            self._why[kind] = fault_of(codes, last_outputs(weight, CHECKED_OUTPUTS).to(dtype))
         self.refused += bool(self._why[kind])
         return None if self._why[kind] else codes
 
@@ -93,8 +97,18 @@ class CheckedKernel:
             )
 
 
+def last_outputs(weight: Grouped, count: int) -> torch.Tensor:
+    """The plain weight [count or less, K] fp32 of the last outputs."""
+    zero = None if weight.zero is None else weight.zero[-count:]
+    values, scale = weight.values[-count:], weight.scale[-count:]
+    return replace(weight, values=values, scale=scale, zero=zero).dense()
+
+
 def fault_of(codes: CodedWeight, weight: torch.Tensor) -> str:
-    """Why the kernel cannot multiply by the codes of the plain ``weight``; "" if it can."""
+    """Why the kernel cannot multiply by codes, of whose last outputs ``weight`` is the plain one.
+
+    "" if it can.
+    """
     random = torch.Generator().manual_seed(0)
     for rows in CHECKED_ROWS:
         # Outputs are about as large as weights, which float16 holds.
@@ -102,7 +116,8 @@ def fault_of(codes: CodedWeight, weight: torch.Tensor) -> str:
         x = x.to(device=weight.device, dtype=weight.dtype)
         wanted = nn.functional.linear(x, weight).float()
         try:
-            difference = (product(x, codes, None).float() - wanted).abs().max()
+            given = product(x, codes, None)[:, -len(weight) :].float()
+            difference = (given - wanted).abs().max()
             share = float(difference / wanted.abs().max().clamp(min=1e-30))
         except torch.OutOfMemoryError:
             raise

@@ -25,6 +25,7 @@ from rayfin.actors.runner.gpu.decoder import build_gpu_decoder
 from rayfin.actors.runner.gpu.quant_linear import (
     CHECKED_ROWS,
     TritonLinear,
+    fault_of,
     merged,
     pack_quantized,
     round_linears,
@@ -170,6 +171,25 @@ def test_a_kernel_that_fails_leaves_layers_plain(
     paged = PagedModel(model, paged_attention)
     wanted = plain_logits(plain)
     torch.testing.assert_close(probe_logits(paged, paged), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["awq", "nf4 nested"])
+def test_the_last_outputs_are_compared(
+    kind: str, load: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that no plain weight of a whole head is made beside its codes."""
+    model, _ = load(kind, "llama")
+    seen: list[int] = []
+
+    def watched(codes: Any, weight: torch.Tensor) -> str:
+        seen.append(len(weight))
+        assert fault_of(codes, weight.flip(0)), "the kernel agrees with another weight"
+        return fault_of(codes, weight)
+
+    monkeypatch.setattr(quant_linear, "CHECKED_OUTPUTS", 40)
+    monkeypatch.setattr(quant_linear, "fault_of", watched)
+    pack_quantized(model)
+    assert len(layers_of(model)) == 14 and set(seen) == {32, 40}
 
 
 def test_layers_that_are_rounded_are_compared_too(
