@@ -15,6 +15,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, RayfinError
 from rayfin.actors.model_files.fast_tokenizer import chosen_class, chosen_name
 from rayfin.actors.model_files.files import model_json, require_safetensors
+from rayfin.actors.model_files.gguf_folder import gguf_folder, is_gguf
 from rayfin.actors.model_files.plain_config import is_known_decoder
 from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.pooling.recipe import PoolingRecipe
@@ -255,7 +256,12 @@ DEMO_FOLDER = Path(__file__).parents[1] / "demo" / "model"
 
 
 def model_path(name: str) -> str:
-    """A folder or a Hugging Face name; ``demo`` is the toy model that Rayfin brings along."""
+    """A folder or a Hugging Face name; ``demo`` is the toy model that Rayfin brings along.
+
+    A GGUF file becomes a folder first, which takes a while.
+    """
+    if is_gguf(name):
+        return str(gguf_folder(name))
     return str(DEMO_FOLDER) if name == DEMO else name
 
 
