@@ -149,6 +149,6 @@ def test_errors_name_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(InvalidConfig, match=r"broken\.gguf cannot be read"):
         gguf_folder(str(broken))
     assert not [own for own in (tmp_path / "cache").iterdir() if own.is_dir()]
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InvalidConfig, match=r"rayfin\[gguf\]"):
         gguf_folder(str(broken))
