@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from rayfin.actors.runner.models.attention.indexer import inside_indexers
 from rayfin.actors.runner.quantized.linear import SmallLinear
 from rayfin.actors.runner.quantized.loader import quant_linears
 from rayfin.kernels.grouped import Grouped, round_weight
@@ -162,14 +163,16 @@ def pack_quantized(model: nn.Module) -> int:
 def round_linears(model: PreTrainedModel, bits: int) -> int:
     """Rounds the plain linear layers in place, one after the other, and returns how many it met.
 
-    The head stays, and with it the embedding, and so do experts and gates. Rows are not rounded.
-    Layers whose products would differ stay plain.
+    The head stays, and with it the embedding, and so do experts, gates and indexers. Rows are not
+    rounded. Layers whose products would differ stay plain.
     """
     head, kernel = model.get_output_embeddings(), CheckedKernel()  # type: ignore[no-untyped-call]
+    indexers = {id(part) for part in inside_indexers(model)}  # a rounded one chooses other keys
     # Names, not layers: a plain weight is gone before the next one is rounded.
     places = [
         (owner, name)
         for owner in model.modules()
+        if id(owner) not in indexers
         for name, layer in owner.named_children()
         if type(layer) is nn.Linear and layer is not head and not name.endswith(GATES + READ)
     ]

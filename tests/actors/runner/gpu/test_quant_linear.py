@@ -281,3 +281,12 @@ def test_a_graph_records_a_layer(kind: str) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(given, wanted) and not layer.codes.arrived.any()
+
+
+def test_indexers_are_not_rounded(tiny_model: Make) -> None:
+    """They choose the keys that a token sees (DeepSeek-V3.2)."""
+    model = deepcopy(tiny_model("deepseek_v32").model)
+    assert round_linears(model, 8) > 0
+    indexers = [own.indexer for own in model.modules() if hasattr(own, "indexer")]
+    kinds = {type(part) for own in indexers for part in own.modules()}
+    assert indexers and TritonLinear not in kinds
