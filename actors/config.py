@@ -77,7 +77,7 @@ class EngineArgs:
     """One engine's settings, under the names of the CLI, ``LLM`` and Serve."""
 
     model: str = _flag(
-        "demo", "local folder, Hugging Face name, or 'demo' (the built-in toy model)"
+        "demo", "local folder, GGUF file, Hugging Face name, or 'demo' (the built-in toy model)"
     )
     tokenizer: str | None = _flag(
         None, "folder or Hugging Face name of the tokenizer; default: the model's"

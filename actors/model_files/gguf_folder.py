@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ ON_HUB = re.compile(r"([\w.-]+/[\w.-]+):(\w+)")
 
 def is_gguf(name: str) -> bool:
     """Whether a model's name is that of a GGUF file."""
-    return name.lower().endswith(SUFFIX) or ON_HUB.fullmatch(name) is not None
+    if not name.lower().endswith(SUFFIX) and ON_HUB.fullmatch(name) is None:
+        return False
+    return not Path(name).is_dir()
 
 
 def gguf_folder(name: str) -> Path:
@@ -50,8 +53,8 @@ def gguf_folder(name: str) -> Path:
     path = _find(name)
     about = path.stat()
     mark = f"{VERSION} {path.resolve()} {about.st_size} {about.st_mtime_ns}"
-    cache = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "rayfin" / "gguf")
-    folder = cache / f"{path.stem}-{hashlib.sha256(mark.encode()).hexdigest()[:16]}"
+    kept = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "rayfin" / "gguf")
+    folder = kept / f"{path.stem}-{hashlib.sha256(mark.encode()).hexdigest()[:16]}"
     if folder.is_dir():
         return folder
     if importlib.util.find_spec("gguf") is None:
@@ -60,8 +63,8 @@ def gguf_folder(name: str) -> Path:
             "pip install 'rayfin[gguf]'",
             "model",
         )
-    cache.mkdir(parents=True, exist_ok=True)
-    with (cache / f"{folder.name}.lock").open("w") as lock:
+    kept.mkdir(parents=True, exist_ok=True)
+    with (kept / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
             _make(path, folder)
@@ -76,8 +79,15 @@ def _find(name: str) -> Path:
     local = path.is_absolute() or name.startswith((".", "~"))
     if of_format is None and (local or len(parts) < 3):
         raise InvalidConfig(f"there is no file {name}", "model")
+    return _fetch(name)
+
+
+@cache
+def _fetch(name: str) -> Path:
+    """The file of a name on the Hub, which is asked once in a process."""
     import huggingface_hub
 
+    parts, of_format = name.split("/"), ON_HUB.fullmatch(name)
     try:
         if of_format is not None:
             repository, kind = of_format.groups()

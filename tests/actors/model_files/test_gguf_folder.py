@@ -130,17 +130,22 @@ def test_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         asked.append((repository, file))
         return str(path)
 
+    module._fetch.cache_clear()
     monkeypatch.setattr("huggingface_hub.list_repo_files", lambda repository: files)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     folder = gguf_folder("owner/tiny-GGUF:f32")
     assert folder == gguf_folder("owner/tiny-GGUF/tiny-F32.gguf") == gguf_folder(str(path))
-    assert asked == [("owner/tiny-GGUF", "tiny-F32.gguf")] * 2
+    assert folder == gguf_folder("owner/tiny-GGUF:f32")
+    assert asked == [("owner/tiny-GGUF", "tiny-F32.gguf")] * 2  # each name once in a process
     with pytest.raises(InvalidConfig, match=r"no GGUF file of Q4_K_M; it has tiny-Q8_0\.gguf, "):
         gguf_folder("owner/tiny-GGUF:Q4_K_M")
+    module._fetch.cache_clear()
 
 
 def test_errors_name_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_gguf("owner/name/file.Q4_K_M.gguf") and is_gguf("owner/name-GGUF:Q4_K_M")
+    (tmp_path / "a.gguf").mkdir()
+    assert not is_gguf(str(tmp_path / "a.gguf"))  # a folder is one
     assert not is_gguf("owner/name") and not is_gguf("demo") and not is_gguf("/models/x")
     with pytest.raises(InvalidConfig, match=r"there is no file .*none\.gguf"):
         gguf_folder(str(tmp_path / "none.gguf"))
