@@ -102,6 +102,7 @@ class CpuKernels:
         """
         assert x.dtype == torch.float32 and x.dim() == 2 and x.shape[1] == weight.inputs, x.shape
         assert x.stride(1) == 1 or x.shape[1] == 1
+        assert activation != Activation.CLAMPED_SWISH
         if out is None:
             out = x.new_empty(x.shape[0], weight.columns)
         assert out.shape == (x.shape[0], weight.columns) and out.dtype == torch.float32

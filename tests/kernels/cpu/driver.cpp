@@ -292,6 +292,7 @@ void decoders() {
 
 void mixtures() {
   const int64_t count = 5, hidden = 19, inner = 33, rows = 23, top_k = 3;
+  const auto gate_up_bias = floats(count * 2 * inner), down_bias = floats(count * hidden);
   for (Storage storage : {kBFloat16, kInt8}) {
     std::vector<std::unique_ptr<Matrix>> matrices;
     std::vector<const Matrix*> gate_up, down;
@@ -302,14 +303,18 @@ void mixtures() {
       matrices.back()->fill(0, outputs, floats(outputs * inputs).data(), inputs);
       (gate ? gate_up : down).push_back(matrices.back().get());
     }
-    const Experts experts{gate_up.data(), down.data(), count, hidden, inner, kSilu};
     const auto x = floats(rows * hidden), weights = floats(rows * top_k);
     std::vector<int64_t> chosen;
     for (int64_t i = 0; i < rows * top_k; ++i) chosen.push_back(i * i % (count + 2) - 1);  // some do not exist
-    std::vector<float> workspace(size_t(experts_workspace_floats(experts, rows, top_k)));
-    on_pools("experts", rows * hidden, [&](Pool& pool, float* out) {
-      run_experts(pool, experts, {chosen.data(), weights.data(), rows, top_k}, x.data(), workspace.data(), out);
-    });
+    const Experts plain{gate_up.data(), down.data(), nullptr, nullptr, count, hidden, inner, kSilu, {}};
+    const Experts clamped{gate_up.data(),   down.data(), gate_up_bias.data(), down_bias.data(), count, hidden, inner,
+                          kClampedSwish, {1.7f, 0.5f}};
+    for (const Experts& experts : {plain, clamped}) {
+      std::vector<float> workspace(size_t(experts_workspace_floats(experts, rows, top_k)));
+      on_pools("experts", rows * hidden, [&](Pool& pool, float* out) {
+        run_experts(pool, experts, {chosen.data(), weights.data(), rows, top_k}, x.data(), workspace.data(), out);
+      });
+    }
   }
 }
 

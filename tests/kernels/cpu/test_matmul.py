@@ -12,6 +12,7 @@ from rayfin.kernels.cpu.kernels import Activation, CpuKernels
 
 ROWS = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 24, 49, 130])
 SIZES = st.integers(1, 90)
+GATES = [Activation.SILU, Activation.GELU_TANH, Activation.GELU]  # the clamped one is of experts
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -70,7 +71,7 @@ def test_bias_residual_and_factor(
 
 
 @settings(max_examples=10, deadline=None)
-@given(rows=ROWS, half=SIZES, inputs=SIZES, activation=st.sampled_from(list(Activation)[1:]))
+@given(rows=ROWS, half=SIZES, inputs=SIZES, activation=st.sampled_from(GATES))
 def test_gate_and_up(
     kernels: CpuKernels, rows: int, half: int, inputs: int, activation: Activation
 ) -> None:
