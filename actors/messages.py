@@ -489,6 +489,14 @@ class EngineInfo:
     uncut: Uncut = Uncut()  # parts of prompts that no step cuts
 
 
+@dataclass(slots=True, frozen=True)
+class Seat:
+    """What an engine gives to a client that attaches."""
+
+    group: str  # the concurrency group of its subscription
+    address: str = ""  # of a socket on the engine's machine; empty where it has none
+
+
 @dataclass(slots=True)
 class EngineStats:
     """A snapshot of plain counters and gauges; the metrics hub and ``/health`` read it."""

@@ -41,6 +41,7 @@ from rayfin.actors.messages import (
     EngineInfo,
     EngineRequest,
     EngineStats,
+    Seat,
     TokenDeltas,
     TokenLog,
 )
@@ -51,6 +52,7 @@ from rayfin.actors.processes.lifeline import Lifeline
 from rayfin.actors.processes.logs import set_up
 from rayfin.actors.processes.registry import NAMESPACE
 from rayfin.actors.scheduler import status_line
+from rayfin.actors.scheduler.client_links import ClientLinks
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.faults.runner_pinger import RunnerPinger
 from rayfin.actors.scheduler.inbox import WAKE, ClientMessage, EngineCall
@@ -126,6 +128,7 @@ class SchedulerActor:
         self._client_lease = client_lease
         self._inbox: queue.SimpleQueue[ClientMessage | EngineCall] = queue.SimpleQueue()
         self._subscriptions = Subscriptions()
+        self._links = ClientLinks(self._subscriptions, self._inbox)
         self._lifeline = Lifeline(supervisor_lease, self._leave)
         self._claims = threading.Lock()
         self._claim_after = claim_after
@@ -288,14 +291,15 @@ class SchedulerActor:
         self._inbox.put(ClientMessage(client, requests, aborts, stopped or []))
 
     @ray.method(concurrency_group="control")
-    def attach(self, client: str) -> str:
-        """Returns the client's concurrency group for ``subscribe``; also renews its lease.
+    def attach(self, client: str) -> Seat:
+        """Returns how the client gets its tokens: by ``subscribe``, or past Ray by a socket where
+        both are on one machine (client_links.py); also renews its lease.
 
         Raises:
             EngineUnavailable: there are ``MAX_CLIENTS`` clients.
         """
         self._subscriptions.renew(client)
-        return STREAMS[self._subscriptions.seat(client)]
+        return Seat(STREAMS[self._subscriptions.seat(client)], self._links.address)
 
     def subscribe(
         self, client: str, heartbeat: float | None = None, again: bool = False
@@ -303,7 +307,7 @@ class SchedulerActor:
         """Yields the client's output: one message for each step that has any.
 
         Must be called in the concurrency group that ``attach`` returned, so that the client has its
-        own thread.
+        own thread. To a client with a socket it only brings the end.
 
         Also yields the engine's counters every ``heartbeat`` seconds. Ends when the client's lease
         expires (``submit`` renews it), when it unsubscribes, and after ``MESSAGES_PER_CALL``; then

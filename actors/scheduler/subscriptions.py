@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.messages import TokenDeltas
+from rayfin.actors.processes.local_socket import SocketWriter, packed
 
 MAX_CLIENTS = 64
 MESSAGES_PER_CALL = 1_000
@@ -20,10 +21,29 @@ class _Subscription:
     last_call: float
     seat: int | None = None
     messages: queue.SimpleQueue[TokenDeltas | None] = field(default_factory=queue.SimpleQueue)
+    writer: SocketWriter | None = None  # of the client's socket, which gets all messages
+
+    def send(self, message: TokenDeltas) -> None:
+        if self.writer is None:
+            self.messages.put(message)
+        else:
+            self.writer.write(packed(message))
+
+    def end(self) -> None:
+        """Ends the ``read`` after what was sent."""
+        self.messages.put(None)
+        if self.writer is not None:
+            self.writer.end()
+
+    def break_off(self) -> None:
+        """Ends the ``read``; a socket whose client reads nothing keeps nothing for it."""
+        self.messages.put(None)
+        if self.writer is not None:
+            self.writer.close()
 
 
 class Subscriptions:
-    """Thread-safe: the engine posts, one thread per client reads.
+    """Thread-safe: the engine posts, one thread per client reads, or a socket takes it all.
 
     A client exists from its first call, whether it subscribes or submits first. One that subscribes
     has a *seat*, the number of its thread: Ray gives calls to the threads of a group in turn, and
@@ -57,6 +77,15 @@ class Subscriptions:
             raise EngineUnavailable(f"the engine has {MAX_CLIENTS} clients and takes no more")
         return subscription.seat
 
+    def link(self, client: str, writer: SocketWriter) -> bool:
+        """Has all further messages of a client written to its socket; False if it is no client."""
+        with self._lock:
+            subscription = self._by_client.get(client)
+            if subscription is None or self._closing:
+                return False
+            subscription.writer = writer
+            return True
+
     def renew(self, client: str) -> None:
         """Records a call of the client."""
         self._subscription(client).last_call = self._clock()
@@ -73,7 +102,7 @@ class Subscriptions:
 
         Ends after ``MESSAGES_PER_CALL``; a call with ``again`` continues, and yields nothing if the
         client was closed meanwhile. Beats are sent with and without output: they prove that this
-        process runs.
+        process runs. A client with a socket gets all of these by the socket.
         """
         # A generator, not just an iterator: Ray calls `send` on what it streams.
         if again and client not in self._by_client:
@@ -92,12 +121,16 @@ class Subscriptions:
     def _endless(
         self, client: str, beat: Callable[[], TokenDeltas], seconds: float | None
     ) -> Iterator[TokenDeltas]:
-        messages = self._subscription(client).messages
+        subscription = self._subscription(client)
+        messages = subscription.messages
         due = None if seconds is None else self._clock()
         while True:
             if due is not None and seconds is not None and (now := self._clock()) >= due:
                 due = now + seconds
-                yield beat()
+                if subscription.writer is None:
+                    yield beat()
+                else:
+                    subscription.send(beat())
             try:
                 left = None if due is None else max(0.0, due - self._clock())
                 message = messages.get(timeout=left)
@@ -111,7 +144,7 @@ class Subscriptions:
         """Queues each client's message; those of closed clients are dropped."""
         for client, message in messages.items():
             if (subscription := self._by_client.get(client)) is not None:
-                subscription.messages.put(message)
+                subscription.send(message)
 
     def close_subscriptions(self) -> int:
         """Ends every ``read`` after its queued messages, and accepts no more clients.
@@ -123,7 +156,7 @@ class Subscriptions:
             if not self._closing:
                 self._closing = True
                 for subscription in self._by_client.values():
-                    subscription.messages.put(None)
+                    subscription.end()
             return len(self._by_client)
 
     def silent(self, seconds: float) -> list[str]:
@@ -137,7 +170,7 @@ class Subscriptions:
         with self._lock:
             subscription = self._by_client.pop(client, None)
         if subscription is not None:
-            subscription.messages.put(None)
+            subscription.break_off()
 
     def _subscription(self, client: str) -> _Subscription:
         with self._lock:

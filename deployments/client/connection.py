@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from ray.exceptions import ActorDiedError, RayError
 
@@ -17,6 +17,7 @@ from rayfin.actors.messages import (
     EngineInfo,
     EngineRequest,
     EngineStats,
+    Seat,
     TokenDelta,
     TokenDeltas,
     TokenLog,
@@ -34,6 +35,7 @@ from rayfin.actors.timing import (
     SILENCE_TICK_SECONDS,
 )
 from rayfin.deployments.client.deltas import split_deltas
+from rayfin.deployments.client.engine_link import EngineLink, open_link
 from rayfin.deployments.client.lease_renewal import Renewal
 from rayfin.deployments.client.routing import Candidate
 
@@ -41,13 +43,6 @@ logger = logging.getLogger(__name__)
 
 Deltas = asyncio.Queue[TokenDelta | Exception]
 """What one request receives: its deltas, or the error that ends it."""
-
-
-class Seat(NamedTuple):
-    """What the scheduler knows this connection by."""
-
-    client: str
-    group: str  # the concurrency group that serves its subscription
 
 
 class _Streams:
@@ -145,6 +140,54 @@ class _Silence:
         return time.monotonic() - self._turned >= CLIENT_STUCK_SECONDS
 
 
+class _Attachment:
+    """What holds while the engine knows this client.
+
+    Requests and tokens go by ``link`` where client and engine are on one machine, else by Ray.
+    """
+
+    def __init__(self, client: str = "", group: str = "") -> None:
+        self.client = client
+        self.group = group  # the concurrency group of its subscription
+        self.link: EngineLink | None = None
+        self.silence = _Silence()
+        self._by_ray: set[int] = set()  # keys of requests that went by Ray beside a link
+
+    def submit(
+        self,
+        scheduler: Any,
+        requests: list[EngineRequest],
+        aborts: list[int],
+        stopped: list[int],
+    ) -> None:
+        """Sends them; an abort goes where its request went, so that it comes after it."""
+        if self.link is None:
+            scheduler.submit.remote(self.client, requests, aborts, stopped)
+            return
+        # Arrays of images and embeddings are in Ray's object store, which counts their references.
+        own = [request for request in requests if request.images or request.embeds]
+        self._by_ray.update(request.key for request in own)
+        if self._by_ray:
+            dropped = [[key for key in keys if key in self._by_ray] for keys in (aborts, stopped)]
+            if own or any(dropped):
+                scheduler.submit.remote(self.client, own, *dropped)
+            requests = [request for request in requests if request.key not in self._by_ray]
+            aborts, stopped = (
+                [key for key in keys if key not in self._by_ray] for keys in (aborts, stopped)
+            )
+            self._by_ray.difference_update(*dropped)
+        if self.link.open and (requests or aborts or stopped):
+            self.link.send(requests, aborts, stopped)
+
+    def ended(self, key: int) -> None:
+        """A request has ended."""
+        self._by_ray.discard(key)
+
+    def close(self) -> None:
+        if self.link is not None:
+            self.link.close()
+
+
 class EngineConnection:
     """Connects to ``scheduler``, and again after each loss, until it is closed.
 
@@ -172,7 +215,7 @@ class EngineConnection:
         self.stats = EngineStats()  # of the last heartbeat
         self.state: Literal["connecting", "connected", "foreign"] = "connecting"
         self._clients = clients
-        self._seat = Seat("", "")
+        self._attached = _Attachment()
         self._changed = changed
         self._identity = identity
         self._suspect = False  # it refused a request, and no heartbeat came since
@@ -223,7 +266,7 @@ class EngineConnection:
         """
         deltas = self._streams.open(request)
         self._sent.append(len(request.prompt))
-        self._outbox.add(replace(request, client=self._seat.client))
+        self._outbox.add(replace(request, client=self._attached.client))
         return deltas
 
     def drop(self, key: int, *, stopped: bool = False) -> None:
@@ -301,8 +344,8 @@ class EngineConnection:
     def close(self) -> None:
         """Leaves the engine: open requests end here with ``EngineLost``, and are aborted there."""
         self._task.cancel()
-        if self._seat.client:
-            self.scheduler.unsubscribe.remote(self._seat.client)
+        if self._attached.client:
+            self.scheduler.unsubscribe.remote(self._attached.client)
         self._lose(EngineLost(f"engine {self.name} was left"))
 
     async def _run(self) -> None:
@@ -312,10 +355,10 @@ class EngineConnection:
                 await self._connect()
                 pause = RECONNECT_SECONDS
                 await self._receive()
-                self.scheduler.unsubscribe.remote(self._seat.client)  # all is read
+                self.scheduler.unsubscribe.remote(self._attached.client)  # all is read
                 lost = EngineLost(f"engine {self.name} closed the connection")
             except EngineLost as error:
-                self.scheduler.unsubscribe.remote(self._seat.client)  # it may be frozen only
+                self.scheduler.unsubscribe.remote(self._attached.client)  # it may be frozen only
                 lost = error
             except (RayError, EngineUnavailable) as error:
                 crashed = isinstance(error, ActorDiedError)
@@ -341,38 +384,42 @@ class EngineConnection:
             raise EngineUnavailable(f"it serves {info.identity}, not {self._identity}")
         self.info = info
         client = next(self._clients)
-        self._seat = Seat(client, await self.scheduler.attach.remote(client))
+        seat: Seat = await self.scheduler.attach.remote(client)
+        self._attached = attached = _Attachment(client, seat.group)
+        attached.link = await open_link(seat.address, client, self._hear, self._doubt)
         self._refusal = ""
         self._suspect = False
         self.state = "connected"
         self._changed()
 
     async def _receive(self) -> None:
-        """Reads the subscription to its end, while a thread renews the lease.
+        """Hears the subscription to its end, while a thread renews the lease.
 
         Raises:
             EngineLost: the engine was silent for too long.
             RayError, EngineUnavailable: the engine ended the subscription.
         """
-        silence = _Silence()
-        reading = asyncio.create_task(self._read(silence))
-        renewal = Renewal(lambda: self._renew(silence))
+        attached = self._attached
+        reading = asyncio.create_task(self._read())
+        renewal = Renewal(lambda: self._renew(attached))
         try:
             while not (await asyncio.wait({reading}, timeout=SILENCE_TICK_SECONDS))[0]:
-                if silence.tick():
+                if attached.silence.tick():
                     raise EngineLost(f"engine {self.name} is silent")
             reading.result()
+            if attached.link is not None:
+                await attached.link.until_ended(ENGINE_SILENT_SECONDS)
         finally:
             renewal.close()
             reading.cancel()
 
-    def _renew(self, silence: _Silence) -> None:
+    def _renew(self, attached: _Attachment) -> None:
         """Runs in the renewal's thread; an ingress that is stuck for long loses its lease."""
-        if not silence.loop_is_stuck:
-            self.scheduler.submit.remote(self._seat.client, [], [])
+        if not attached.silence.loop_is_stuck:
+            self.scheduler.submit.remote(attached.client, [], [])
 
-    async def _read(self, silence: _Silence) -> None:
-        client, group = self._seat
+    async def _read(self) -> None:
+        client, group = self._attached.client, self._attached.group
         subscribe = self.scheduler.subscribe.options(
             num_returns="streaming", concurrency_group=group
         )
@@ -381,33 +428,42 @@ class EngineConnection:
             count = 0
             async for ref in subscribe.remote(client, HEARTBEAT_SECONDS, again):
                 count += 1
-                message = await ref
-                silence.received()
-                self._dispatch(message)
+                self._hear(await ref)
             again = True
 
-    def _dispatch(self, message: TokenDeltas) -> None:
+    def _hear(self, message: TokenDeltas) -> None:
+        """A message of the subscription has come."""
+        self._attached.silence.received()
         if message.stats is not None:
             self.stats, self._sent, self._suspect = message.stats, [], False
             self._changed()
         for key, delta in split_deltas(message, self._streams.request_ids):
             deltas = self._streams[key]
             if delta.finish_reason is not None:
-                self._streams.pop(key)
+                self._end(key)
             deltas.put_nowait(delta)
         for ended in message.ended:
             if ended.error is None:
                 continue
-            if (failed := self._streams.pop(ended.key)) is not None:
+            if (failed := self._end(ended.key)) is not None:
                 if isinstance(ended.error, EngineUnavailable):
-                    self._suspect = True
-                    self._changed()
+                    self._doubt()
                 failed.put_nowait(ended.error)
+
+    def _end(self, key: int) -> Deltas | None:
+        self._attached.ended(key)
+        return self._streams.pop(key)
+
+    def _doubt(self) -> None:
+        """Sends nothing new to the engine before its next heartbeat."""
+        self._suspect = True
+        self._changed()
 
     def _lose(self, error: EngineLost) -> None:
         if self.connected:
             logger.warning("%s, with %d streams", error, len(self._streams))
             self.state = "connecting"
+        self._attached.close()
         self._sent = []
         self._outbox.clear()
         self._streams.fail(error)
@@ -415,4 +471,4 @@ class EngineConnection:
 
     def _submit(self, requests: list[EngineRequest], aborts: list[int], stopped: list[int]) -> None:
         if self.connected:
-            self.scheduler.submit.remote(self._seat.client, requests, aborts, stopped)
+            self._attached.submit(self.scheduler, requests, aborts, stopped)

@@ -62,7 +62,7 @@ class RayEngine:
                 self.abort(key)
 
     def _subscribe(self) -> Iterator[TokenDeltas]:
-        group = ray.get(self._scheduler.attach.remote(self._client))
+        group = ray.get(self._scheduler.attach.remote(self._client)).group
         options = {"num_returns": "streaming", "concurrency_group": group}
         subscribe = self._scheduler.subscribe.options(**options)
         count, again = MESSAGES_PER_CALL, False

@@ -22,6 +22,7 @@ from rayfin.actors.messages import (
     EngineInfo,
     EngineRequest,
     EngineStats,
+    Seat,
     TokenDeltas,
     TokenLog,
 )
@@ -186,9 +187,9 @@ class Scheduler:
         limits = (config.max_model_len, VOCABULARY, config.num_pages, 4)
         return EngineInfo("fake", *limits, identity=self.identity)
 
-    async def _attach(self, client: str) -> str:
+    async def _attach(self, client: str) -> Seat:
         await self._awake()
-        return f"group of {client}"
+        return Seat(f"group of {client}")
 
     async def _stats(self) -> EngineStats:
         await self._awake()

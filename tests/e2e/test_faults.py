@@ -135,7 +135,7 @@ def request(client: str, key: int, max_tokens: int) -> EngineRequest:
 
 
 def subscribe(scheduler: Any, client: str) -> Any:
-    group = ray.get(scheduler.attach.remote(client))
+    group = ray.get(scheduler.attach.remote(client)).group
     options = {"num_returns": "streaming", "concurrency_group": group}
     return scheduler.subscribe.options(**options).remote(client)
 

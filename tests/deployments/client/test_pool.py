@@ -18,6 +18,7 @@ from rayfin.actors.messages import (
     EngineRequest,
     EngineStats,
     Sampling,
+    Seat,
     StopRules,
     TokenDelta,
     TokenDeltas,
@@ -96,11 +97,11 @@ class FakeScheduler:
         self._check()
         return INFO
 
-    async def _attach(self, client: str) -> str:
+    async def _attach(self, client: str) -> Seat:
         self._check()
         if self.full:
             raise EngineUnavailable("the engine is full")
-        return f"seat of {client}"
+        return Seat(f"seat of {client}")
 
     async def _stats(self) -> EngineStats:
         self._check()

@@ -1,0 +1,234 @@
+"""Messages between two processes of one machine by a socket, where a call of Ray's costs more.
+
+A call of Ray's wakes several threads of both processes, which takes a millisecond and more of the
+processors. The sockets here have names but no files (Linux), so there is nothing to remove, and a
+process of another machine finds nothing under the name: then Ray carries the messages. Each end
+talks only to a process of its own user, for a message is a pickle.
+"""
+
+import errno
+import logging
+import os
+import pickle
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rayfin.actors.timing import ACCEPT_PAUSE_SECONDS
+
+logger = logging.getLogger(__name__)
+
+NAME_BYTES = 16
+SIZE = struct.Struct("<Q")  # of a message's pickle in bytes; it stands before each
+READ_BYTES = 256 * 1024
+PEER = struct.Struct("iII")  # what Linux says of a peer: process, user, group
+
+
+def listen() -> tuple[socket.socket, str] | None:
+    """Returns a socket that listens, and its name; None where this system has no such sockets."""
+    if sys.platform != "linux":
+        return None
+    name = f"rayfin-{secrets.token_hex(NAME_BYTES)}"
+    listener: socket.socket | None = None
+    try:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(f"\0{name}")
+        listener.listen()
+    except OSError as error:
+        logger.warning("Ray carries all messages: %s", error)
+        if listener is not None:
+            listener.close()
+        return None
+    return listener, name
+
+
+def connect(name: str) -> socket.socket:
+    """Returns a socket that is connected to the process that listens under the name.
+
+    Raises:
+        OSError: none on this machine does, or it is another user's.
+    """
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        made.setblocking(False)
+        made.connect(f"\0{name}")  # at once, or never
+        if not same_user(made):
+            raise PermissionError(errno.EACCES, "another user listens there")
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def same_user(connected: Any) -> bool:
+    """Whether the process at the other end of a socket is of this one's user.
+
+    Raises:
+        OSError: the other end has gone.
+    """
+    said = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
+    return bool(PEER.unpack(said)[1] == os.getuid())
+
+
+def packed(message: Any) -> bytes:
+    """Returns the bytes of a message.
+
+    Raises:
+        Exception: it has something that only Ray can carry.
+    """
+    data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return SIZE.pack(len(data)) + data
+
+
+class Unpacker:
+    """Cuts what a socket gives into messages again."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """Yields the messages that are whole with ``data``.
+
+        Raises:
+            Exception: bytes that are no message.
+        """
+        held, at = self._held, 0
+        held += data
+        try:
+            while len(held) - at >= SIZE.size:
+                (size,) = SIZE.unpack_from(held, at)
+                start = at + SIZE.size
+                if start + size > len(held):
+                    break
+                at = start + size
+                yield pickle.loads(bytes(held[start:at]))
+        finally:
+            del held[:at]
+
+
+def messages_of(connected: socket.socket) -> Iterator[Any]:
+    """Yields what arrives, until the other end closes; for a thread of its own.
+
+    Raises:
+        OSError: the connection broke.
+    """
+    unpacker = Unpacker()
+    while data := connected.recv(READ_BYTES):
+        yield from unpacker.feed(data)
+
+
+class SocketWriter:
+    """Writes to a socket, and waits for no reader: what it does not take yet is kept.
+
+    Thread-safe, in the order of the calls. A thread writes what is kept, and ends with it.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._lock = threading.Lock()
+        self._kept: deque[bytes | memoryview] = deque()
+        self._writing = False  # the thread is there
+        self._over = False  # nothing more is written
+
+    def write(self, data: bytes) -> None:
+        with self._lock:
+            if self._over:
+                return
+            if not self._writing:
+                try:
+                    taken = self._socket.send(data, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    taken = 0
+                except OSError:  # the other end has gone: its reader notices
+                    self._over = True
+                    return
+                if taken == len(data):
+                    return
+                self._writing = True
+                self._kept.append(memoryview(data)[taken:])
+                threading.Thread(target=self._write_kept, name="writer", daemon=True).start()
+            else:
+                self._kept.append(data)
+
+    def end(self) -> None:
+        """The other end reads what has been written, then the end."""
+        with self._lock:
+            self._over = True
+            if not self._writing:
+                self._shut(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Breaks the connection off."""
+        with self._lock:
+            self._over = True
+            self._kept.clear()
+            self._shut(socket.SHUT_RDWR)  # it wakes the threads that wait for the other end
+
+    def _write_kept(self) -> None:
+        while True:
+            with self._lock:
+                if not self._kept:
+                    self._writing = False
+                    if self._over:
+                        self._shut(socket.SHUT_WR)
+                    return
+                data = self._kept.popleft()
+            try:
+                self._socket.sendall(data)
+            except OSError:
+                with self._lock:
+                    self._over = True
+                    self._kept.clear()
+
+    def _shut(self, how: int) -> None:
+        try:
+            self._socket.shutdown(how)
+        except OSError:  # it is already
+            pass
+
+
+class Acceptor:
+    """Serves each process that connects in a thread of its own.
+
+    Args:
+        serve: gets a connected socket, which is closed when it returns.
+        name: of its threads.
+    """
+
+    def __init__(self, serve: Callable[[socket.socket], None], name: str) -> None:
+        self._serve = serve
+        self._name = name
+        found = listen()
+        self.address = "" if found is None else found[1]
+        """What others connect to; empty where there are no such sockets."""
+        if found is not None:
+            self._start(self._accept, found[0])
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connected, _ = listener.accept()
+            except OSError as error:
+                logger.warning("a process of this machine cannot connect: %s", error)
+                time.sleep(ACCEPT_PAUSE_SECONDS)
+                continue
+            self._start(self._serve_one, connected)
+
+    def _serve_one(self, connected: socket.socket) -> None:
+        with connected:
+            try:
+                if same_user(connected):
+                    self._serve(connected)
+            except OSError as error:
+                logger.debug("a connection broke: %s", error)
+            except Exception:  # bytes that are no message
+                logger.exception("a connection is closed")
+
+    def _start(self, work: Callable[[socket.socket], None], own: socket.socket) -> None:
+        threading.Thread(target=work, args=(own,), name=self._name, daemon=True).start()

@@ -1,0 +1,332 @@
+"""Requests and tokens past Ray: the client's end against the engine's, over real sockets."""
+
+import asyncio
+import itertools
+import queue
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.exceptions import ActorDiedError
+
+from rayfin.actors.errors import EngineUnavailable, InvalidRequest
+from rayfin.actors.images.image_input import ImageInput
+from rayfin.actors.messages import (
+    Ended,
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    Sampling,
+    Seat,
+    StopRules,
+    TokenDelta,
+    TokenDeltas,
+)
+from rayfin.actors.processes.local_socket import Acceptor
+from rayfin.actors.scheduler.client_links import ClientLinks
+from rayfin.actors.scheduler.inbox import ClientMessage
+from rayfin.actors.scheduler.subscriptions import Subscriptions
+from rayfin.deployments.client import connection as engine_connection
+from rayfin.deployments.client import engine_link
+from rayfin.deployments.client import pool as engine_pool
+from rayfin.deployments.client.pool import EnginePool, Patience
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(sys.platform != "linux", reason="names without files are Linux's"),
+]
+KEYS = itertools.count(1)
+PATIENCE = 30.0  # seconds; only a failure waits so long
+
+
+class Method:
+    """``method.remote(...)``, and ``method.options(...).remote(...)``."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.remote = call
+
+    def options(self, **options: Any) -> "Method":
+        return self
+
+
+class Scheduler:
+    """A SchedulerActor without Ray or an engine: the test says what the engine would."""
+
+    def __init__(self) -> None:
+        self.subscriptions = Subscriptions()
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.links = ClientLinks(self.subscriptions, self.inbox)
+        self.address = self.links.address
+        self.by_ray: list[tuple[list[EngineRequest], list[int], list[int]]] = []
+        self.left: list[str] = []
+        self.client = ""
+        self.dead = asyncio.Event()
+        self.ended = asyncio.Event()  # by the engine, in good order
+        for name in ("info", "attach", "submit", "subscribe", "unsubscribe"):
+            setattr(self, name, Method(getattr(self, f"_{name}")))
+
+    def say(self, key: int, *tokens: int, ended: Ended | None = None) -> None:
+        """A step's news of one request."""
+        values = np.array(tokens, np.int32)
+        keys = np.full(len(tokens), key, np.int64)
+        ends = [ended] if ended is not None else []
+        self.subscriptions.post({self.client: TokenDeltas(0, 0, keys, values, ends)})
+
+    def beat(self) -> None:
+        message = TokenDeltas.only()
+        message.stats = EngineStats()
+        self.subscriptions.post({self.client: message})
+
+    async def heard(self) -> ClientMessage:
+        """The next message that has come by a socket."""
+        message = await asyncio.to_thread(self.inbox.get, timeout=PATIENCE)
+        assert isinstance(message, ClientMessage)
+        return message
+
+    def die(self) -> None:
+        self.subscriptions.close(self.client)  # the system closes its sockets, Ray says so later
+        asyncio.get_running_loop().call_later(0.01, self.dead.set)
+
+    async def _info(self) -> EngineInfo:
+        if self.dead.is_set():
+            raise ActorDiedError()
+        return EngineInfo("fake", 128, 100, 10, 16)
+
+    async def _attach(self, client: str) -> Seat:
+        self.client = client
+        self.subscriptions.seat(client)
+        return Seat("group", self.address)
+
+    def _submit(self, client: str, *message: Any) -> None:
+        self.by_ray.append(message)
+
+    def _unsubscribe(self, client: str) -> None:
+        self.left.append(client)
+
+    async def _subscribe(
+        self, client: str, heartbeat: float, again: bool
+    ) -> AsyncIterator[Awaitable[TokenDeltas]]:
+        waits = [asyncio.create_task(event.wait()) for event in (self.dead, self.ended)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if self.dead.is_set():
+            raise ActorDiedError()
+        return
+        yield
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def address() -> str | None:
+    """Where the first scheduler says that it listens; None: where it does."""
+    return None
+
+
+@pytest.fixture
+def schedulers() -> list[Scheduler]:
+    """The schedulers that can be found; the first one is."""
+    return []
+
+
+@pytest.fixture
+async def client(
+    schedulers: list[Scheduler],
+    address: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    anyio_backend: str,
+) -> AsyncIterator[EnginePool]:
+    for name in ("REGISTRY_REFRESH_SECONDS", "REGISTRY_SEARCH_SECONDS"):
+        monkeypatch.setattr(engine_pool, name, 0.01)
+    monkeypatch.setattr(engine_connection, "RECONNECT_SECONDS", 0.01)
+    monkeypatch.setattr(engine_link, "LINK_WELCOME_SECONDS", 0.5)
+    schedulers.append(Scheduler())
+    if address is not None:
+        schedulers[0].address = address
+    client = EnginePool(
+        "edge", lambda: {"app/engine/0": schedulers[0]}, patience=Patience(PATIENCE, PATIENCE)
+    )
+    yield client
+    client.close()
+
+
+def request(images: tuple[ImageInput, ...] = ()) -> EngineRequest:
+    prompt = np.array([1], np.int32)
+    key = next(KEYS)
+    return EngineRequest(f"r{key}", prompt, Sampling(), StopRules(9), key=key, images=images)
+
+
+async def read(client: EnginePool, wanted: EngineRequest) -> list[TokenDelta]:
+    async with asyncio.timeout(PATIENCE):
+        return [delta async for delta in client.stream(wanted)]
+
+
+async def until(happened: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not happened():
+            await asyncio.sleep(0.001)
+
+
+def tokens(deltas: list[TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.tokens]
+
+
+async def test_requests_of_one_turn_are_one_message_and_tokens_come_back(
+    client: EnginePool, schedulers: list[Scheduler]
+) -> None:
+    await client.info()
+    (scheduler,) = schedulers
+    wanted = [request() for _ in range(3)]
+    reading = [asyncio.create_task(read(client, one)) for one in wanted]
+    message = await scheduler.heard()
+    assert [one.request_id for one in message.requests] == [one.request_id for one in wanted]
+    assert message.client == scheduler.client
+    for one in message.requests:
+        scheduler.say(one.key, one.key)
+        scheduler.say(one.key, 7, ended=Ended(one.key, "stop", 7))
+    answers = await asyncio.gather(*reading)
+    assert [tokens(deltas) for deltas in answers] == [[one.key, 7] for one in wanted]
+    assert not scheduler.by_ray
+
+
+async def test_errors_come_back(client: EnginePool, schedulers: list[Scheduler]) -> None:
+    reading = asyncio.create_task(read(client, request()))
+    await until(lambda: schedulers)
+    (sent,) = (await schedulers[0].heard()).requests
+    refused = InvalidRequest("too long", "prompt")
+    schedulers[0].say(sent.key, ended=Ended(sent.key, "error", error=refused))
+    with pytest.raises(InvalidRequest, match="too long"):
+        await reading
+
+
+async def test_a_stream_that_is_given_up_is_aborted(
+    client: EnginePool, schedulers: list[Scheduler]
+) -> None:
+    reading = asyncio.create_task(read(client, request()))
+    (sent,) = (await schedulers[0].heard()).requests
+    reading.cancel()
+    assert (await schedulers[0].heard()).aborts == [sent.key]
+
+
+async def test_arrays_in_the_object_store_go_by_ray_and_so_does_their_abort(
+    client: EnginePool, schedulers: list[Scheduler]
+) -> None:
+    await client.info()
+    image = ImageInput(b"digest", 0, 1, pixels="a reference")
+    pictured, plain = request((image,)), request()
+    reading = [asyncio.create_task(read(client, one)) for one in (pictured, plain)]
+    (by_link,) = (await schedulers[0].heard()).requests
+    await until(lambda: schedulers[0].by_ray)
+    ((by_ray, *_),) = schedulers[0].by_ray
+    assert [one.request_id for one in by_ray] == [pictured.request_id]
+    assert by_link.request_id == plain.request_id
+    for task in reading:
+        task.cancel()
+    assert (await schedulers[0].heard()).aborts == [by_link.key]
+    await until(lambda: len(schedulers[0].by_ray) == 2)
+    assert schedulers[0].by_ray[1] == ([], [by_ray[0].key], [])
+
+
+async def test_a_scheduler_that_dies_is_replaced_and_its_streams_go_on(
+    client: EnginePool, schedulers: list[Scheduler]
+) -> None:
+    reasons: list[str] = []
+    client.events.replayed = reasons.append
+    reading = asyncio.create_task(read(client, request()))
+    first = schedulers[0] if schedulers else None
+    assert first is not None
+    (sent,) = (await first.heard()).requests
+    first.say(sent.key, 5)
+    await asyncio.sleep(0.02)
+    schedulers[0] = second = Scheduler()
+    first.die()
+    (again,) = (await second.heard()).requests
+    assert again.output == [5] and again.deaths == 0  # a token has come in between
+    second.say(again.key, 6, ended=Ended(again.key, "length"))
+    assert tokens(await reading) == [5, 6]
+    assert reasons == ["lost"]
+
+
+async def test_an_engine_that_ends_is_read_to_the_end(
+    client: EnginePool, schedulers: list[Scheduler]
+) -> None:
+    """Ray's end may come before what is still in the socket."""
+    reading = asyncio.create_task(read(client, request()))
+    first = schedulers[0]
+    (sent,) = (await first.heard()).requests
+    schedulers[0] = second = Scheduler()
+    for token in range(5):
+        first.say(sent.key, token)
+    first.ended.set()
+    first.say(sent.key, 5)
+    first.subscriptions.close_subscriptions()
+    (again,) = (await second.heard()).requests
+    assert again.output == list(range(6))
+    assert first.client in first.left
+    second.say(again.key, 6, ended=Ended(again.key, "length"))
+    assert tokens(await reading) == list(range(7))
+
+
+async def test_a_link_that_breaks_takes_no_more_requests(
+    client: EnginePool, schedulers: list[Scheduler]
+) -> None:
+    """Ray has yet to say what became of the engine."""
+    await client.info()
+    schedulers[0].subscriptions.close(schedulers[0].client)
+    await until(lambda: not client._ready())
+    reading = asyncio.create_task(read(client, request()))
+    schedulers.insert(0, Scheduler())
+    (sent,) = (await schedulers[0].heard()).requests
+    schedulers[0].say(sent.key, 1, ended=Ended(sent.key, "length"))
+    assert tokens(await reading) == [1]
+
+
+def closes_at_once(connected: socket.socket) -> None:
+    """An engine that does not know the client."""
+
+
+def says_nothing(connected: socket.socket) -> None:
+    while connected.recv(1):
+        pass
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "rayfin-of-another-machine",
+        Acceptor(closes_at_once, "closes").address,
+        Acceptor(says_nothing, "silent").address,
+    ],
+    ids=["none", "elsewhere", "closed", "silent"],
+)
+async def test_ray_carries_what_no_socket_does(
+    client: EnginePool, schedulers: list[Scheduler], address: str
+) -> None:
+    reading = asyncio.create_task(read(client, request()))
+    await until(lambda: schedulers and schedulers[0].by_ray)
+    requests, aborts, stopped = schedulers[0].by_ray[0]
+    assert [one.client for one in requests] == [schedulers[0].client]
+    assert not aborts and not stopped
+    reading.cancel()
+
+
+async def test_a_pool_that_closes_leaves_the_engine(
+    client: EnginePool, schedulers: list[Scheduler]
+) -> None:
+    reading = asyncio.create_task(read(client, request()))
+    await schedulers[0].heard()
+    client.close()
+    assert (await schedulers[0].heard()).leaves
+    reading.cancel()
+    with pytest.raises((asyncio.CancelledError, EngineUnavailable)):
+        await reading
