@@ -84,7 +84,7 @@ def load_checkpoint(
         widen(model)
     dequantize(model if vision is None else vision.model)  # what has no kernel
     _require_rounding(args, model)
-    saves = int4_saves(model, stored) if kernels and args.quantization is None else 0
+    saves = int4_saves(model, stored) if kernels and not (args.quantization or peers) else 0
     kernel = _attention(args, device, model.dtype, kernels)
     if vision is not None and device.type == "cuda":
         kernel = SeeingAhead(kernel)
@@ -154,11 +154,11 @@ def _load_weights(
         ranks = 1 if peers is None else peers.place.size
         view, vision = load_vision(args, config, device, ranks)
         return view, None, None, vision
+    keep = args.quantization != "dequantize"
     if peers is None:
-        keep = args.quantization != "dequantize"
         model = load_model(args, config, device, ATTENTION, keep_quantized=keep, narrow=True)
         return model, None, None, None
-    model = load_share(args, config, device, ATTENTION, peers)
+    model = load_share(args, config, device, ATTENTION, peers, keep_quantized=keep)
     peers.connect("load", MODEL_LOAD_SECONDS)
     total = config.get_text_config(decoder=True).num_hidden_layers
     return model, peers.place.layers(total), None, None

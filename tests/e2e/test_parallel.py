@@ -3,10 +3,13 @@
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import ray
 
+from quantised import QuantisedModel
 from rayfin import LLM, SamplingParams
 
 PROMPTS = [[5, 9, 3, 100, 7, 7, 60, 2, 44, 31, 8], [4, 9, 90]]
@@ -20,11 +23,16 @@ def _tokens(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+@pytest.mark.parametrize("kind", ["plain", "gptq desc_act"])
 def test_two_ranks(
-    cluster: None, settings: dict[str, Any], tiny_model: Callable[[str], Any]
+    kind: str,
+    cluster: None,
+    settings: dict[str, Any],
+    tiny_model: Callable[[str], Any],
+    tmp_path: Path,
 ) -> None:
     """Each rank is a process of its own; when one dies, the group is restarted as a whole."""
-    tiny = tiny_model("qwen3")
+    tiny = tiny_model("qwen3") if kind == "plain" else QuantisedModel(kind, "qwen3", tmp_path)
     expected = [tiny.greedy(prompt, LENGTH) for prompt in PROMPTS]
     own = {**settings, "model": str(tiny.folder), "tokenizer": "demo", "dtype": "float32"}
     with LLM(executor="ray", tensor_parallel_size=2, **own) as llm:

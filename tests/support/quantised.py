@@ -40,6 +40,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "qwen2": {},
     "gpt_neox": {"rotary_pct": 0.5},
+    "gpt2": {},
+    "phi3": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": _MOE,
     "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 32},
@@ -59,7 +61,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
 }
-EXACT = ("embed", "lm_head", "norm", "router", "gate.weight", "embed_out")
+EXACT = ("embed", "lm_head", "norm", "router", "gate.weight", "embed_out", "wte", "wpe")
+TURNED = (".attn.c_attn.", ".c_proj.", ".c_fc.")
+"""GPT-2's layers, whose plain weights are [inputs, outputs]."""
 
 
 def pack(values: torch.Tensor, bits: int, places: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -303,10 +307,11 @@ def write_layers(write: Writer, tensors: Tensors) -> tuple[Tensors, Tensors]:
         exact = any(part in name for part in EXACT)
         if exact or weight.dim() != 2 or not name.endswith(".weight"):
             continue
-        layer, number = write(*weight.shape, random)
+        is_turned = any(part in name for part in TURNED)
+        layer, number = write(*(weight.T if is_turned else weight).shape, random)
         del written[name]
         written |= {name.removesuffix("weight") + leaf: tensor for leaf, tensor in layer.items()}
-        dense[name] = number.float()
+        dense[name] = (number.T if is_turned else number).float().contiguous()
     return written, dense
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.errors import InvalidConfig, UnsupportedModel
+from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.model_files.files import require_safetensors
 from rayfin.actors.runner.models.config import why_not_loaded
 from rayfin.actors.runner.models.dtypes import resolve_dtype
@@ -29,7 +29,10 @@ from rayfin.actors.runner.parallel.plans import (
     read_experts,
     stored_name,
 )
+from rayfin.actors.runner.parallel.shard_codes import place_codes, widen_small_groups
 from rayfin.actors.runner.parallel.shard_model import check_sizes, checkpoint_name, shard_model
+from rayfin.actors.runner.quantized.formats import refuse
+from rayfin.actors.runner.quantized.loader import dequantize, quantizer_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -46,12 +49,17 @@ class Checkpoint:
 
     def __init__(self, args: EngineArgs, prefix: str) -> None:
         require_safetensors(args.model)
-        self._model = args.model
+        self.model = args.model
         self._prefix = f"{prefix}."
         self._files: dict[str, Path] = {}
         for path in _files(args):
             with safe_open(path, framework="pt") as file:
                 self._files |= dict.fromkeys(file.keys(), path)
+
+    @property
+    def files(self) -> list[Path]:
+        """Its files, in order."""
+        return sorted(set(self._files.values()))
 
     def __contains__(self, name: str) -> bool:
         return self._stored(name) in self._files
@@ -66,7 +74,7 @@ class Checkpoint:
             InvalidConfig: It is missing, or has another shape.
         """
         if name not in self:
-            raise InvalidConfig(f"{self._model} lacks the weight {name}", "model")
+            raise InvalidConfig(f"{self.model} lacks the weight {name}", "model")
         expected, stored_as = list(shape), self._stored(name)
         if cut is not None:
             expected[cut.dim] = cut.whole
@@ -74,7 +82,7 @@ class Checkpoint:
             stored = file.get_slice(stored_as)
             if stored.get_shape() != expected:
                 raise InvalidConfig(
-                    f"{self._model} holds {name} of shape {stored.get_shape()}, its config "
+                    f"{self.model} holds {name} of shape {stored.get_shape()}, its config "
                     f"wants {expected}",
                     "model",
                 )
@@ -93,18 +101,24 @@ def load_share(
     device: torch.device,
     attention: str,
     peers: ProcessGroups,
+    *,
+    keep_quantized: bool = False,
 ) -> PreTrainedModel:
     """Loads this rank's share of the model that ``load_model`` would load.
+
+    With ``keep_quantized`` layers and experts that are stored in codes stay in the files, until the
+    caller packs them.
 
     ``load_format="dummy"`` draws each weight from ``seed`` and its name, so weights differ from
     those of a single device.
 
     Raises:
         InvalidConfig: Sizes are not divisible; weights are missing, broken or of other shapes.
-        UnsupportedModel: The architecture cannot be sharded or paged, or the weights are quantized.
+        UnsupportedModel: The architecture cannot be sharded or paged.
     """
     check_sizes(config, peers.place)
-    _refuse_quantised(args, config)
+    is_dummy = args.load_format == "dummy"
+    quantizer = quantizer_of(config)
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -117,30 +131,26 @@ def load_share(
         raise dispatch_refused(config, attention, error) from None
     require_pageable(model)
     ties = model.all_tied_weights_keys
-    cuts = shard_model(model, peers)
-    _make_buffers(model, device)
     try:
-        if args.load_format == "dummy":
+        checkpoint = None if is_dummy else Checkpoint(args, model.base_model_prefix)
+        stored = None
+        if checkpoint and quantizer:
+            stored = quantizer.stored(model, checkpoint.files, device)
+        cuts = shard_model(model, peers)
+        _make_buffers(model, device)
+        if stored is not None:
+            place_codes(model, cuts, stored, peers)
+        if checkpoint is None:
             _draw(model, cuts, args.seed, device)
         else:
-            _read(model, cuts, Checkpoint(args, model.base_model_prefix), ties, device)
+            _read(model, cuts, checkpoint, ties, device)
+        widen_small_groups(model, peers.place.tensor_size)
+        if not keep_quantized:
+            dequantize(model)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise InvalidConfig(why_not_loaded(args.model, error), "model") from None
     served: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
     return served.requires_grad_(False)
-
-
-def _refuse_quantised(args: EngineArgs, config: PretrainedConfig) -> None:
-    # The scales would not be read, and the weights would silently be wrong.
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
-        is_dict = isinstance(quantization, dict)
-        method = quantization.get("quant_method") if is_dict else None
-        raise UnsupportedModel(
-            f"{args.model} holds quantised weights ({method or 'of some kind'}): "
-            "tensor_parallel_size and pipeline_parallel_size take plain ones",
-            "model",
-        )
 
 
 def _read(
@@ -157,6 +167,11 @@ def _read(
         if source in ties and (ties[source] in checkpoint or source not in checkpoint):
             source = ties[source]
         tensor = _assemble(source, parameter.shape, cut, known, checkpoint.read)
+        if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
+            raise refuse(
+                f"{checkpoint.model} holds {source} as {str(tensor.dtype).removeprefix('torch.')}, "
+                "which tensor_parallel_size and pipeline_parallel_size do not take in this layer"
+            )
         _set(model, name, tensor.to(device, parameter.dtype))
     exact = model._get_dtype_plan(model.dtype)  # some are always float32
     for name in _saved_buffers(model):

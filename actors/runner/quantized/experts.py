@@ -25,13 +25,19 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from rayfin.actors.runner.quantized.formats import Format, Slot, refuse
+from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.runner.quantized.formats import Format, Slot, input_order, refuse
 from rayfin.actors.runner.quantized.linear import grouped
 from rayfin.kernels.cpu.experts import ExpertBiases
 from rayfin.kernels.grouped import Grouped
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 """transformers' parameters [E, 2 F, H] and [E, H, F]."""
+
+ORDERS = ("g_idx", "weight_g_idx")
+"""What formats call the group of each input."""
+
+CPU = torch.device("cpu")
 
 _LAYER = re.compile(r"(.+)\.(\d+)\.(\w+)")
 """The experts, a number, and the name of a projection."""
@@ -45,9 +51,10 @@ class TensorPlace(NamedTuple):
 
 
 class TensorFiles:
-    """Mapped safetensors files: a tensor that is read takes no memory of its own."""
+    """Mapped safetensors files: on a CPU a tensor that is read takes no memory of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.device = device  # of the numbers that are made of the tensors
         self._open: dict[Path, Any] = {}
 
     def read(self, place: TensorPlace) -> torch.Tensor:
@@ -59,8 +66,8 @@ class TensorFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertLayer:
-    """One projection of one expert."""
+class StoredLayer:
+    """A layer in the files, such as one projection of one expert."""
 
     name: str
     outputs: int
@@ -77,14 +84,46 @@ class ExpertLayer:
             InvalidConfig: The tensors contradict each other.
         """
         tensors = {
-            leaf: self.files.read(self.places[leaf]).to(slot.dtype)
+            leaf: self.files.read(self.places[leaf]).to(self.files.device, slot.dtype)
             for leaf, (slot, _) in self.slots.items()
         }
         return grouped(self.name, self.format, self.outputs, self.inputs, tensors)
 
+    def order(self) -> torch.Tensor | None:
+        """The inputs [inputs] int64 in the order of their groups, or None if that is their own.
+
+        Raises:
+            InvalidConfig: The layer's groups are of other sizes.
+        """
+        leaf = next((leaf for leaf in ORDERS if leaf in self.slots), None)
+        if leaf is None:
+            return None
+        groups = self.files.read(self.places[leaf]).to(self.files.device)
+        width = self.format.width(self.inputs)
+        try:
+            return input_order(groups, self.inputs, width)
+        except InvalidConfig as error:
+            raise refuse(f"the checkpoint's {self.name}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class ExactLayer:
+    """A projection of an expert that is stored exactly, beside others that are quantised."""
+
+    outputs: int
+    inputs: int
+    place: TensorPlace
+    files: TensorFiles
+
+    def grouped(self) -> Grouped:
+        """The weight [outputs, inputs] as it is, with scales of 1; no kernel reads such codes."""
+        values = self.files.read(self.place).to(self.files.device, torch.float32)
+        scale = torch.ones(self.outputs, 1, device=values.device)
+        return Grouped(values, scale, self.inputs, 32)
+
 
 class CodedProjection(Protocol):
-    """One projection of one expert, as ``ExpertLayer``."""
+    """One projection of one expert, as ``StoredLayer``."""
 
     @property
     def outputs(self) -> int: ...
@@ -107,11 +146,17 @@ class QuantExperts(nn.Module):
     Fast kernels take the ``experts``; `dequantized()` is transformers' module of the same numbers.
     """
 
-    def __init__(self, module: nn.Module, experts: list[Expert], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        experts: list[Expert],
+        dtype: torch.dtype,
+        device: torch.device = CPU,  # of their numbers
+    ) -> None:
         super().__init__()
         # In a tuple: its parameters, which have no memory, are no part of the model.
         self._original = (module,)
-        self.experts, self.dtype = experts, dtype
+        self.experts, self.dtype, self._device = experts, dtype, device
         self.intermediate, self.hidden = experts[0].gate.outputs, experts[0].gate.inputs
 
     @property
@@ -155,8 +200,9 @@ class QuantExperts(nn.Module):
     def _merged(self, numbers: Iterable[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """The weights of some experts as transformers' parameters."""
         some, inner = [self.experts[number] for number in numbers], self.intermediate
-        gate_up = torch.empty(len(some), 2 * inner, self.hidden, dtype=dtype)
-        down = torch.empty(len(some), self.hidden, inner, dtype=dtype)
+        kind: dict[str, Any] = {"dtype": dtype, "device": self._device}
+        gate_up = torch.empty(len(some), 2 * inner, self.hidden, **kind)
+        down = torch.empty(len(some), self.hidden, inner, **kind)
         for at, expert in enumerate(some):
             gate_up[at, :inner] = expert.gate.grouped().dense()
             gate_up[at, inner:] = expert.up.grouped().dense()

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,11 +34,13 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.runner.quantized.config import Formats, read_formats, source_config
 from rayfin.actors.runner.quantized.experts import (
+    CodedProjection,
+    ExactLayer,
     Expert,
-    ExpertLayer,
-    QuantExperts,
+    StoredLayer,
     TensorFiles,
     TensorPlace,
     expert_names,
@@ -46,7 +48,7 @@ from rayfin.actors.runner.quantized.experts import (
 )
 from rayfin.actors.runner.quantized.formats import Format, Nf4, Plain, Slot, mxfp4, refuse
 from rayfin.actors.runner.quantized.linear import QuantLinear
-from rayfin.actors.runner.quantized.mxfp4 import mxfp4_experts
+from rayfin.actors.runner.quantized.mxfp4 import coded_experts, mxfp4_experts
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +101,19 @@ def _register() -> None:
         register_quantization_config(METHOD)(QuantizerConfig)
 
 
+def quantizer_of(config: PretrainedConfig) -> "Quantizer | None":
+    """What reads a quantised checkpoint's layers one by one, or None if it is plain.
+
+    The configuration forgets the format: what is made of it has plain layers.
+
+    Raises:
+        InvalidConfig: The checkpoint's format is not served.
+    """
+    source = source_config(config)
+    plain(config)
+    return None if source is None else Quantizer(QuantizerConfig(source))
+
+
 class QuantizerConfig(QuantizationConfigMixin):
     """Carries the checkpoint's own configuration to ``Quantizer``."""
 
@@ -111,6 +126,13 @@ class QuantizerConfig(QuantizationConfigMixin):
     ) -> None:
         self.quant_method: Any = quant_method
         self.source, self.keep_experts = source, keep_experts
+
+
+class StoredCodes(NamedTuple):
+    """What a checkpoint has in codes, by the names in the model."""
+
+    linear: dict[str, StoredLayer]
+    experts: dict[str, list[Expert]]
 
 
 class Quantizer(HfQuantizer):
@@ -166,7 +188,8 @@ class Quantizer(HfQuantizer):
         layers = self._stored_layers(model, checkpoint_files)
         self._require_whole_experts(layers)
         dtype = self.dtype = model.dtype
-        count = self._leave_experts(model, layers) if self._keep_experts else 0
+        experts = self._stored_experts(model, layers, TensorFiles()) if self._keep_experts else {}
+        count = _leave_experts(model, experts)
         for name, module in list(model.named_modules()):
             if type(module) not in (nn.Linear, Conv1D) or name not in layers:
                 continue
@@ -180,54 +203,82 @@ class Quantizer(HfQuantizer):
             count += 1
         if not count and not self.formats.experts:
             if not any(".experts." in name for name in layers):
-                method = self.formats.method
-                raise refuse(
-                    f"quantization_config names {method!r}, and the checkpoint has no such layer"
-                )
+                raise self._none()
         self._places.clear()
         logger.info("%d layers of %s", count, self.formats.default.label)
 
-    def _leave_experts(self, model: PreTrainedModel, layers: Mapping[str, Stored]) -> int:
-        """Leaves the experts in the files whose layers are all quantised; returns these layers."""
-        files, left, count = TensorFiles(), dict[str, QuantExperts](), 0
+    def stored(
+        self, model: PreTrainedModel, checkpoint_files: Sequence[Path], device: torch.device
+    ) -> StoredCodes:
+        """The layers of a model that are in codes, each to be read by itself.
+
+        Args:
+            model: without weights.
+            device: where their numbers are made.
+
+        Raises:
+            InvalidConfig: As ``prepare`` and ``checked_slots``; or no layer is in codes.
+        """
+        layers = self._stored_layers(model, checkpoint_files)
+        self._require_whole_experts(layers)
+        files, linear = TensorFiles(device), dict[str, StoredLayer]()
+        for name, module in model.named_modules():
+            if type(module) in (nn.Linear, Conv1D) and name in layers:
+                if layer := self._stored_layer(name, *_sizes(module), layers, files):
+                    linear[name] = layer
+        experts = self._stored_experts(model, layers, files, mixed=True)
+        if not linear and not experts:
+            raise self._none()
+        count = len(linear) + 3 * sum(map(len, experts.values()))
+        logger.info("%d layers of %s", count, self.formats.default.label)
+        return StoredCodes(linear, experts)
+
+    def _none(self) -> InvalidConfig:
+        method = self.formats.method
+        return refuse(f"quantization_config names {method!r}, and the checkpoint has no such layer")
+
+    def _stored_experts(
+        self,
+        model: PreTrainedModel,
+        layers: Mapping[str, Stored],
+        files: TensorFiles,
+        *,
+        mixed: bool = False,
+    ) -> dict[str, list[Expert]]:
+        """The experts whose layers are all quantised, or with ``mixed`` some of them, by module."""
+        found = dict[str, list[Expert]]()
         for path, names in expert_names(model, layers).items():
             module = model.get_submodule(path)
             hidden, inner = module.get_parameter("down_proj").shape[1:]
             shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
-            experts = []
+            experts, exact = list[Expert](), 0
             for number in range(len(names.down)):
-                parts = [
-                    self._expert_layer(part[number], *shape, layers, files)
-                    for part, shape in zip(names, shapes, strict=True)
-                ]
-                experts.append([part for part in parts if part is not None])
-            if any(len(parts) < len(names) for parts in experts):
-                continue  # some are stored exactly
-            left[path] = QuantExperts(module, [Expert(*one) for one in experts], model.dtype)
+                parts = list[CodedProjection]()
+                for part, shape in zip(names, shapes, strict=True):
+                    name = part[number]
+                    layer = self._stored_layer(name, *shape, layers, files)
+                    exact += layer is None
+                    parts.append(layer or ExactLayer(*shape, self._places[name]["weight"], files))
+                experts.append(Expert(*parts))
+            if exact < 3 * len(experts) if mixed else not exact:
+                found[path] = experts
         if self.formats.experts == "mxfp4":
-            left |= mxfp4_experts(model, layers, self._places, model.dtype)
-        ignored = set(model._keys_to_ignore_on_load_unexpected or ())
-        for path, made in left.items():
-            owner, _, leaf = path.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, made)
-            ignored.add(rf"\.{re.escape(leaf)}\.")
-            count += 3 * len(made.experts)
-        model._keys_to_ignore_on_load_unexpected = ignored
-        return count
+            found |= mxfp4_experts(model, layers, self._places, files)
+        return found
 
-    def _expert_layer(
+    def _stored_layer(
         self,
         name: str,
         outputs: int,
         inputs: int,
         layers: Mapping[str, Stored],
         files: TensorFiles,
-    ) -> ExpertLayer | None:
-        """The layer of an expert, or None if it is stored exactly."""
+    ) -> StoredLayer | None:
+        """The layer, or None if it is stored exactly."""
         if (format := self._format_of(name, layers[name])) is None:
             return None
         slots = checked_slots(name, outputs, inputs, format, layers[name])
-        return ExpertLayer(name, outputs, inputs, format, slots, self._places[name], files)
+        return StoredLayer(name, outputs, inputs, format, slots, self._places[name], files)
 
     def _require_whole_experts(self, layers: Mapping[str, Stored]) -> None:
         """Raises where an expert lacks a tensor: transformers would not name it."""
@@ -262,7 +313,7 @@ class Quantizer(HfQuantizer):
         return format
 
     def _stored_layers(
-        self, model: PreTrainedModel, checkpoint_files: Sequence[str]
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str | Path]
     ) -> dict[str, Stored]:
         """The tensors of each module, under the module's name in the model."""
         renamings = [
@@ -285,6 +336,18 @@ class Quantizer(HfQuantizer):
                 layers.setdefault(owner, {})[leaf] = found
                 self._places.setdefault(owner, {})[leaf] = TensorPlace(path, key)
         return layers
+
+
+def _leave_experts(model: PreTrainedModel, experts: Mapping[str, list[Expert]]) -> int:
+    """Takes experts out of a model that is about to be loaded; returns the number of layers."""
+    ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+    for path, own in experts.items():
+        made = coded_experts(model.get_submodule(path), own, model.dtype)
+        owner, _, leaf = path.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, made)
+        ignored.add(rf"\.{re.escape(leaf)}\.")
+    model._keys_to_ignore_on_load_unexpected = ignored
+    return 3 * sum(map(len, experts.values()))
 
 
 def stored_scale(format: Format, stored: Iterable[str]) -> Format:
@@ -311,12 +374,17 @@ def quant_linear(
     Raises:
         InvalidConfig: As ``checked_slots``.
     """
-    weight: torch.Tensor = module.weight  # type: ignore[assignment]
-    outputs, inputs = weight.shape if isinstance(module, nn.Linear) else weight.T.shape
+    outputs, inputs = _sizes(module)
     checked = checked_slots(name, outputs, inputs, format, stored)
     bias = module.bias
     assert bias is None or isinstance(bias, torch.Tensor)
     return QuantLinear(name, outputs, inputs, format, checked, bias, dtype)
+
+
+def _sizes(module: nn.Module) -> tuple[int, int]:
+    """Outputs and inputs of a linear layer."""
+    outputs, inputs = module.get_parameter("weight").shape
+    return (inputs, outputs) if isinstance(module, Conv1D) else (outputs, inputs)
 
 
 def checked_slots(

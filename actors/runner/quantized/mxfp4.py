@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rayfin.actors.runner.quantized.experts import (
+    CPU,
     DOWN,
     GATE_UP,
     Expert,
@@ -47,7 +48,8 @@ class Mxfp4Layer:
     def grouped(self) -> Grouped:
         """The weight [outputs, inputs], read out of the files."""
         blocks, scales = (
-            self.files.read(place)[self.expert, self.part] for place in (self.blocks, self.scales)
+            self.files.read(place)[self.expert, self.part].to(self.files.device)
+            for place in (self.blocks, self.scales)
         )
         return mxfp4_groups(blocks, scales)
 
@@ -70,8 +72,14 @@ class _Weight(NamedTuple):
 class Mxfp4QuantExperts(QuantExperts):
     """Such experts; their biases are parameters, which transformers loads."""
 
-    def __init__(self, module: nn.Module, experts: list[Expert], dtype: torch.dtype) -> None:
-        super().__init__(module, experts, dtype)
+    def __init__(
+        self,
+        module: nn.Module,
+        experts: list[Expert],
+        dtype: torch.dtype,
+        device: torch.device = CPU,
+    ) -> None:
+        super().__init__(module, experts, dtype, device)
         for name in BIASES:
             self.register_parameter(name, module.get_parameter(name))
 
@@ -91,13 +99,22 @@ class Mxfp4QuantExperts(QuantExperts):
         }
 
 
+def coded_experts(
+    module: nn.Module, experts: list[Expert], dtype: torch.dtype, device: torch.device = CPU
+) -> QuantExperts:
+    """What takes the place of transformers' module of these experts."""
+    has_biases = set(BIASES) <= set(module._parameters)
+    kind = Mxfp4QuantExperts if has_biases else QuantExperts
+    return kind(module, experts, dtype, device)
+
+
 def mxfp4_experts(
     model: nn.Module,
     layers: Mapping[str, Stored],
     places: Mapping[str, Mapping[str, TensorPlace]],
-    dtype: torch.dtype,
-) -> dict[str, QuantExperts]:
-    """What takes the place of the experts that the checkpoint has in blocks, by their paths.
+    files: TensorFiles,
+) -> dict[str, list[Expert]]:
+    """The experts that the checkpoint has in blocks, by the paths of their modules.
 
     Args:
         layers: the tensors of each module by its path.
@@ -106,7 +123,7 @@ def mxfp4_experts(
     Raises:
         InvalidConfig: Blocks or exponents have another shape or type than the model wants.
     """
-    files, found = TensorFiles(), dict[str, QuantExperts]()
+    found = dict[str, list[Expert]]()
     for path, module in model.named_modules():
         stored, shapes = layers.get(path, {}), _shapes(module)
         if f"{GATE_UP}_blocks" not in stored or f"{DOWN}_blocks" not in stored or shapes is None:
@@ -118,7 +135,7 @@ def mxfp4_experts(
             name: _Weight(shape, own[f"{name}_blocks"], own[f"{name}_scales"], files)
             for name, shape in shapes.items()
         }
-        experts = [
+        found[path] = [
             Expert(
                 weights[GATE_UP].layer(number, slice(0, None, 2)),
                 weights[GATE_UP].layer(number, slice(1, None, 2)),
@@ -126,7 +143,6 @@ def mxfp4_experts(
             )
             for number in range(shapes[DOWN][0])
         ]
-        found[path] = Mxfp4QuantExperts(module, experts, dtype)
     return found
 
 

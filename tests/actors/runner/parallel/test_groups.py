@@ -1,14 +1,12 @@
 """Groups of runners give the tokens of one: ranks are threads here, with real Gloo between them."""
 
 import itertools
-import json
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +14,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rayfin.actors.config import EngineArgs, resolve
-from rayfin.actors.errors import InvalidConfig, PeerLost, RayfinError, UnsupportedModel
+from rank_groups import HOST, run_group
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import InvalidConfig, PeerLost, RayfinError
 from rayfin.actors.guidance import Guidance
-from rayfin.actors.messages import EngineRequest, Sampling, SchedulerInfo, StepResult
+from rayfin.actors.messages import Sampling
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.models.config import load_config
 from rayfin.actors.runner.models.paged_model import ATTENTION
 from rayfin.actors.runner.parallel.groups import ProcessGroups, open_store
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.parallel.shard_weights import Checkpoint, load_share
-from rayfin.actors.scheduler.engine import Engine
 
 pytestmark = pytest.mark.slow(reason="starts groups of two and four ranks")
 
 Make = Callable[..., Any]
-HOST = "127.0.0.1"
 OUTPUT = 12
 SHAPES = [(2, 1), (1, 2), (2, 2), (1, 3)]  # tensor size, stages
 OWN_PLANS = [
@@ -39,134 +36,6 @@ OWN_PLANS = [
     *("qwen2_moe", "deepseek_v2", "deepseek_v3"),
 ]
 PROMPTS = [[5, 9, 3, 100, 7, 7, 60, 2, 44, 31, 8], [4, 9, 90], [77] * 6, [5, 9, 3, 100, 7, 7, 1]]
-
-
-@dataclass
-class _Step:
-    """A step on all ranks."""
-
-    answers: list["Future[StepResult]"]
-    answering: int
-
-    def result(self) -> StepResult:
-        return self.answers[self.answering].result(60)
-
-
-class _Prepared:
-    """Grammars that all ranks have compiled."""
-
-    def done(self) -> bool:
-        return True
-
-    def error(self) -> str | None:
-        return None
-
-
-class Group:
-    """The ranks of an engine as threads of this process, behind the executor's interface."""
-
-    def __init__(
-        self, args: EngineArgs, tensor: int, stages: int, num_pages: int | None = None
-    ) -> None:
-        self.args = args
-        self.sizes = (tensor, stages)
-        ranks = range(tensor * stages)
-        self.epoch = 0
-        self.store = open_store()
-        self.threads = [ThreadPoolExecutor(1) for _ in ranks]
-        self.steps: list[SchedulerInfo] = []
-        try:
-            self.runners: list[ModelRunner] = self._all(self._load, ranks)
-            facts = self._all(ModelRunner.profile, self.runners)
-            scarcest = min(facts, key=lambda own: own[0].available_bytes // own[0].page_bytes)
-            config = resolve(args, *scarcest)
-            pages = num_pages or config.num_pages
-            self.config = replace(config, num_pages=pages, steps_in_flight=stages + 1)
-            self.restart()
-        except BaseException:
-            self.close()
-            raise
-
-    def submit(self, info: SchedulerInfo) -> _Step:
-        self.steps.append(info)
-        calls = zip(self.threads, self.runners, strict=True)
-        answers = [thread.submit(runner.execute, info) for thread, runner in calls]
-        tensor, stages = self.sizes
-        return _Step(answers, tensor * (stages - 1))
-
-    def prepare(self, grammars: Sequence[str], adapters: Sequence[Any] = ()) -> _Prepared:
-        self._all(lambda runner: runner.prepare(grammars), self.runners)
-        return _Prepared()
-
-    def restart(self) -> None:
-        self.epoch += 1
-        self._all(lambda runner: runner.start(self.config, self.epoch), self.runners)
-
-    def sleep(self) -> None:
-        self._all(ModelRunner.sleep, self.runners)
-
-    def wake(self) -> None:
-        self.restart()
-
-    def close(self) -> None:
-        for thread in self.threads:
-            thread.shutdown(wait=False)
-
-    def _load(self, rank: int) -> ModelRunner:
-        return ModelRunner(
-            self.args, ParallelRank(rank, *self.sizes, (HOST, self.store.port), HOST)
-        )
-
-    def _all(self, call: Callable[[Any], Any], of: Sequence[Any]) -> list[Any]:
-        pairs = zip(self.threads, of, strict=True)
-        answers = [thread.submit(call, own) for thread, own in pairs]
-        return [answer.result(60) for answer in answers]
-
-
-@pytest.fixture(scope="module")
-def group(engine_args: Make) -> Iterator[Make]:
-    """Makes groups, which end with the module; those of the same settings are one."""
-    made: dict[Any, Group] = {}
-    with ExitStack() as stack:
-
-        def make(folder: Path, tensor: int, stages: int, **settings: Any) -> Group:
-            pages = settings.pop("num_pages", None)
-            key = (engine_args(folder, **settings), tensor, stages, pages)
-            if key in made:
-                made[key].restart()
-            else:
-                made[key] = Group(*key)
-                stack.callback(made[key].close)
-            return made[key]
-
-        yield make
-
-
-def _run(
-    group: Group, requests: Sequence[EngineRequest], stagger: int = 0, fast: bool = False
-) -> Any:
-    """Tokens and log probabilities of all requests by key, and the engine."""
-    engine = Engine(group.config, group)
-    if fast:  # as long a lease as may be, however long steps take
-        engine._multi_step.observe(1e-6, 1)
-        engine._multi_step.observe = lambda *_, **__: None  # type: ignore[method-assign]
-    tokens: dict[int, list[int]] = {request.key: [] for request in requests}
-    logprobs: dict[int, list[float]] = {request.key: [] for request in requests}
-    waiting, countdown = list(requests), 0
-    while waiting or engine.has_work:
-        while waiting and countdown <= 0:
-            engine.add(waiting.pop(0))
-            countdown = stagger
-        countdown -= 1
-        for deltas in engine.step().values():
-            for key, token in zip(deltas.keys.tolist(), deltas.tokens.tolist(), strict=True):
-                tokens[key].append(token)
-            if deltas.logprobs is not None:
-                for at, entry in deltas.logprobs.entries():
-                    logprobs[int(deltas.keys[at])].append(entry.logprob)
-            assert not [ended.error for ended in deltas.ended if ended.error]
-    engine.check_integrity()
-    return tokens, logprobs, engine
 
 
 @pytest.mark.parametrize(("tensor", "stages"), SHAPES)
@@ -178,7 +47,7 @@ def test_greedy(
     tiny = tiny_model(form)
     ranks = group(tiny.folder, tensor, stages, max_batch_tokens=8)
     requests = [request_of(key, prompt, OUTPUT) for key, prompt in enumerate(PROMPTS)]
-    tokens, _, engine = _run(ranks, requests, stagger=2)
+    tokens, _, engine = run_group(ranks, requests, stagger=2)
     assert tokens == {key: tiny.greedy(own, OUTPUT) for key, own in enumerate(PROMPTS)}
     assert engine.stats().prefix_hits > 0
 
@@ -204,7 +73,7 @@ def test_guided(
         for key, own in enumerate(PROMPTS)
     ]
     ranks = group(folder, tensor, stages, **settings)
-    tokens, _, _ = _run(ranks, requests, fast=lease > 1)
+    tokens, _, _ = run_group(ranks, requests, fast=lease > 1)
     assert tokens == served(folder, **settings).run(*requests)
     compiled = [len(runner._book) for runner in ranks.runners]
     assert compiled == [0] * (tensor * (stages - 1)) + [1] * tensor
@@ -230,7 +99,7 @@ def test_families(
     tiny = tiny_model(form)
     ranks = group(tiny.folder, tensor, stages, max_batch_tokens=8)
     requests = [request_of(key, prompt, OUTPUT, eos=(2,)) for key, prompt in enumerate(PROMPTS)]
-    tokens, _, _ = _run(ranks, requests)
+    tokens, _, _ = run_group(ranks, requests)
     assert tokens == {key: tiny.greedy(own, OUTPUT) for key, own in enumerate(PROMPTS)}
 
 
@@ -254,7 +123,7 @@ def test_what_one_rank_samples(
     ]
     expected = alone.run(*requests)
     ranks = group(folder, tensor, stages, max_batch_tokens=8, max_model_len=24, num_pages=9)
-    tokens, logprobs, engine = _run(ranks, requests)
+    tokens, logprobs, engine = run_group(ranks, requests)
     assert tokens == expected
     assert engine.lifecycle.state.counters.preemptions > 0
     for key in (0, 2):
@@ -268,7 +137,7 @@ def test_a_pipeline_decodes_in_all_stages(tiny_model: Make, group: Make, request
     ranks = group(tiny.folder, 1, 2, max_batch_tokens=24)
     ranks.steps.clear()
     requests = [request_of(key, prompt, OUTPUT) for key, prompt in enumerate(PROMPTS)]
-    tokens, _, _ = _run(ranks, requests)
+    tokens, _, _ = run_group(ranks, requests)
     assert tokens == {key: tiny.greedy(own, OUTPUT) for key, own in enumerate(PROMPTS)}
     steady = [set(step.ids.tolist()) for step in ranks.steps if step.decoding_batch == 2]
     assert len(steady) > OUTPUT
@@ -292,7 +161,7 @@ def test_tokens_that_nobody_asks_for(
     ranks.restart()
     limit = 1 if steps_in_flight > 1 else OUTPUT
     requests = [request_of(key, PROMPTS[0], limit) for key in range(12)]
-    tokens, _, _ = _run(ranks, requests, stagger=2)
+    tokens, _, _ = run_group(ranks, requests, stagger=2)
     assert set(map(tuple, tokens.values())) == {tuple(tiny.greedy(PROMPTS[0], limit))}
     taken, reported = (runner._loaded.peers._messages["tokens"] for runner in ranks.runners)
     assert reported >= 12 and reported - taken <= steps_in_flight
@@ -305,7 +174,7 @@ def test_lease(tensor: int, stages: int, tiny_model: Make, group: Make, request_
     ranks = group(tiny.folder, tensor, stages, max_batch_tokens=8, max_lease=8)
     limits = [3, 24, 7, 10]  # at last one is alone: in a pipeline the others take turns
     requests = [request_of(key, PROMPTS[key], limits[key]) for key in range(4)]
-    tokens, _, _ = _run(ranks, requests, fast=True)
+    tokens, _, _ = run_group(ranks, requests, fast=True)
     assert tokens == {key: tiny.greedy(PROMPTS[key], limits[key]) for key in range(4)}
     assert max(step.num_steps for step in ranks.steps) > 1
 
@@ -318,7 +187,7 @@ def test_fp8_pages_of_two_ranks(
     settings = {"max_batch_tokens": 8, "kv_cache_dtype": "fp8", "attention": "torch"}
     requests = [request_of(key, prompt, OUTPUT) for key, prompt in enumerate(PROMPTS)]
     ranks = group(folder, 2, 1, **settings)
-    tokens, _, _ = _run(ranks, requests)
+    tokens, _, _ = run_group(ranks, requests)
     assert tokens == served(folder, **settings).run(*requests)
     assert {runner._loaded.page_type for runner in ranks.runners} == {torch.float8_e4m3fn}
 
@@ -394,15 +263,6 @@ def test_uneven_width(tmp_path: Path, tiny_models: Any, engine_args: Make) -> No
         ModelRunner(args, ParallelRank(0, 2, 1, (HOST, 1), HOST))
 
 
-def test_quantised_weights(tmp_path: Path, tiny_model: Make, engine_args: Make) -> None:
-    """They would be read without their scales."""
-    config = json.loads((tiny_model("llama").folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModel, match=r"quantised weights \(fp8\)"):
-        ModelRunner(engine_args(tmp_path), ParallelRank(0, 2, 1, (HOST, 1), HOST))
-
-
 def test_a_checkpoint_without_its_prefix(
     tmp_path: Path, tiny_model: Make, group: Make, request_of: Make
 ) -> None:
@@ -414,7 +274,7 @@ def test_a_checkpoint_without_its_prefix(
     assert "wte.weight" in own and "lm_head.weight" not in own
     save_file(own, tmp_path / "model.safetensors", {"format": "pt"})
     ranks = group(tmp_path, 2, 2)
-    tokens, _, _ = _run(ranks, [request_of(0, PROMPTS[0], OUTPUT, eos=(2,))])
+    tokens, _, _ = run_group(ranks, [request_of(0, PROMPTS[0], OUTPUT, eos=(2,))])
     assert tokens == {0: tiny.greedy(PROMPTS[0], OUTPUT)}
 
 
