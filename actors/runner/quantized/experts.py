@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 )
 
 from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.runner.quantized.formats import Format, Slot, input_order, refuse
+from rayfin.actors.runner.quantized.formats import Format, Part, Slot, Tensors, input_order, refuse
 from rayfin.actors.runner.quantized.linear import grouped
 from rayfin.kernels.cpu.experts import ExpertBiases
 from rayfin.kernels.grouped import Grouped
@@ -83,11 +83,30 @@ class StoredLayer:
         Raises:
             InvalidConfig: The tensors contradict each other.
         """
-        tensors = {
-            leaf: self.files.read(self.places[leaf]).to(self.files.device, slot.dtype)
-            for leaf, (slot, _) in self.slots.items()
+        return self._grouped(self._tensors(), self.outputs, self.inputs)
+
+    def part(self, part: Part) -> Grouped | None:
+        """Some outputs or inputs, of which nothing else is read; None if they lie not apart.
+
+        Raises:
+            InvalidConfig: The tensors contradict each other.
+        """
+        tensors = self._tensors()
+        try:
+            own = self.format.part(self.outputs, self.inputs, tensors, part)
+        except (InvalidConfig, ValueError, KeyError):
+            return None  # `grouped` says what is wrong
+        return None if own is None else self._grouped(own, *part.sizes(self.outputs, self.inputs))
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {leaf: self.files.read(self.places[leaf]) for leaf in self.slots}
+
+    def _grouped(self, tensors: Tensors, outputs: int, inputs: int) -> Grouped:
+        moved = {
+            leaf: tensor.to(self.files.device, self.slots[leaf][0].dtype)
+            for leaf, tensor in tensors.items()
         }
-        return grouped(self.name, self.format, self.outputs, self.inputs, tensors)
+        return grouped(self.name, self.format, outputs, inputs, moved)
 
     def order(self) -> torch.Tensor | None:
         """The inputs [inputs] int64 in the order of their groups, or None if that is their own.

@@ -30,6 +30,28 @@ class Slot(NamedTuple):
 Tensors = Mapping[str, torch.Tensor]
 
 
+class Part(NamedTuple):
+    """Consecutive outputs (``dim`` 0) or inputs (1) of a layer."""
+
+    dim: int
+    run: range
+
+    def sizes(self, outputs: int, inputs: int) -> tuple[int, int]:
+        """The outputs and inputs of the part."""
+        return (len(self.run), inputs) if self.dim == 0 else (outputs, len(self.run))
+
+    def each(self, step: int, whole: int) -> slice | None:
+        """The part of what there is one of for ``step`` of ``whole``; None if the part cuts one."""
+        start, stop = self.run.start, self.run.stop
+        if start % step or (stop % step and stop != whole):
+            return None
+        return slice(start // step, groups_of(stop, step))
+
+    def groups(self, width: int, inputs: int) -> slice | None:
+        """The groups of some inputs, or None if the part cuts one of several."""
+        return slice(0, 1) if width >= inputs else self.each(width, inputs)
+
+
 def refuse(why: str) -> InvalidConfig:
     """The error of a checkpoint that is not served."""
     return InvalidConfig(why, "quantization")
@@ -77,6 +99,12 @@ class Format(ABC):
             InvalidConfig: The tensors contradict each other.
         """
 
+    @abstractmethod
+    def part(
+        self, outputs: int, inputs: int, tensors: Tensors, part: Part
+    ) -> dict[str, torch.Tensor] | None:
+        """The tensors of a part as views, or None if it cuts words, groups or blocks."""
+
 
 @dataclass(frozen=True)
 class Gptq(Format):
@@ -120,6 +148,26 @@ class Gptq(Format):
             zero.contiguous(),
             order=order,
         )
+
+    def part(
+        self, outputs: int, inputs: int, tensors: Tensors, part: Part
+    ) -> dict[str, torch.Tensor] | None:
+        words = part.each(32 // self.bits, -1)
+        group = self.width(inputs)
+        if words is None:
+            return None
+        own = dict(tensors)
+        if part.dim == 0:
+            here = slice(part.run.start, part.run.stop)
+            own["qweight"], own["scales"] = own["qweight"][:, here], own["scales"][:, here]
+            own["qzeros"] = own["qzeros"][:, words]
+            return own
+        groups = part.groups(group, inputs)
+        if groups is None or input_order(own.pop("g_idx", None), inputs, group) is not None:
+            return None
+        own["qweight"] = own["qweight"][words]
+        own["qzeros"], own["scales"] = own["qzeros"][groups], own["scales"][groups]
+        return own
 
 
 def input_order(g_idx: torch.Tensor | None, inputs: int, group: int) -> torch.Tensor | None:
@@ -166,6 +214,19 @@ class Awq(Format):
         zero = unpack(tensors["qzeros"]).int()
         return Grouped(unpack(tensors["qweight"]), scale, self.width(inputs), 4, zero)
 
+    def part(
+        self, outputs: int, inputs: int, tensors: Tensors, part: Part
+    ) -> dict[str, torch.Tensor] | None:
+        words, groups = part.each(8, -1), part.groups(self.width(inputs), inputs)
+        here = slice(part.run.start, part.run.stop)
+        if part.dim == 0 and words is not None:
+            columns = {"qweight": words, "qzeros": words, "scales": here}
+            return {leaf: tensors[leaf][:, columns[leaf]] for leaf in columns}
+        if part.dim == 1 and groups is not None:
+            rows = {"qweight": here, "qzeros": groups, "scales": groups}
+            return {leaf: tensors[leaf][rows[leaf]] for leaf in rows}
+        return None
+
 
 @dataclass(frozen=True)
 class Packed(Format):
@@ -207,6 +268,24 @@ class Packed(Format):
             values = values[:, order]
         return Grouped(values.contiguous(), scale.contiguous(), group, self.bits, zero, order=order)
 
+    def part(
+        self, outputs: int, inputs: int, tensors: Tensors, part: Part
+    ) -> dict[str, torch.Tensor] | None:
+        words, group = part.each(32 // self.bits, (outputs, inputs)[part.dim]), self.width(inputs)
+        groups = part.groups(group, inputs)
+        if words is None or (part.dim == 1 and groups is None):
+            return None
+        own, here = dict(tensors), slice(part.run.start, part.run.stop)
+        rows = {"weight_packed": here, "weight_scale": here, "weight_zero_point": words}
+        columns = {"weight_packed": words, "weight_scale": groups, "weight_zero_point": groups}
+        if part.dim == 1 and input_order(own.pop("weight_g_idx", None), inputs, group) is not None:
+            return None
+        for leaf in rows.keys() & own.keys():
+            own[leaf] = own[leaf][rows[leaf]] if part.dim == 0 else own[leaf][:, columns[leaf]]
+        if "weight_shape" in own:
+            own["weight_shape"] = torch.tensor(part.sizes(*own["weight_shape"].tolist()))
+        return own
+
 
 @dataclass(frozen=True)
 class Plain(Format):
@@ -243,6 +322,20 @@ class Plain(Format):
         else:
             scale = scale.reshape(-1, 1).expand(outputs, 1)
         return Grouped(tensors["weight"], scale.contiguous(), self.width(inputs), 8)
+
+    def part(
+        self, outputs: int, inputs: int, tensors: Tensors, part: Part
+    ) -> dict[str, torch.Tensor] | None:
+        here, scale = slice(part.run.start, part.run.stop), tensors[self.scale]
+        weight = tensors["weight"][here] if part.dim == 0 else tensors["weight"][:, here]
+        if self.group is not None and self.block is not None:
+            blocks = part.each((self.block, self.group)[part.dim], (outputs, inputs)[part.dim])
+            if blocks is None:
+                return None
+            scale = scale[blocks] if part.dim == 0 else scale[:, blocks]
+        elif part.dim == 0 and scale.numel() > 1:
+            scale = scale[here]
+        return {"weight": weight, self.scale: scale}
 
 
 @dataclass(frozen=True)
@@ -283,6 +376,24 @@ class Nf4(Format):
         values = torch.stack([codes >> 4, codes & 15], dim=-1).view(outputs, inputs)
         scale = absmax.float().view(outputs, inputs // block)
         return Grouped(values, scale, block, 4, table=tensors["weight_quant_map"])
+
+    def part(
+        self, outputs: int, inputs: int, tensors: Tensors, part: Part
+    ) -> dict[str, torch.Tensor] | None:
+        state = json.loads(bytes(tensors["weight_quant_state"].tolist()))
+        block, own = int(state["blocksize"]), dict(tensors)
+        if part.dim == 1 or inputs % block:  # numbers lie output after output
+            return None
+        first, count = part.run.start * inputs, len(part.run) * inputs
+        blocks = slice(first // block, (first + count) // block)
+        if "weight_nested_absmax" in own:
+            each = int(state["nested_blocksize"])
+            if blocks.start % each:
+                return None
+            own["weight_nested_absmax"] = own["weight_nested_absmax"][blocks.start // each :]
+        own["weight"] = own["weight"][first // 2 : (first + count) // 2]
+        own["weight_absmax"] = own["weight_absmax"][blocks]
+        return own
 
 
 def mxfp4_groups(blocks: torch.Tensor, scales: torch.Tensor) -> Grouped:

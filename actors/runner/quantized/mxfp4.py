@@ -21,7 +21,7 @@ from rayfin.actors.runner.quantized.experts import (
     TensorFiles,
     TensorPlace,
 )
-from rayfin.actors.runner.quantized.formats import mxfp4_groups, refuse
+from rayfin.actors.runner.quantized.formats import Part, mxfp4_groups, refuse
 from rayfin.kernels.cpu.experts import ExpertBiases
 from rayfin.kernels.grouped import Grouped
 
@@ -43,15 +43,24 @@ class Mxfp4Layer:
     scales: TensorPlace
     files: TensorFiles
     expert: int
-    part: slice
+    rows: slice
 
     def grouped(self) -> Grouped:
         """The weight [outputs, inputs], read out of the files."""
-        blocks, scales = (
-            self.files.read(place)[self.expert, self.part].to(self.files.device)
-            for place in (self.blocks, self.scales)
-        )
-        return mxfp4_groups(blocks, scales)
+        every = slice(None)
+        return self._read(every, every)
+
+    def part(self, part: Part) -> Grouped | None:
+        """Some outputs or inputs, of which nothing else is read; None if a block is cut."""
+        every, here = slice(None), part.each(SIZE if part.dim else 1, self.inputs)
+        if here is None:
+            return None
+        return self._read(every, here) if part.dim else self._read(here, every)
+
+    def _read(self, outputs: slice, blocks: slice) -> Grouped:
+        places = (self.blocks, self.scales)
+        own = (self.files.read(place)[self.expert, self.rows] for place in places)
+        return mxfp4_groups(*(tensor[outputs, blocks].to(self.files.device) for tensor in own))
 
 
 class _Weight(NamedTuple):
@@ -62,11 +71,11 @@ class _Weight(NamedTuple):
     scales: TensorPlace
     files: TensorFiles
 
-    def layer(self, expert: int, part: slice) -> Mxfp4Layer:
+    def layer(self, expert: int, rows: slice) -> Mxfp4Layer:
         """Some outputs of one expert."""
         _, outputs, inputs = self.shape
-        count = len(range(*part.indices(outputs)))
-        return Mxfp4Layer(count, inputs, self.blocks, self.scales, self.files, expert, part)
+        count = len(range(*rows.indices(outputs)))
+        return Mxfp4Layer(count, inputs, self.blocks, self.scales, self.files, expert, rows)
 
 
 class Mxfp4QuantExperts(QuantExperts):

@@ -1,7 +1,7 @@
 """A rank's share of a layer in codes: some of its outputs, or some of its inputs.
 
-A layer is unpacked as a whole, one after the other, and its share is cut out of the codes. So words
-of eight codes, and blocks of outputs that have one scale, need not end where a share ends.
+Where words of codes, groups and blocks end with the share, nothing else is read. Other layers are
+unpacked as a whole, one after the other, and the share is cut out of the codes.
 """
 
 import math
@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rayfin.actors.runner.quantized.experts import CodedProjection
-from rayfin.actors.runner.quantized.formats import E4M3, Format
+from rayfin.actors.runner.quantized.experts import CodedProjection, StoredLayer
+from rayfin.actors.runner.quantized.formats import E4M3, Format, Part
 from rayfin.actors.runner.quantized.linear import QuantLinear
+from rayfin.actors.runner.quantized.mxfp4 import Mxfp4Layer
 from rayfin.kernels.grouped import Grouped
 
 LEAST_GROUP = 8
@@ -35,6 +36,10 @@ class OutputsOf:
 
     def grouped(self) -> Grouped:
         """The weight [outputs, inputs]."""
+        rows = self.rows
+        if not isinstance(rows, torch.Tensor) and [self.outputs] == [len(run) for run in rows]:
+            if (part := _part(self.layer, Part(0, rows[0]))) is not None:
+                return part
         return some_outputs(self.layer.grouped(), self.rows, self.outputs)
 
 
@@ -55,7 +60,8 @@ class InputsOf:
 
     def grouped(self) -> Grouped:
         """The weight [outputs, inputs], without an order of inputs."""
-        return some_inputs(self.layer.grouped(), self.run)
+        part = _part(self.layer, Part(1, self.run))
+        return some_inputs(self.layer.grouped(), self.run) if part is None else part
 
 
 class SharedLinear(QuantLinear):
@@ -87,6 +93,11 @@ class SharedLinear(QuantLinear):
     def grouped(self) -> Grouped:
         """The weight [outputs, inputs], read out of the files."""
         return self._layer.grouped()
+
+
+def _part(layer: CodedProjection, part: Part) -> Grouped | None:
+    """A part that is read by itself, or None."""
+    return layer.part(part) if isinstance(layer, StoredLayer | Mxfp4Layer) else None
 
 
 def some_outputs(weight: Grouped, rows: Rows, count: int) -> Grouped:
