@@ -32,14 +32,17 @@ from rayfin.actors.settings.choices import (
     Runner,
     SchedulerName,
 )
+from rayfin.actors.settings.kept_pages import page_folder, require_disk
 from rayfin.actors.settings.kept_states import draft_states, resolve_snapshots
 from rayfin.actors.settings.lora_limits import loras_in_step, require_one_device
 from rayfin.actors.settings.own_drafts import chosen_speculation
 from rayfin.actors.settings.spare_runners import require_spares
+from rayfin.actors.settings.swap_space import resolve_host_pages
 from rayfin.actors.settings.tenant_weights import parse_weights
 from rayfin.actors.settings.uncut import ANY, Uncut
 from rayfin.actors.settings.what_fits import too_long
 from rayfin.actors.speculation import SpeculativeConfig, read_speculation
+from rayfin.cache.page_files import PageFolder
 
 DECIDE_TOKENS = (
     *("model", "tokenizer", "revision", "dtype", "quantization", "activations"),
@@ -49,7 +52,6 @@ DECIDE_TOKENS = (
 )
 """The settings that decide which tokens are sampled; the others decide when."""
 
-DEFAULT_PREEMPTION: dict[SchedulerName, Preemption] = {"v1": "recompute", "v0": "swap"}
 DEFAULT_BATCH_TOKENS = {"cpu": 256, "cuda": 8192}
 DEFAULT_DECODING_BATCH = {"cpu": 64, "cuda": 256}
 DEFAULT_PREFILL_BATCH = 16  # on a CPU
@@ -170,6 +172,12 @@ class EngineArgs:
         "when the KV cache is full: recompute (default for v1) or swap to host memory (for v0)",
     )
     swap_space: float = _flag(4.0, "host memory for swapped requests in GiB")
+    kv_disk_path: str | None = _flag(
+        None,
+        "folder for pages of requests that have ended: later prompts, also after a restart, "
+        "read their common prefix there; default: none",
+    )
+    kv_disk_size: float = _flag(16.0, "most that folder holds, GiB; what is unused goes first")
     long_prefill_token_threshold: int = _flag(0, "most tokens of a prompt in a step; 0: no limit")
     itl_target_ms: float | None = _flag(
         None,
@@ -287,6 +295,7 @@ class EngineArgs:
             "itl_target_ms",
             f"splits prompts, which scheduler {self.scheduler!r} never does",
         )
+        require_disk(self)
         require_one_device(self)
         require_spares(self)
         speculation = self.speculation
@@ -408,6 +417,7 @@ class ModelFacts:
     adapter_bytes: int = 0  # kept for LoRA adapters, and not among those left for pages
     embeds_size: int = 0  # numbers of each embedding that may stand in a prompt
     uncut: Uncut = Uncut()  # parts of prompts that no step cuts
+    page_namespace: str = ""  # with kv_disk_path, where pages are all that a prefix leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -458,6 +468,7 @@ class EngineConfig:
     memory_utilization: float | None = None
     kv_cache_memory: int | None = None  # bytes
     num_pages_asked: int | None = None
+    page_folder: PageFolder | None = None  # files of pages that outlive the runners
 
     @property
     def max_pages_per_request(self) -> int:
@@ -506,23 +517,6 @@ def resolve_model_len(args: EngineArgs, max_position: int | None) -> int:
     return args.max_model_len
 
 
-def resolve_host_pages(args: EngineArgs, page_bytes: int, most: int) -> int:
-    """Returns the pages of swap space, at most ``most``; 0 if preempted requests are recomputed.
-
-    Raises:
-        InvalidConfig: preemption is "swap", and there is no room for a page.
-    """
-    if (args.preemption or DEFAULT_PREEMPTION[args.scheduler]) == "recompute" or not page_bytes:
-        return 0
-    pages = int(args.swap_space * 2**30) // page_bytes
-    if pages < 1 and args.preemption == "swap":
-        raise InvalidConfig(
-            f"swap_space ({args.swap_space} GiB) does not hold a page of {page_bytes:,} bytes",
-            "swap_space",
-        )
-    return min(pages, most)
-
-
 def scarcest(facts: Sequence[ModelFacts]) -> ModelFacts:
     """Returns the facts of the rank with room for the fewest pages: each rank holds all pages."""
     return min(facts, key=lambda own: own.available_bytes // max(own.page_bytes, 1))
@@ -555,6 +549,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         model_len = pages * args.page_size
     speculation = chosen_speculation(args, facts)
     host_pages = 0 if recurrent or whole else resolve_host_pages(args, facts.page_bytes, most)
+    shares = args.prefix_caching and (snapshots > 0 or not recurrent) and not alone
     return EngineConfig(
         limits=limits,
         max_model_len=model_len,
@@ -572,7 +567,8 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         max_waiting_requests=args.max_waiting_requests,
         max_waiting_tokens=args.max_waiting_tokens,
         steps_in_flight=1 if args.steps_in_flight == 1 else args.pipeline_parallel_size + 1,
-        prefix_caching=args.prefix_caching and (snapshots > 0 or not recurrent) and not alone,
+        prefix_caching=shares,
+        page_folder=page_folder(args, facts, shares=shares),
         whole_prompts=whole,
         num_snapshots=snapshots,
         num_draft_states=draft_states(args, limits, facts.device) if recurrent else 0,

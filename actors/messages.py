@@ -46,6 +46,23 @@ STATE_COPY, STATE_SAVE, STATE_LOAD = 3, 4, 5
 """Moves of recurrent layers' states: from slot to slot, slot to snapshot, snapshot to slot."""
 
 
+@dataclass(slots=True, frozen=True)
+class PageTransfer:
+    """Full pages to read from files, or to write to them, beside the steps.
+
+    Nothing else uses the pages of a read, once the steps before it have run. Those of a write are
+    full, and their steps have run.
+    """
+
+    write: bool
+    pages: list[int]  # [N]
+    hashes: list[bytes]  # [N] of all tokens up to their ends
+    tokens: Int32Array  # [N, page_size] in them
+    before: list[bytes]  # hashes of the pages before them, which stay as long as these
+    forget: bool = False  # removes all files instead
+    after: tuple[int, int] = (0, -1)  # epoch and number of the last step before it; the executor's
+
+
 def no_moves() -> Int32Array:
     return np.zeros((0, 3), np.int32)
 
@@ -556,6 +573,9 @@ class EngineStats:
     histograms: dict[str, Histogram] = field(default_factory=dict)  # name in families.py -> it
     cache_config: tuple[str, ...] = ()  # values of families.CACHE_LABELS
     adapters: AdapterStats = field(default_factory=AdapterStats)
+    disk_pages_read: int = 0  # from files ...
+    disk_pages_written: int = 0  # ... to them ...
+    disk_pages_unreadable: int = 0  # ... and that were to be read, and did not come
 
 
 class Command(StrEnum):

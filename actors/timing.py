@@ -76,6 +76,11 @@ OFFLINE_LEASE_SECONDS = 0.03
 PREPARE_SECONDS = 10.0
 LOBBY_TICK_SECONDS = 0.05
 
+# Pages of a disk (--kv-disk-path): a request waits for them so long at most, and no more are asked
+# for than should come in that time. A runner looks so often whether the steps before have run.
+PAGE_READ_SECONDS = 2.0
+PAGE_TURN_SECONDS = 0.001
+
 # One that has had the first of processor time, or has run for the second, compiles while the
 # processor is idle. Whenever the third has passed and it has had little time, it begins again with
 # a share of the processor. While a thread that was left behind still waits for time, the fourth at

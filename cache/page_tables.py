@@ -39,6 +39,7 @@ class PageTables:
         self.num_cached = 0  # free pages in the index
         self.num_evicted = 0  # pages that left the index because they were allocated again
         self._pages: list[list[int]] = [[] for _ in range(num_slots)]
+        self._lent: Counter[int] = Counter()  # pages that files are read into, or written from
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that ``num_tokens`` tokens take."""
@@ -155,14 +156,38 @@ class PageTables:
 
     def release(self, slot: int) -> None:
         """Frees all of the slot's pages, tail first, so that heads of prompts stay longest."""
-        for page in reversed(self._pages[slot]):
+        self._free(self._pages[slot])
+        self._pages[slot].clear()
+        self.held[slot] = self.published[slot] = 0
+
+    def lend(self, pages: Sequence[int]) -> None:
+        """Holds ``pages`` of the index, so that they keep their content until ``give_back``."""
+        for page in pages:
+            if self.pool.references[page] == 0:
+                self.num_cached -= 1
+            self.pool.share(page)
+        self._lent.update(pages)
+
+    def lend_new(self, count: int) -> list[int] | None:
+        """Allocates ``count`` pages until ``give_back``, or returns None, with no effect."""
+        pages = self._allocate(count)
+        self._lent.update(pages or ())
+        return pages
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Ends a loan; pages that are in the index by now can be found."""
+        self._lent.subtract(pages)
+        self._lent = +self._lent
+        self._free(pages)
+
+    def _free(self, pages: Sequence[int]) -> None:
+        """Removes a reference to each page, tail first."""
+        for page in reversed(pages):
             known = self.index is not None and page in self.index
             unknown = self.index is not None and not known
             self.pool.free(page, reuse_first=unknown, keep=known and page in self.pins)
             if known and self.pool.references[page] == 0:
                 self.num_cached += 1
-        self._pages[slot].clear()
-        self.held[slot] = self.published[slot] = 0
 
     def _allocate(self, count: int) -> list[int] | None:
         """Allocates pages and removes them from the index, or returns None, with no effect."""
@@ -184,8 +209,10 @@ class PageTables:
 
     @property
     def num_held(self) -> int:
-        """Pages that are not free."""
-        return self.pool.num_pages - self.pool.num_free
+        """Pages that tables hold: neither free nor only lent."""
+        references = self.pool.references
+        lent = sum(references[page] == count for page, count in list(self._lent.items()))
+        return self.pool.num_pages - self.pool.num_free - lent
 
     def check_integrity(self) -> None:
         """Checks in O(pages) the pool, the counts, the tables and the index against each other.
@@ -193,7 +220,8 @@ class PageTables:
         Raises:
             CacheError: A rule is broken; the message names the first one.
         """
-        self.pool.check_integrity(Counter(page for pages in self._pages for page in pages))
+        held = Counter(page for pages in self._pages for page in pages)
+        self.pool.check_integrity(held + self._lent)
         for slot, pages in enumerate(self._pages):
             if len(set(pages)) != len(pages) or self.held[slot] != len(pages):
                 raise CacheError(f"the table of slot {slot} is wrong: {pages}")

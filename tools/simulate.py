@@ -24,6 +24,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
+from fake_disk import FakeFolder, fake_folder
 from fake_stream import Stream
 from harness import make_harness
 from rayfin.actors.errors import InvalidRequest, Overloaded, RequestQuarantined
@@ -32,7 +33,7 @@ from rayfin.actors.images.image_input import VIRTUAL_TOKENS, ImageInput
 from rayfin.actors.images.virtual_ids import virtual_ids
 from rayfin.actors.messages import COPY, AdapterRef, BeamParams
 from rayfin.actors.settings.uncut import Uncut
-from rayfin.actors.timing import PREPARE_SECONDS
+from rayfin.actors.timing import PAGE_READ_SECONDS, PREPARE_SECONDS
 
 STARTS = [[(3 * i + i * i // 7) % 50 for i in range(70)], [1] * 70]
 """What prompts begin with, where they begin alike."""
@@ -48,6 +49,7 @@ class Life:
         self.pacing = random.Random(f"pacing {seed}")
         self.adapting = random.Random(f"adapters {seed}")
         self.seeing = random.Random(f"images {seed}")
+        self.keeping = random.Random(f"disk {seed}")
         self.num_refused = 0
         self.num_quarantined = 0  # for the prompt of one that was convicted
         self.harness = make_harness(**self._settings())
@@ -58,6 +60,7 @@ class Life:
         self._plan_grammars()
         self._plan_adapters()
         self._plan_images()
+        self._plan_disk()
         self._plan_requests()
 
     def run(self) -> None:
@@ -112,6 +115,8 @@ class Life:
             * (scheduler == "v1"),
             "max_loras": self.adapting.choice([0, 0, 1, 2, 8]),
             "uncut": uncut,
+            "page_folder": self._folder(),
+            "page_bytes": 1 << 20,
         }
 
     def _plan_faults(self) -> None:
@@ -152,6 +157,28 @@ class Life:
         if draw.random() < 0.2:
             return Guidance(calls=CallGrammar((1,), grammar))
         return Guidance(grammar if draw.random() < 0.9 else "")
+
+    def _folder(self) -> FakeFolder | None:
+        return fake_folder() if self.keeping.random() < 0.4 else None
+
+    def _plan_disk(self) -> None:
+        """How long pages take from and to a disk, and when it loses some, or an operator all."""
+        draw, folder = self.keeping, self.harness.config.page_folder
+        if not isinstance(folder, FakeFolder):
+            return
+        pauses = [0.0, 0.0001, 0.003, 0.05, 2 * PAGE_READ_SECONDS]
+        self.harness.executor.disk_seconds = draw.choice(pauses)
+
+        def lose() -> None:
+            for page_hash in draw.sample(sorted(folder.files), len(folder.files) // 3):
+                (folder.broken.add if draw.random() < 0.5 else folder.files.pop)(page_hash)
+
+        for _ in range(draw.choice([0, 0, 3])):
+            self._at(draw.random() * 0.1, lose)
+        if draw.random() < 0.1:
+            self._at(draw.random() * 0.1, self.harness.engine.forget_prefixes)
+        for _ in range(draw.choice([0, 2, 8])):  # the disk has what the device has no more
+            self._at(draw.random() * 0.1, self.harness.engine.lifecycle.forget_prefixes)
 
     def _uncut(self) -> Uncut:
         """Whether images are computed whole. Those that are, are small beside a step."""
@@ -459,6 +486,9 @@ def account(life: Life) -> Counter[str]:
     happened["drafts"] = stats.spec_drafts
     happened["right drafted tokens"] = stats.spec_accepted_tokens
     happened["prefix hits"] = stats.prefix_hits
+    happened["pages written"] = stats.disk_pages_written
+    happened["pages read"] = stats.disk_pages_read
+    happened["pages unreadable"] = stats.disk_pages_unreadable
     happened["searches refused"] = life.refused
     happened["waits for grammars"] = stats.histograms["grammar_wait_seconds"].count
     happened["grammars failed"] = stats.grammar_failures.get("compile", 0)

@@ -15,7 +15,7 @@ from rayfin.actors import failpoints
 from rayfin.actors.adapters.files import AdapterFiles, read_ref
 from rayfin.actors.config import BatchLimits, EngineArgs, EngineConfig, ModelFacts
 from rayfin.actors.errors import AdapterUnavailable, InvalidRequest, RayfinError, RequestFailed
-from rayfin.actors.messages import AdapterRef, SchedulerInfo, StepResult
+from rayfin.actors.messages import AdapterRef, PageTransfer, SchedulerInfo, StepResult
 from rayfin.actors.processes.host_memory import resident_bytes
 from rayfin.actors.processes.identity import Process, this_process
 from rayfin.actors.processes.lifeline import Lifeline
@@ -56,7 +56,7 @@ class Adoption:
 OPTIONS: dict[str, Any] = {
     "max_restarts": 0,
     "max_task_retries": 0,
-    "concurrency_groups": {"prepare": 1, "steps": 2},
+    "concurrency_groups": {"prepare": 1, "steps": 2, "pages": 1},
 }
 
 
@@ -77,8 +77,10 @@ class ModelRunnerActor:
         self._results = StepResultCache()
         self._turns = StepTurns(self._results, STEP_OVERTAKEN_SECONDS)
         self._speaks = True  # for its group
+        self._rank = 0
         self._store: Any = None
         self._runner: Any = None  # a ModelRunner, whose module imports torch
+        self._pages: Any = None  # a DiskPages, with kv_disk_path
         self._loading = threading.Lock()
         self._started_bytes = 0  # of this process, when its pages were allocated first
         self._lifeline = Lifeline(lease, _exit)
@@ -120,7 +122,7 @@ class ModelRunnerActor:
             if store is not None:
                 sizes = (args.tensor_parallel_size, args.pipeline_parallel_size)
                 place = ParallelRank(rank, *sizes, store, _host())
-                self._speaks = place.answers
+                self._speaks, self._rank = place.answers, rank
             self._load(args, place)
             if not measure:
                 return None
@@ -157,14 +159,31 @@ class ModelRunnerActor:
     def start(self, config: EngineConfig, epoch: int) -> None:
         """Allocates the pages."""
         with self._lifeline.work(), self._turns.alone():
+            if self._pages is not None:
+                self._pages.use(None, epoch)  # a transfer of another scheduler ends
             self._runner.start(config, epoch)
+            self._use_disk(config, epoch)
             if self._config is None:
                 self._started_bytes = resident_bytes()
             self._config = config
 
+    def _use_disk(self, config: EngineConfig, epoch: int) -> None:
+        if config.page_folder is None:
+            return
+        if self._pages is None:
+            from rayfin.actors.runner.step.disk_pages import DiskPages
+
+            runner = self._runner
+            self._pages = DiskPages(
+                config.page_folder, self._rank, lambda: runner.next_step, runner.overwritten
+            )
+        self._pages.use(self._runner.cache, epoch)
+
     def sleep(self) -> None:
         """Gives the pages' memory back, until the next ``start``."""
         with self._turns.alone():
+            if self._pages is not None:
+                self._pages.use(None, self._runner.next_step[0])
             self._runner.sleep()
 
     def adopt(self, args: EngineArgs, identity: str, generation: int) -> Adoption | None:
@@ -212,6 +231,11 @@ class ModelRunnerActor:
         if failpoints.ACTIVE:
             failpoints.ACTIVE.hit_step("runner.before_reply", info)
         return result
+
+    @ray.method(concurrency_group="pages")
+    def transfer(self, what: PageTransfer) -> int:
+        """Moves pages between files and the cache; returns how many of the first ones did."""
+        return 0 if self._pages is None else int(self._pages.run(what))
 
     @ray.method(concurrency_group="prepare")
     def prepare(

@@ -2,12 +2,13 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.errors import AdapterUnavailable, InvalidRequest, RayfinError, RequestFailed
-from rayfin.actors.messages import AdapterRef, SchedulerInfo, StepResult
+from rayfin.actors.messages import AdapterRef, PageTransfer, SchedulerInfo, StepResult
 from rayfin.actors.runner.model_runner import ModelRunner
+from rayfin.actors.runner.step.disk_pages import DiskPages
 
 
 @dataclass(slots=True)
@@ -34,6 +35,24 @@ class _Prepared:
         return self.failure
 
 
+@dataclass(slots=True)
+class _Transfer:
+    """Pages that are moved once the steps before have run; the loop waits meanwhile."""
+
+    pages: DiskPages
+    what: PageTransfer
+    next_step: Callable[[], tuple[int, int]]
+    moved: int | None = None  # of the first pages
+
+    def done(self) -> bool:
+        if self.moved is None and (self.what.write or self.next_step() > self.what.after):
+            self.moved = self.pages.run(self.what)
+        return self.moved is not None
+
+    def count(self) -> int:
+        return self.moved or 0
+
+
 class InlineExecutor:
     """Runs each step when its result is asked for, in the order of submission.
 
@@ -48,9 +67,29 @@ class InlineExecutor:
         self._runner = runner
         self._config = config
         self._waiting: deque[SchedulerInfo] = deque()  # submitted, and not queued on a device
-        runner.start(config, self.epoch)
+        self._submitted = (0, -1)  # epoch and number of the last step
+        self._pages: DiskPages | None = None
+        if config.page_folder is not None:
+            self._pages = DiskPages(config.page_folder, 0, self._next_step, runner.overwritten)
+        self._start()
+
+    def _next_step(self) -> tuple[int, int]:
+        return self._runner.next_step
+
+    def _start(self) -> None:
+        self._runner.start(self._config, self.epoch)
+        if self._pages is not None:
+            self._pages.use(self._runner.cache, self.epoch)
+
+    def transfer(self, what: PageTransfer) -> _Transfer:
+        assert self._pages is not None
+        what = replace(what, after=max(self._submitted, (self.epoch, -1)))
+        transfer = _Transfer(self._pages, what, self._next_step)
+        transfer.done()
+        return transfer
 
     def submit(self, info: SchedulerInfo) -> _Submitted:
+        self._submitted = (info.epoch, info.step)
         self._waiting.append(info)
         self._begin()
         return _Submitted(self._run, info)
@@ -81,9 +120,11 @@ class InlineExecutor:
         """Empties the runner."""
         self.epoch += 1
         self._waiting.clear()
-        self._runner.start(self._config, self.epoch)
+        self._start()
 
     def sleep(self) -> None:
+        if self._pages is not None:
+            self._pages.use(None, self.epoch)
         self._runner.sleep()
 
     def wake(self) -> None:

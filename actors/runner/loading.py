@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rayfin.actors.adapters.files import read_ref
-from rayfin.actors.config import BatchLimits, EngineArgs, resolve_limits
+from rayfin.actors.config import BatchLimits, EngineArgs, ModelFacts, resolve_limits
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.images.processor import reads_images, serves_images
 from rayfin.actors.model_files.plain_config import known_config
@@ -23,6 +23,7 @@ from rayfin.actors.runner.models.config import load_config, max_position
 from rayfin.actors.runner.models.dtypes import PAGE_TYPES, page_type
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.observers import StepObserver
+from rayfin.actors.runner.page_namespace import page_namespace
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.quantized.config import source_config
 from rayfin.actors.runner.step.state_tensors import StateTensors
@@ -111,6 +112,29 @@ class LoadedModel:
     def uncut(self) -> Uncut:
         """Parts of prompts that no step cuts."""
         return Uncut() if self.vision is None else self.vision.uncut
+
+    def facts(self, args: EngineArgs, available: int) -> ModelFacts:
+        """What ``resolve`` must know of the model, with ``available`` bytes for its pages."""
+        config = self.config
+        return ModelFacts(
+            architecture=(config.architectures or [type(config).__name__])[0],
+            vocab_size=config.get_text_config(decoder=True).vocab_size,
+            max_position=self.max_position,
+            page_bytes=self.page_bytes(args.page_size),
+            available_bytes=available,
+            state_bytes=self.state_bytes,
+            device=self.device.type,
+            whole_prompts=self.whole_prompts,
+            fixed_bits=self.fixed_bits,
+            pools=self.pools is not None,
+            smaller_pages=self.smaller_pages(args.page_size),
+            int4_saves=self.int4_saves,
+            image_token_id=self.image_token_id,
+            adapter_bytes=self.adapter_bytes,
+            embeds_size=self.embeds_size,
+            uncut=self.uncut,
+            page_namespace=page_namespace(args, self),
+        )
 
     def limits(self, args: EngineArgs, model_len: int) -> BatchLimits:
         """Of a step on this device, for requests of ``model_len`` tokens."""

@@ -18,7 +18,14 @@ from rayfin.actors.config import (
     resolve_model_len,
 )
 from rayfin.actors.errors import EngineUnavailable, Fenced, InvalidConfig
-from rayfin.actors.messages import AdapterRef, BoolArray, Int64Array, SchedulerInfo, StepResult
+from rayfin.actors.messages import (
+    AdapterRef,
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    SchedulerInfo,
+    StepResult,
+)
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.draft_planner import DraftPlanner
 from rayfin.actors.runner.failed_rows import is_out_of_memory, isolate, leave_broken_device
@@ -56,10 +63,6 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3
 """Steps in a row without a row that could be computed: after more the runner is replaced."""
-
-AHEAD_TOKENS = 16_384
-AHEAD_BYTES = 1 << 30
-"""Pages for so many tokens, and no more memory, are made ready on a CPU before they are used."""
 
 
 class ModelRunner:
@@ -99,11 +102,20 @@ class ModelRunner:
         """Epoch and number of the step that ``execute`` takes next; (-1, 0) before ``start``."""
         return self._next
 
+    @property
+    def cache(self) -> KVTensors | None:
+        """The pages of the last start; None before it, and asleep."""
+        return None if self._bound is None else self._bound[1]
+
+    def overwritten(self, pages: Int32Array) -> None:
+        """``pages`` [N] hold what a file held; see ``DiskPages``. Another thread calls it."""
+        for observer in self._observers:
+            observer.overwritten(pages)
+
     def profile(self) -> tuple[ModelFacts, BatchLimits]:
         """What the model and the device say; runs the largest step unless memory was given."""
         args, loaded, device = self._args, self._loaded, self._loaded.device
-        config, positions = loaded.config, loaded.max_position
-        model_len = resolve_model_len(args, positions)
+        model_len = resolve_model_len(args, loaded.max_position)
         limits = loaded.limits(args, model_len)
         available = args.kv_cache_memory
         if available is None:
@@ -114,25 +126,7 @@ class ModelRunner:
                 1 if loaded.peers is None else loaded.peers.place.size,
             ) - self._bytes_of_graphs(limits, model_len)
             available -= loaded.bytes_of_requests(args, limits)
-        facts = ModelFacts(
-            architecture=(config.architectures or [type(config).__name__])[0],
-            vocab_size=config.get_text_config(decoder=True).vocab_size,
-            max_position=positions,
-            page_bytes=self._loaded.page_bytes(args.page_size),
-            available_bytes=available,
-            state_bytes=self._loaded.state_bytes,
-            device=device.type,
-            whole_prompts=loaded.whole_prompts,
-            fixed_bits=loaded.fixed_bits,
-            pools=loaded.pools is not None,
-            smaller_pages=self._loaded.smaller_pages(args.page_size),
-            int4_saves=self._loaded.int4_saves,
-            image_token_id=self._loaded.image_token_id,
-            adapter_bytes=self._loaded.adapter_bytes,
-            embeds_size=self._loaded.embeds_size,
-            uncut=loaded.uncut,
-        )
-        return facts, limits
+        return loaded.facts(args, available), limits
 
     def start(self, config: EngineConfig, epoch: int) -> None:
         """Allocates the pages; steps of ``epoch`` may come.
@@ -315,10 +309,8 @@ class ModelRunner:
     def _make_observers(self, cache: KVTensors) -> list[StepObserver]:
         observers: list[StepObserver] = [RowFaults()]
         page_size = self._args.page_size
-        if self._loaded.device.type == "cpu" and cache.num_pages and cache.keys:
-            page = max(self._loaded.page_bytes(page_size), 1)
-            ahead = min(AHEAD_TOKENS // page_size, AHEAD_BYTES // page)
-            observers.append(PagePrefaulter([*cache.keys, *cache.values], ahead))
+        if prefaulter := PagePrefaulter.over(cache, self._loaded.page_bytes(page_size)):
+            observers.append(prefaulter)
         own = self._loaded.checked(cache)
         if self._args.check_pages and own.keys:
             observers.append(PageChecksums(own, page_size, self._slots))

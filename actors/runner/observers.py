@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rayfin.actors import failpoints
-from rayfin.actors.messages import Int64Array, SchedulerInfo, StepResult
+from rayfin.actors.messages import Int32Array, Int64Array, SchedulerInfo, StepResult
 from rayfin.actors.runner.parallel.groups import ProcessGroups
 
 
@@ -28,6 +28,9 @@ class StepObserver(Protocol):
     def after(self, info: SchedulerInfo, result: StepResult) -> None:
         """A call ends with ``result``."""
 
+    def overwritten(self, pages: Int32Array) -> None:
+        """``pages`` [N] hold what a file held. Another thread calls it."""
+
     def close(self) -> None:
         """The cache's pages are about to be freed."""
 
@@ -44,6 +47,9 @@ class Observer:
         pass
 
     def after(self, info: SchedulerInfo, result: StepResult) -> None:
+        pass
+
+    def overwritten(self, pages: Int32Array) -> None:
         pass
 
     def close(self) -> None:

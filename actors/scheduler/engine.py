@@ -40,6 +40,7 @@ from rayfin.actors.scheduler.core.adapter_gate import AdapterGate
 from rayfin.actors.scheduler.core.cached_prefix import find_fork_parent
 from rayfin.actors.scheduler.core.lifecycle import Lifecycle
 from rayfin.actors.scheduler.core.microbatches import DecodeMicrobatcher
+from rayfin.actors.scheduler.core.page_tier import make_tier
 from rayfin.actors.scheduler.core.preempted_pages import make_preemption
 from rayfin.actors.scheduler.core.scheduler_state import make_state
 from rayfin.actors.scheduler.core.step_builder import StepRecord
@@ -110,7 +111,8 @@ class Engine:
         self.config = config
         state = make_state(config)
         lobby = Lobby(executor, clock, state.counters.observed.grammars.wait)
-        self.lifecycle = Lifecycle(state, make_preemption(config, state), lobby, clock)
+        tier = make_tier(config, state, executor, clock)
+        self.lifecycle = Lifecycle(state, make_preemption(config, state), lobby, clock, tier)
         self._clock = clock
         self._deadlines = Deadlines()
         microbatcher = DecodeMicrobatcher(state.running, max(config.steps_in_flight - 1, 1))
@@ -154,10 +156,12 @@ class Engine:
 
     @property
     def has_steps(self) -> bool:
-        """Whether it has work of which not all waits in the lobby."""
-        state = self.lifecycle.state
-        ready = len(state.live) > len(self.lifecycle.lobby) or bool(self._pipeline)
-        return ready and not self._asleep
+        """Whether it has work of which not all waits in the lobby, or for pages of a disk."""
+        state, lobby, tier = self.lifecycle.state, self.lifecycle.lobby, self.lifecycle.tier
+        # Where nothing runs, pages on their way are what the first in the queue may wait for.
+        held_up = tier.is_busy and not len(state.running)
+        ready = len(state.live) > len(lobby) + len(tier) and not held_up
+        return (ready or bool(self._pipeline)) and not self._asleep
 
     def add(self, source: EngineRequest) -> None:
         """Puts a request into the queue.
@@ -282,6 +286,7 @@ class Engine:
     def forget_prefixes(self) -> None:
         """Resets the prefix cache."""
         self.lifecycle.forget_prefixes()
+        self.lifecycle.tier.forget()
 
     def sleep(self) -> None:
         """Frees all pages and the runners' memory of them; all requests wait for ``wake``.
@@ -472,12 +477,14 @@ class Engine:
             self._end(request, "error", error=exceeded(request, now))
 
     def _leave_lobby(self) -> None:
-        """Moves requests into the queue whose grammars are compiled; ends those that fail."""
+        """Moves requests into the queue that have what they waited for; ends those that fail."""
         for request, error in self.lifecycle.lobby.leaving():
             if error is None:
-                self.lifecycle.state.waiting.push(request)
+                self.lifecycle.queue(request)
             else:
                 self._end(request, "error", error=error)
+        for request in self.lifecycle.tier.leaving():
+            self.lifecycle.state.waiting.push(request)
 
     def _append(self, slots: Int64Array, tokens: Int32Array, logprobs: Logprobs | None) -> None:
         """Appends a token [N] to each slot [N], delivers it, ends requests that end with it."""

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -33,7 +33,7 @@ from rayfin.actors.errors import (
     RunnerGroupFailed,
     StepMissing,
 )
-from rayfin.actors.messages import AdapterRef, SchedulerInfo, StepResult
+from rayfin.actors.messages import AdapterRef, PageTransfer, SchedulerInfo, StepResult
 from rayfin.actors.processes.identity import Process
 from rayfin.actors.processes.registry import (
     NAMESPACE,
@@ -118,6 +118,23 @@ class _RemotePrepare:
         return None
 
 
+class _RemoteTransfer:
+    """Pages that all ranks move; see ``PendingTransfer``."""
+
+    def __init__(self, refs: list[Any], on_done: Callable[[], None]) -> None:
+        self._answers: list[Future[int]] = [ref.future() for ref in refs]
+        for answer in self._answers:
+            answer.add_done_callback(lambda _: on_done())
+
+    def done(self) -> bool:
+        return all(answer.done() for answer in self._answers)
+
+    def count(self) -> int:
+        if any(answer.exception() is not None for answer in self._answers):
+            return 0
+        return min((answer.result() for answer in self._answers), default=0)
+
+
 class _SpareActors:
     """The spares of a group as actors; see ``SpareCalls``."""
 
@@ -197,6 +214,7 @@ class RunnerGroup:
         has_spares = ranks == 1 and placement is not None
         self.spares = SpareRunners(names if has_spares else names[:1], calls)
         self._config: EngineConfig | None = None
+        self._submitted = (self.epoch, -1)  # epoch and number of the last step
 
     @property
     def generation(self) -> int:
@@ -217,8 +235,14 @@ class RunnerGroup:
             return self._config
         return self._start_new(MODEL_LOAD_SECONDS)
 
+    def transfer(self, what: PageTransfer) -> _RemoteTransfer:
+        """See ``Executor.transfer``."""
+        sent = self._on_all("transfer", replace(what, after=max(self._submitted, (self.epoch, -1))))
+        return _RemoteTransfer(sent, self._on_prepared)
+
     def submit(self, info: SchedulerInfo) -> _RemoteStep:
         """Sends a step without waiting. Steps run in order of submission."""
+        self._submitted = (info.epoch, info.step)
         if failpoints.ACTIVE:
             return self._submit_planted(info)
         return _RemoteStep(self, self.send(info), info)

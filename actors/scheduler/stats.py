@@ -32,7 +32,7 @@ def take_stats(
     state, counters = lifecycle.state, lifecycle.state.counters
     return EngineStats(
         running=len(state.running),
-        waiting=len(state.waiting) + len(lifecycle.lobby),
+        waiting=len(state.waiting) + len(lifecycle.lobby) + len(lifecycle.tier),
         waiting_tokens=state.queue_limits.num_tokens,
         pages_total=config.num_pages,
         pages_held=state.tables.num_held,
@@ -43,7 +43,7 @@ def take_stats(
         page_size=config.page_size,
         pages_cached=state.tables.num_cached,
         evictions=state.tables.num_evicted,
-        deferred=min(suspects, len(state.waiting)) + len(lifecycle.lobby),
+        deferred=min(suspects, len(state.waiting)) + len(lifecycle.lobby) + len(lifecycle.tier),
         suspects=suspects,
         histograms=counters.histograms(),
         cache_config=cache_config(config),

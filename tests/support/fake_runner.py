@@ -17,6 +17,7 @@ from operator import itemgetter
 
 import numpy as np
 
+from fake_disk import FakeTransfer
 from fake_stream import (
     Mirror,
     Stream,
@@ -39,6 +40,7 @@ from rayfin.actors.messages import (
     Float32Array,
     Int32Array,
     NewRequest,
+    PageTransfer,
     SchedulerInfo,
     StepResult,
 )
@@ -114,6 +116,8 @@ class FakeExecutor:
         self.grammar_errors: set[str] = set()  # grammars that do not compile
         self.prepared: list[str] = []  # grammars in the order in which they were sent ...
         self.preparing: list[_FakePrepare] = []  # ... and those that are not compiled yet
+        self.disk_seconds = 0.0  # that pages take from or to a disk
+        self.transfers: list[FakeTransfer] = []  # those that are not done
         self.share_right = 0.5  # of drafts: this proposer reads the future
         self.clock = 0.0
         self.log: list[SchedulerInfo] = []
@@ -130,6 +134,7 @@ class FakeExecutor:
         if self._dead or self.num_submitted - 1 in self.fail_submit_at:
             self._dead = True
             raise RunnerGroupFailed("the runner is gone")
+        self._last_submitted = info.step
         return _FakeStep(self, info, pickle.dumps(info), self.clock)
 
     def prepare(self, grammars: Sequence[str], adapters: Sequence[AdapterRef] = ()) -> _FakePrepare:
@@ -140,10 +145,29 @@ class FakeExecutor:
         self.preparing = [own for own in (*self.preparing, pending) if not own.done()]
         return pending
 
+    def transfer(self, what: PageTransfer) -> FakeTransfer:
+        due = self.clock + self.disk_seconds
+        before = [self.content(page) for page in what.pages]
+        transfer = FakeTransfer(self, what, due, self.epoch, self._last_submitted, before)
+        self.transfers = [own for own in (*self.transfers, transfer) if own.moved is None]
+        return transfer
+
+    def has_run(self, step: int) -> bool:
+        return self._next_step > step
+
+    def fill(self, page: int, content: Int32Array) -> None:
+        """A page gets its content from elsewhere."""
+        self._memory[page] = content
+        self._spoiled.discard(page)
+
+    def content(self, page: int) -> Int32Array:
+        return self._memory[page].copy()
+
     @property
     def next_prepared(self) -> float:
-        """When the next of the grammars is compiled, if nothing comes between."""
-        return min((own.due for own in self.preparing if not own.done()), default=math.inf)
+        """When the next grammar is compiled or page is moved, if nothing comes between."""
+        waiting = (*self.preparing, *self.transfers)
+        return min((own.due for own in waiting if not own.done()), default=math.inf)
 
     @property
     def is_dead(self) -> bool:
@@ -226,6 +250,7 @@ class FakeExecutor:
         self._shared: dict[int, list[Mirror]] = {}  # page -> its holders, where they are several
         self._dead = self.asleep = False
         self._next_step = 0
+        self._last_submitted = -1
         self.live.clear()
 
     def _move_pages(self, info: SchedulerInfo) -> set[int]:

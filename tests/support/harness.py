@@ -27,6 +27,7 @@ from rayfin.actors.messages import (
     SchedulerInfo,
     StopRules,
 )
+from rayfin.actors.scheduler.core.page_tier import DiskTier
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.timing import LOBBY_TICK_SECONDS
 
@@ -40,6 +41,9 @@ class Harness:
     def __init__(self, config: EngineConfig) -> None:
         self.executor = FakeExecutor(config)
         self.engine = Engine(config, self.executor, lambda: self.executor.clock)
+        tier = self.engine.lifecycle.tier
+        if isinstance(tier, DiskTier):
+            tier.least_read_tokens = tier.least_stored_tokens = 1
         self.config = config
         self.streams: dict[tuple[str, int], Stream] = {}
         self.history: list[tuple[int, int]] = []  # (seed, token) as they came
@@ -106,11 +110,11 @@ class Harness:
             source.use(adapter)
         if guidance is not None and not self.executor.grammar_errors.isdisjoint(guidance.grammars):
             self.executor.errors.add((seed, len(output)))  # a step that compiles fails its row
-        waiting = len(self.engine.lifecycle.lobby)
+        waiting = self._num_waiting_beside()
         self.engine.add(source)
         self.num_added += 1
         stream = Stream(source, self.config.vocab_size)
-        stream.waited = len(self.engine.lifecycle.lobby) > waiting
+        stream.waited = self._num_waiting_beside() > waiting
         stream.arrival = self.executor.clock
         self.executor.streams[seed] = stream
         self.streams[client, source.key] = stream
@@ -120,13 +124,17 @@ class Harness:
             heapq.heappush(self._timed, (stream.deadline, seed, stream))
         return stream
 
+    def _num_waiting_beside(self) -> int:
+        """Requests that wait beside the queue, where others may pass them."""
+        return len(self.engine.lifecycle.lobby) + len(self.engine.lifecycle.tier)
+
     def abort(self, stream: Stream) -> None:
         self.engine.abort(stream.source.client, stream.source.key)
         stream.aborted = stream.aborted or stream.open
         self.engine.check_integrity()
 
     def wait(self, until: float = math.inf) -> None:
-        """Lets the time pass in which the engine's thread only waits for grammars."""
+        """Lets the time pass in which the engine's thread only waits for grammars or pages."""
         engine, executor = self.engine, self.executor
         if engine.has_work and not engine.has_steps:
             woken = min(until, executor.next_prepared, executor.clock + LOBBY_TICK_SECONDS)

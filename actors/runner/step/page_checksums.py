@@ -51,6 +51,10 @@ class PageChecksums(Observer):
             self._sums[self._index(pages)] = self._sum(pages)
             self._known[pages] = True
 
+    def overwritten(self, pages: Int32Array) -> None:
+        """Takes no sum: a file has its own."""
+        self._known[pages] = False
+
     @torch.inference_mode()
     def _check(self, info: SchedulerInfo) -> None:
         new = np.isin(info.ids, [request.handle for request in info.new_requests])

@@ -11,11 +11,16 @@ import torch
 
 from rayfin.actors.messages import SchedulerInfo
 from rayfin.actors.runner.observers import Observer
+from rayfin.cache.kv_tensors import KVTensors
 
 logger = logging.getLogger(__name__)
 
 MADV_POPULATE_WRITE = 23
 """Of Linux 5.14 and later; the ``mmap`` module has no name for it."""
+
+AHEAD_TOKENS = 16_384
+AHEAD_BYTES = 1 << 30
+"""Pages for so many tokens, and no more memory, are made ready before they are used."""
 
 STRIDE_BYTES = 2 << 20
 """Of a tensor at a time: a huge page."""
@@ -33,6 +38,14 @@ class PagePrefaulter(Observer):
     """
 
     in_turn = False
+
+    @classmethod
+    def over(cls, cache: KVTensors, page_bytes: int) -> "PagePrefaulter | None":
+        """Of a cache whose pages have ``page_bytes`` bytes; None if it is not on the host."""
+        if cache.device.type != "cpu" or not cache.num_pages or not cache.keys:
+            return None
+        ahead = min(AHEAD_TOKENS // cache.page_size, AHEAD_BYTES // max(page_bytes, 1))
+        return cls([*cache.keys, *cache.values], ahead)
 
     def __init__(self, tensors: Sequence[torch.Tensor], ahead: int) -> None:
         self._tensors = tensors

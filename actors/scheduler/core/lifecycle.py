@@ -13,6 +13,7 @@ from collections.abc import Callable
 from rayfin.actors.messages import STATE_SAVE, NewRequest
 from rayfin.actors.scheduler.core.admission import AdmissionGate
 from rayfin.actors.scheduler.core.cached_prefix import CachedPrefix, PrefixLookup
+from rayfin.actors.scheduler.core.page_tier import NoTier, PageTier
 from rayfin.actors.scheduler.core.preempted_pages import PreemptionPolicy
 from rayfin.actors.scheduler.core.scheduler_state import SchedulerState
 from rayfin.actors.scheduler.queues.lobby import Lobby
@@ -28,10 +29,12 @@ class Lifecycle:
         preemption: PreemptionPolicy,
         lobby: Lobby,
         clock: Callable[[], float] = time.monotonic,
+        tier: PageTier | None = None,
     ) -> None:
         self.state = state
         self.preemption = preemption
         self.lobby = lobby
+        self.tier = NoTier() if tier is None else tier
         self.gates: list[AdmissionGate] = []
         self._prefixes = PrefixLookup(state)
         self._clock = clock
@@ -40,6 +43,11 @@ class Lifecycle:
         """Puts a new request into the queue, or into the lobby before it."""
         self.state.queue_limits.joined(request)
         if not self.lobby.keeps(request):
+            self.queue(request)
+
+    def queue(self, request: Request) -> None:
+        """Puts a request into the queue that has all it needs, or first lets its pages be read."""
+        if not self.tier.keeps(request):
             self.state.waiting.push(request)
 
     def can_admit(self, request: Request, spare: int) -> bool:
@@ -180,7 +188,7 @@ class Lifecycle:
         request.ended = True
         search = request.search
         if request.slot is None:
-            if not self.lobby.discard(request):
+            if not (self.lobby.discard(request) or self.tier.discard(request)):
                 self.state.waiting.discard(request)
             self.preemption.forget(request)
             self.state.queue_limits.left(request)
@@ -188,7 +196,7 @@ class Lifecycle:
             if spoiled:
                 for slot in request.slots:
                     self.state.tables.invalidate(slot)
-            self._leave(request, share=not spoiled)
+            self._leave(request, share=not spoiled, ends=True)
         self.state.counters.finished[reason] += 1
         if reason != "moved":
             hypotheses = search.hypotheses if search is not None else []
@@ -207,7 +215,7 @@ class Lifecycle:
         """Requeues all that ran: the runners are new and their caches empty."""
         for request in self.state.running.holders():
             self.requeue(request)
-        for request in self.lobby.restart():
+        for request in (*self.lobby.restart(), *self.tier.restart()):
             self.state.waiting.push(request)
         self.forget_prefixes()
         self.state.counters.adapters.restart()
@@ -221,8 +229,9 @@ class Lifecycle:
         requests = [running.request(slot) for slot in running.slots()]
         return self.state.waiting.victim(requests).slots[0]
 
-    def _leave(self, request: Request, *, share: bool = True) -> None:
-        """Frees the request's slots; other requests may reuse what they computed if ``share``."""
+    def _leave(self, request: Request, *, share: bool = True, ends: bool = False) -> None:
+        """Frees the request's slots; other requests may reuse what they computed if ``share``, and
+        later ones what it leaves on a disk if it ``ends``."""
         running = self.state.running
         self.state.waiting.left(request)
         for slot in list(request.slots):
@@ -231,6 +240,8 @@ class Lifecycle:
             if share and not running.lockstep[slot]:
                 known, computed = int(running.num_known[slot]), int(running.num_computed[slot])
                 self.publish(slot, min(computed, known - 1))  # the last token is not an input
+                if ends:
+                    self.tier.store(slot)
             running.leave(slot)
             self.vacate(slot)
         request.search = None

@@ -147,6 +147,9 @@ class EngineCounters:
     spec_draft_tokens: int = 0
     spec_accepted_tokens: int = 0
     spec_accepted_by_position: Counter[str] = field(default_factory=Counter)
+    disk_pages_read: int = 0
+    disk_pages_written: int = 0
+    disk_pages_unreadable: int = 0
 
     def __post_init__(self, max_model_len: int) -> None:
         self.observed = RequestHistograms(max_model_len)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rayfin.actors.errors import RayfinError
-from rayfin.actors.messages import AdapterRef, SchedulerInfo, StepResult
+from rayfin.actors.messages import AdapterRef, PageTransfer, SchedulerInfo, StepResult
 
 
 class PendingStep(Protocol):
@@ -33,6 +33,18 @@ class PendingPrepare(Protocol):
         ...
 
 
+class PendingTransfer(Protocol):
+    """Pages on their way between files and all runners."""
+
+    def done(self) -> bool:
+        """Whether all runners have answered, or will never do; cheap enough for each step."""
+        ...
+
+    def count(self) -> int:
+        """How many of the first pages are where they belong; 0 if a runner cannot say."""
+        ...
+
+
 class Executor(Protocol):
     """Runs steps in order of submission."""
 
@@ -42,6 +54,13 @@ class Executor(Protocol):
         self, grammars: Sequence[str], adapters: Sequence[AdapterRef] = ()
     ) -> PendingPrepare:
         """Sends what requests to come need: the texts of grammars, and adapters.
+
+        Delays no step, and never raises.
+        """
+        ...
+
+    def transfer(self, what: PageTransfer) -> PendingTransfer:
+        """Moves pages behind the steps submitted so far, and beside those that follow.
 
         Delays no step, and never raises.
         """

@@ -1,0 +1,55 @@
+"""Where pages are kept beyond the runners' memory: ``kv_disk_path`` and ``kv_disk_size``."""
+
+import math
+import os
+from typing import TYPE_CHECKING
+
+from rayfin.actors.errors import InvalidConfig
+from rayfin.cache.page_files import PageFolder
+
+if TYPE_CHECKING:
+    from rayfin.actors.config import EngineArgs, ModelFacts
+
+
+def require_disk(args: "EngineArgs") -> None:
+    """Checks the settings before a model is loaded.
+
+    Raises:
+        InvalidConfig: they are out of range, or there is no prefix cache whose pages to keep.
+    """
+    size = args.kv_disk_size
+    if not 0 < size < math.inf:
+        raise InvalidConfig(f"kv_disk_size must be over 0 GiB, got {size}", "kv_disk_size")
+    if args.kv_disk_path is not None and not args.prefix_caching:
+        raise InvalidConfig(
+            "kv_disk_path keeps pages of the prefix cache: it needs prefix_caching", "kv_disk_path"
+        )
+
+
+def page_folder(args: "EngineArgs", facts: "ModelFacts", *, shares: bool) -> PageFolder | None:
+    """The folder of the pages, or None without one.
+
+    Args:
+        shares: the engine has a prefix cache.
+
+    Raises:
+        InvalidConfig: the model's prefixes are more than pages, or no page fits.
+    """
+    if args.kv_disk_path is None:
+        return None
+    if not (facts.page_namespace and shares):
+        kind = "keeps recurrent states" if facts.state_bytes else "has no prefix cache"
+        raise InvalidConfig(
+            f"kv_disk_path cannot be used: {facts.architecture} {kind}, and pages alone are not "
+            "enough",
+            "kv_disk_path",
+        )
+    most = int(args.kv_disk_size * 2**30)
+    if most < facts.page_bytes:
+        raise InvalidConfig(
+            f"kv_disk_size ({args.kv_disk_size} GiB) does not hold a page of "
+            f"{facts.page_bytes:,} bytes",
+            "kv_disk_size",
+        )
+    path = os.path.abspath(os.path.expanduser(args.kv_disk_path))
+    return PageFolder(path, facts.page_namespace, most)

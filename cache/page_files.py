@@ -1,0 +1,59 @@
+"""Where full pages lie on a disk: one file a page, named by the hash of all tokens up to its end.
+
+    DIR/<namespace>/<first two digits>/<hash>.page
+
+The namespace stands for all else that decides the bits of a page: the model's files, the settings
+that decide tokens, the layout of a page, the version of the code. So a file never becomes wrong,
+and engines, restarts and machines may share a folder.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SUFFIX = ".page"
+
+
+@dataclass(frozen=True, slots=True)
+class PageFolder:
+    """The page files of one model with its settings.
+
+    The scheduler asks which pages are there; the runners read and write them. Nothing is kept in
+    memory: what another process stores is found at once.
+    """
+
+    path: str  # DIR
+    namespace: str
+    max_bytes: int  # of all files of DIR
+
+    def file(self, page_hash: bytes, rank: int = 0) -> Path:
+        """The file of a page, or of a rank's share of it."""
+        name = page_hash.hex()
+        return self.home(rank) / name[:2] / (name + SUFFIX)
+
+    def home(self, rank: int = 0) -> Path:
+        """The folder of all pages, or of a rank's shares of them."""
+        return Path(self.path, f"{self.namespace}-{rank}" if rank else self.namespace)
+
+    def holds(self, page_hash: bytes) -> bool:
+        """Whether the page has a file, which may prove broken when it is read."""
+        return os.path.exists(self.file(page_hash))
+
+    def match(self, hashes: Sequence[bytes]) -> int:
+        """How many of a prompt's first pages have files.
+
+        Pages are stored in order and the ends of prompts are removed first, so a page's file says
+        that those before it are there: a search by halves asks for few of them. A reader finds out
+        where that is not so.
+        """
+        if not hashes or not self.holds(hashes[0]):
+            return 0
+        found, missing = 1, len(hashes) + 1
+        while missing - found > 1:
+            middle = (found + missing) // 2
+            if self.holds(hashes[middle - 1]):
+                found = middle
+            else:
+                missing = middle
+        return found

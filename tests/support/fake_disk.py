@@ -1,0 +1,82 @@
+"""A disk without files: what ``FakeExecutor`` reads pages from and writes them to."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rayfin.actors.messages import Int32Array, PageTransfer
+from rayfin.cache.page_files import PageFolder
+
+if TYPE_CHECKING:
+    from fake_runner import FakeExecutor
+
+
+@dataclass(frozen=True)
+class FakeFolder(PageFolder):
+    """Tokens and content of pages by hash."""
+
+    files: dict[bytes, tuple[Int32Array, Int32Array]] = field(default_factory=dict)
+    broken: set[bytes] = field(default_factory=set)  # files that prove useless
+
+    def holds(self, page_hash: bytes) -> bool:
+        return page_hash in self.files
+
+
+def fake_folder() -> FakeFolder:
+    return FakeFolder("/nowhere", "toy", 1 << 30)
+
+
+@dataclass(slots=True)
+class FakeTransfer:
+    """Carried out when it is due and the steps before it have run, or never if its runner died."""
+
+    executor: "FakeExecutor"
+    what: PageTransfer
+    due: float  # seconds of the executor's clock
+    epoch: int
+    after: int  # the step that must have run
+    content: list[Int32Array]  # of the pages when it was sent
+    moved: int | None = None
+
+    def done(self) -> bool:
+        executor = self.executor
+        if self.moved is None:
+            if executor.is_dead or executor.asleep or executor.epoch != self.epoch:
+                self.moved = 0
+            elif executor.clock >= self.due and executor.has_run(self.after):
+                self.moved = self._write() if self.what.write else self._read()
+        return self.moved is not None
+
+    def count(self) -> int:
+        assert self.moved is not None
+        return self.moved
+
+    def _read(self) -> int:
+        what, executor, folder = self.what, self.executor, self._folder
+        for number, (page, page_hash) in enumerate(zip(what.pages, what.hashes, strict=True)):
+            if page_hash in folder.broken:
+                folder.files.pop(page_hash, None)
+            if page_hash not in folder.files:
+                return number
+            tokens, content = folder.files[page_hash]
+            assert np.array_equal(tokens, what.tokens[number])
+            executor.fill(page, content)
+        return len(what.pages)
+
+    def _write(self) -> int:
+        if self.what.forget:
+            self._folder.files.clear()
+        for number, (page, page_hash) in enumerate(
+            zip(self.what.pages, self.what.hashes, strict=True)
+        ):
+            content = self.executor.content(page)
+            assert np.array_equal(content, self.content[number]), "a page has changed"
+            self._folder.files[page_hash] = self.what.tokens[number], content
+        return len(self.what.pages)
+
+    @property
+    def _folder(self) -> FakeFolder:
+        folder = self.executor.config.page_folder
+        assert isinstance(folder, FakeFolder)
+        return folder
