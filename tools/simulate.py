@@ -177,7 +177,7 @@ class Life:
             self._at(draw.random() * 0.1, lose)
         if draw.random() < 0.1:
             self._at(draw.random() * 0.1, self.harness.engine.forget_prefixes)
-        for _ in range(draw.choice([0, 2, 8])):  # the disk has what the device has no more
+        for _ in range(draw.choice([0, 5, 30])):  # the disk has what the device has no more
             self._at(draw.random() * 0.1, self.harness.engine.lifecycle.forget_prefixes)
 
     def _uncut(self) -> Uncut:

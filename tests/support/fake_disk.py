@@ -44,7 +44,7 @@ class FakeTransfer:
         if self.moved is None:
             if executor.is_dead or executor.asleep or executor.epoch != self.epoch:
                 self.moved = 0
-            elif executor.clock >= self.due and executor.has_run(self.after):
+            elif self.what.forget or (executor.clock >= self.due and executor.has_run(self.after)):
                 self.moved = self._write() if self.what.write else self._read()
         return self.moved is not None
 

@@ -149,7 +149,8 @@ class FakeExecutor:
         due = self.clock + self.disk_seconds
         before = [self.content(page) for page in what.pages]
         transfer = FakeTransfer(self, what, due, self.epoch, self._last_submitted, before)
-        self.transfers = [own for own in (*self.transfers, transfer) if own.moved is None]
+        if not (what.forget and transfer.done()):
+            self.transfers = [own for own in (*self.transfers, transfer) if own.moved is None]
         return transfer
 
     def has_run(self, step: int) -> bool:
