@@ -256,7 +256,7 @@ ENGINE_COUNTERS = (
     _counter("swapped_in_pages", "KV pages that came back from it.", lambda s: s.swapped_in),
     _counter("disk_pages_read", "KV pages read from files.", lambda s: s.disk_pages_read),
     _counter("disk_pages_written", "KV pages written to files.", lambda s: s.disk_pages_written),
-    _counter("disk_pages_unreadable", "Pages missing or broken.", lambda s: s.disk_pages_unreadable),
+    _counter("disk_pages_unreadable", "Missing or broken.", lambda s: s.disk_pages_unreadable),
     _counter(
         "num_requests_requeued",
         "Requests put back because the runners were replaced.",

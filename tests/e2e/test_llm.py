@@ -1,7 +1,9 @@
 """The offline LLM: the same tokens in one process and as actors, under vLLM's names."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,6 +181,25 @@ def test_more_prompts_than_a_servers_queue_takes(
             tuple(outputs[0].outputs[0].token_ids)
         }
         assert len(outputs) == 4200
+
+
+def test_executors_share_pages_on_a_disk(
+    cluster: None, settings: dict[str, Any], solo: LLM, tmp_path: Path
+) -> None:
+    """A new engine reads what another has computed; the tokens are those of an engine alone."""
+    prompt = [(7 * i + i * i) % 200 + 5 for i in range(203)]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    (alone,) = solo.generate([prompt], params, use_tqdm=False)
+    cached = []
+    for executor in ("ray", "inline", "ray"):
+        with LLM(executor=executor, **settings, kv_disk_path=str(tmp_path)) as llm:
+            (output,) = llm.generate([prompt], params, use_tqdm=False)
+            assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+            cached.append(output.num_cached_tokens)
+            until = time.monotonic() + 60
+            while len(list(tmp_path.rglob("*.page"))) < 14 and time.monotonic() < until:
+                time.sleep(0.05)  # a runner writes beside its steps
+    assert cached == [0, 192, 192]
 
 
 def test_idle_engine_holds_no_page(llm: LLM) -> None:

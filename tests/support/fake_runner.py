@@ -18,6 +18,7 @@ from operator import itemgetter
 import numpy as np
 
 from fake_disk import FakeTransfer
+from fake_prepare import FakePrepare
 from fake_stream import (
     Mirror,
     Stream,
@@ -67,28 +68,6 @@ class _FakeStep:
         return result
 
 
-@dataclass(slots=True)
-class _FakePrepare:
-    executor: "FakeExecutor"
-    grammars: tuple[str, ...]
-    due: float  # when it is done
-    epoch: int
-
-    def done(self) -> bool:
-        return self.executor.clock >= self.due or self._is_lost()
-
-    def error(self) -> str | None:
-        """What a failing grammar says, unless its runner has died before it could say so."""
-        failing = self.executor.grammar_errors.intersection(self.grammars)
-        return (
-            f"the toy does not compile {min(failing)}" if failing and not self._is_lost() else None
-        )
-
-    def _is_lost(self) -> bool:
-        executor = self.executor
-        return executor.is_dead or (executor.epoch != self.epoch and executor.clock < self.due)
-
-
 class FakeExecutor:
     """An ``Executor`` on a virtual clock; its knobs are plain attributes.
 
@@ -115,7 +94,7 @@ class FakeExecutor:
         self.prepare_seconds: dict[str, float] = {}  # grammar -> until it is compiled; inf: lost
         self.grammar_errors: set[str] = set()  # grammars that do not compile
         self.prepared: list[str] = []  # grammars in the order in which they were sent ...
-        self.preparing: list[_FakePrepare] = []  # ... and those that are not compiled yet
+        self.preparing: list[FakePrepare] = []  # ... and those that are not compiled yet
         self.disk_seconds = 0.0  # that pages take from or to a disk
         self.transfers: list[FakeTransfer] = []  # those that are not done
         self.share_right = 0.5  # of drafts: this proposer reads the future
@@ -137,10 +116,10 @@ class FakeExecutor:
         self._last_submitted = info.step
         return _FakeStep(self, info, pickle.dumps(info), self.clock)
 
-    def prepare(self, grammars: Sequence[str], adapters: Sequence[AdapterRef] = ()) -> _FakePrepare:
+    def prepare(self, grammars: Sequence[str], adapters: Sequence[AdapterRef] = ()) -> FakePrepare:
         grammars = [*grammars, *(adapter.name for adapter in adapters)]
         seconds = max(self.prepare_seconds.get(grammar, 0.0) for grammar in grammars)
-        pending = _FakePrepare(self, tuple(grammars), self.clock + seconds, self.epoch)
+        pending = FakePrepare(self, tuple(grammars), self.clock + seconds, self.epoch)
         self.prepared += grammars
         self.preparing = [own for own in (*self.preparing, pending) if not own.done()]
         return pending
@@ -162,12 +141,12 @@ class FakeExecutor:
         self._spoiled.discard(page)
 
     def content(self, page: int) -> Int32Array:
-        return self._memory[page].copy()
+        return np.array(self._memory[page])
 
     @property
     def next_prepared(self) -> float:
         """When the next grammar is compiled or page is moved, if nothing comes between."""
-        waiting = (*self.preparing, *self.transfers)
+        waiting: list[FakePrepare | FakeTransfer] = [*self.preparing, *self.transfers]
         return min((own.due for own in waiting if not own.done()), default=math.inf)
 
     @property

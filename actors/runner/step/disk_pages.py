@@ -218,7 +218,9 @@ def _read_page(path: Path, tokens: Int32Array, buffers: Sequence[Bytes]) -> str 
     head = bytearray(HEADER.size + tokens.nbytes)
     try:
         with open(path, "rb", buffering=0) as file:
-            whole = _all(os.readv, file.fileno(), [memoryview(head), *map(memoryview, buffers)])
+            whole = _all(
+                os.readv, file.fileno(), [memoryview(head), *(memoryview(own) for own in buffers)]
+            )
             more = file.read(1)
     except FileNotFoundError:
         return ""
@@ -249,7 +251,7 @@ def _write_page(path: Path, tokens: Int32Array, buffers: Sequence[Bytes]) -> Non
     try:
         file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, FILE_MODE)
         try:
-            if not _all(os.writev, file, [memoryview(head), *map(memoryview, buffers)]):
+            if not _all(os.writev, file, [memoryview(head), *(memoryview(own) for own in buffers)]):
                 raise OSError(f"{part} is not written whole")
         finally:
             os.close(file)
