@@ -84,7 +84,7 @@ def load_checkpoint(
         widen(model)
     dequantize(model if vision is None else vision.model)  # what has no kernel
     _require_rounding(args, model)
-    saves = int4_saves(model, stored) if kernels and not (args.quantization or peers) else 0
+    saves = int4_saves(model, stored) if kernels and args.quantization is None else 0
     kernel = _attention(args, device, model.dtype, kernels)
     if vision is not None and device.type == "cuda":
         kernel = SeeingAhead(kernel)
@@ -101,10 +101,8 @@ def load_checkpoint(
         whole = not (peers or args.serves_lora or reads_states(args) or embeds)
         gpu_model = _on_triton(paged, kernel, args.page_size, whole=whole)
         step_model = gpu_model or paged
-    elif peers and kernels and model.dtype in TOLERANCE:
-        pack_linears(paged, kernels)
-    if not peers and kernels and model.dtype in TOLERANCE:
-        step_model = on_cpu_kernels(paged, kernels, rounded, adapters)
+    if kernels and model.dtype in TOLERANCE:
+        step_model = on_cpu_kernels(paged, kernels, rounded, adapters, whole=not peers)
     step_model = _with_parts(adapters, vision, paged, step_model, kernels, rounded=bool(rounded))
     if embeds is not None:
         step_model = embeds.admit(paged, step_model)
@@ -231,16 +229,21 @@ def on_cpu_kernels(
     kernels: CpuKernels,
     quantization: Quantization | None,
     adapters: AdapterStore | None = None,
+    *,
+    whole: bool = True,
 ) -> PagedModel | CpuDecoder:
-    """The model with all of it, or its linear layers, on compiled kernels."""
-    if adapters is None or adapters.packs:
+    """The model with all of it, or its linear layers, on compiled kernels.
+
+    It is not ``whole`` if it is a rank's share: then it is the linear layers and experts.
+    """
+    if whole and (adapters is None or adapters.packs):
         decoder = build_cpu_decoder(paged, kernels, quantization)
         if decoder and (adapters is None or can_adapt(decoder, adapters)):
             torch.set_num_threads(1)  # little is left to torch, whose threads would be in the way
             return decoder
         del decoder
     fuse_recurrent(paged, kernels)
-    packed = pack_linears(paged, kernels, quantization, parts=adapters is None)
+    packed = pack_linears(paged, kernels, quantization, parts=whole and adapters is None)
     fused = packed and paged.recurrent is not None and paged.recurrent.is_fused
     if fused and adapters is None and not has_products(paged.transformer):
         torch.set_num_threads(1)  # likewise: its idle threads would keep cores from the kernels'

@@ -243,7 +243,7 @@ def load(
     ranks = 1 if place is None else place.size
     rounded = None if args.quantization == "dequantize" else args.quantization
     if rounded:
-        _require_quantisable(args, device, ranks)
+        _require_quantisable(args, device)
     recipe = read_recipe(args)
     cache = _cache_of(args, device) if recipe is None and ranks == 1 else None
     found = None if cache is None else _find(args, device, cache)
@@ -397,12 +397,10 @@ def cpu_kernels(args: EngineArgs, parameters: int, ranks: int = 1) -> CpuKernels
     return try_kernels(threads) if args.attention in ("auto", "cpu") else None
 
 
-def _require_quantisable(args: EngineArgs, device: torch.device, ranks: int = 1) -> None:
+def _require_quantisable(args: EngineArgs, device: torch.device) -> None:
     """Refuses quantization where its kernels do not run; says why."""
     why = None
-    if ranks > 1:
-        why = "is for one device, not for several that share a model"
-    elif can_use_triton(device) and args.attention in ("auto", "triton"):
+    if can_use_triton(device) and args.attention in ("auto", "triton"):
         why = None
     elif device.type != "cpu":
         why = f"runs on the Triton kernels of a GPU, not with attention {args.attention!r}"

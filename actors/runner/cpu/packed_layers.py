@@ -33,14 +33,12 @@ from rayfin.actors.runner.models.attention.indexer import inside_indexers
 from rayfin.actors.runner.models.inspect_decoder import ACTIVATIONS
 from rayfin.actors.runner.models.narrow import packed
 from rayfin.actors.runner.models.replace import Replaceable, verified_replacement
+from rayfin.actors.runner.quantized.linear import inside_head
 from rayfin.actors.settings.choices import Quantization
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Pack
 
 Deltas = dict[nn.Module, DeltaParts | WholeParts]
 """Layers of the gated delta rule, or decoder layers around them, by the module they replace."""
-
-HEADS = ("lm_head", "embed_out")
-"""What families call the layer of logits."""
 
 
 class PackedLinear(nn.Module):
@@ -132,6 +130,7 @@ def _pack(
     originals = list(_packable(paged.transformer, activation, deltas, mlps=parts))
     pack_one = partial(_packed, kernels, activation, deltas)
     indexers = inside_indexers(paged.transformer)
+    head = inside_head(paged.transformer) if quantization else ()
 
     def build() -> Iterator[Replaceable]:
         for owner, name, module in originals:
@@ -150,7 +149,8 @@ def _pack(
         while originals:  # each is freed as soon as it is packed
             owner, name, module = originals.pop()
             # A rounded index would choose other keys.
-            made = pack_one(module, exact if module in indexers else rounded, name)
+            packs = exact if module in indexers else rounded
+            made = pack_one(module, packs, is_head=module in head)
             setattr(owner, name, made)
             deltas.pop(module, None)
             _take_over(made)
@@ -191,7 +191,7 @@ def _packed(
     deltas: Deltas,
     module: Any,
     packing: Packing,
-    name: str = "",
+    is_head: bool = False,
 ) -> nn.Module:
     if module in deltas:
         return deltas[module].pack(kernels, packing.layers)
@@ -201,5 +201,5 @@ def _packed(
         assert activation is not None
         return PackedMLP(kernels, module, activation, packing.layers)
     weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
-    pack = packing.head if name in HEADS else packing.layers
+    pack = packing.head if is_head else packing.layers
     return PackedLinear(kernels, weight, module.bias, pack)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rayfin.actors.runner.models.attention.indexer import inside_indexers
-from rayfin.actors.runner.quantized.linear import SmallLinear
+from rayfin.actors.runner.quantized.linear import SmallLinear, inside_head
 from rayfin.actors.runner.quantized.loader import quant_linears
 from rayfin.kernels.grouped import Grouped, round_weight
 from rayfin.kernels.triton.quantized import CodedWeight, pack_weight, product, stack_weights
@@ -166,7 +166,7 @@ def round_linears(model: PreTrainedModel, bits: int) -> int:
     The head stays, and with it the embedding, and so do experts, gates and indexers. Rows are not
     rounded. Layers whose products would differ stay plain.
     """
-    head, kernel = model.get_output_embeddings(), CheckedKernel()  # type: ignore[no-untyped-call]
+    head, kernel = inside_head(model), CheckedKernel()
     indexers = {id(part) for part in inside_indexers(model)}  # a rounded one chooses other keys
     # Names, not layers: a plain weight is gone before the next one is rounded.
     places = [
@@ -174,7 +174,7 @@ def round_linears(model: PreTrainedModel, bits: int) -> int:
         for owner in model.modules()
         if id(owner) not in indexers
         for name, layer in owner.named_children()
-        if type(layer) is nn.Linear and layer is not head and not name.endswith(GATES + READ)
+        if type(layer) is nn.Linear and layer not in head and not name.endswith(GATES + READ)
     ]
     for owner, name in places:
         _round(owner, name, bits, kernel)

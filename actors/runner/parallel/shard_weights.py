@@ -140,6 +140,7 @@ def load_share(
         _make_buffers(model, device)
         if stored is not None:
             place_codes(model, cuts, stored, peers)
+            model.hf_quantizer = quantizer  # type: ignore[assignment]
         if checkpoint is None:
             _draw(model, cuts, args.seed, device)
         else:

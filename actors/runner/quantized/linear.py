@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.runner.quantized.formats import Format, Slot, Tensors
@@ -20,6 +21,12 @@ def grouped(name: str, format: Format, outputs: int, inputs: int, tensors: Tenso
         return format.grouped(outputs, inputs, tensors)
     except (InvalidConfig, ValueError, KeyError, RuntimeError) as error:
         raise InvalidConfig(f"the checkpoint's {name}: {error}", "quantization") from None
+
+
+def inside_head(model: PreTrainedModel) -> set[nn.Module]:
+    """The layer of logits, with what a rank's share of it is made of."""
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return set() if head is None else set(head.modules())
 
 
 class SmallLinear(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rayfin.actors.runner.quantized.experts import quant_experts
-from rayfin.actors.runner.quantized.linear import QuantLinear, SmallLinear
+from rayfin.actors.runner.quantized.linear import QuantLinear, SmallLinear, inside_head
 from rayfin.actors.runner.quantized.loader import formats_of, quant_linears
 from rayfin.kernels.cpu.codes import GROUP, CodedMatrix, cut_codes, pack_codes, stack_codes
 from rayfin.kernels.cpu.kernels import CpuKernels
@@ -120,8 +120,8 @@ def int4_saves(model: Any, dtype: object) -> int:
         return 0  # a quantized checkpoint is not rounded
     stored = 2 if dtype == torch.bfloat16 else 4
     layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
-    head = model.get_output_embeddings()
-    weights = sum(layer.weight.numel() for layer in layers if layer is not head)
+    head = inside_head(model)
+    weights = sum(layer.weight.numel() for layer in layers if layer not in head)
     experts = (own for own in model.parameters() if own.dim() == 3 and min(own.shape) > 1)
     weights += sum(own.numel() for own in experts)
     return int(weights * (stored - INT4_BYTES))

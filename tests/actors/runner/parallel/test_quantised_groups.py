@@ -15,6 +15,8 @@ from quantised import KINDS, QuantisedModel, mxfp4_model
 from rank_groups import HOST, Group, run_group
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.runner.cpu.coded_experts import CodedExperts
+from rayfin.actors.runner.cpu.packed_experts import PackedExpertsModule
+from rayfin.actors.runner.cpu.packed_layers import PackedLinear
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.quantized.packed import CodedLinear
@@ -222,6 +224,46 @@ def test_sizes_that_are_refused(
     with pytest.raises(InvalidConfig, match=re.escape(words)) as refused:
         ModelRunner(args, ParallelRank(0, tensor, 1, (HOST, 1), HOST))
     assert refused.value.param == "tensor_parallel_size"
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+@pytest.mark.parametrize("form", ["llama", "qwen3_moe", "gpt_oss", "gpt2"])
+def test_plain_weights_that_ranks_round(
+    form: str, bits: str, tiny_model: Make, served: Make, group: Make, request_of: Make
+) -> None:
+    """As near to the exact logits as one device, whatever the request has beside it."""
+    if try_kernels(1) is None:
+        pytest.skip("the CPU kernels are not built")
+    tiny = tiny_model(form)
+    ranks = group(tiny.folder, 2, 1, max_batch_tokens=9, quantization=bits)
+    alone: dict[int, list[int]] = {}
+    for key, prompt in enumerate(PROMPTS):
+        ranks.restart()
+        ranks.record(rows := [])
+        alone |= run_group(ranks, [request_of(key, prompt, OUTPUT)])[0]
+    engine = served(tiny.folder, quantization=bits)
+    engine.run(request_of(0, PROMPTS[-1], 1))
+    with torch.inference_mode():
+        expected = tiny.model(torch.tensor([PROMPTS[-1]])).logits[0, -1]
+    one, several = (
+        float((logits - expected).norm())
+        for logits in (engine.sampled[0][len(PROMPTS[-1])], torch.cat(rows)[0])
+    )
+    assert 0 < several < 2.5 * one
+    ranks.restart()
+    requests = [request_of(key, prompt, OUTPUT) for key, prompt in enumerate(PROMPTS)]
+    assert run_group(ranks, requests, stagger=2)[0] == alone
+    for model in models(ranks):
+        layers = [one._weight for one in model.modules() if isinstance(one, PackedLinear)]
+        mixtures = [one.experts for one in model.modules() if isinstance(one, PackedExpertsModule)]
+        layers += [own for experts in mixtures for own in (*experts.gate_up, *experts.down)]
+        head = model.lm_head.shard._weight
+        assert layers and head.storage == torch.int8
+        for own in layers:
+            if own is not head and bits == "int4":
+                assert isinstance(own, CodedMatrix) and own.rounds_rows
+            else:
+                assert own.storage == torch.int8
 
 
 LAYER = "model.layers.0.self_attn.q_proj."
