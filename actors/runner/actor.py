@@ -30,6 +30,7 @@ from rayfin.actors.runner.spare import (
     maps_weights,
     plan_spares,
 )
+from rayfin.actors.runner.step.step_socket import StepSocket
 from rayfin.actors.runner.step_turns import StepTurns
 from rayfin.actors.timing import (
     ADAPTER_FETCH_PAUSE_SECONDS,
@@ -65,7 +66,7 @@ class ModelRunnerActor:
     """One process with one device: one rank of its engine's group, or a spare of it.
 
     Calls run one at a time, in the order in which they are sent, but those of the group "prepare",
-    one of which runs beside the others, and ``execute_ahead``, of which two do.
+    one of which runs beside the others, ``execute_ahead``, of which two do, and a socket's steps.
 
     Ray retries nothing here: a step that may or may not have run is sent again by its group, and
     answered from memory if it has (result_cache.py).
@@ -82,6 +83,7 @@ class ModelRunnerActor:
         self._runner: Any = None  # a ModelRunner, whose module imports torch
         self._pages: Any = None  # a DiskPages, with kv_disk_path
         self._loading = threading.Lock()
+        self._steps: StepSocket | None = None
         self._started_bytes = 0  # of this process, when its pages were allocated first
         self._lifeline = Lifeline(lease, _exit)
         self._lifeline.watch()
@@ -216,10 +218,20 @@ class ModelRunnerActor:
 
     @ray.method(concurrency_group="steps")
     def execute_ahead(self, info: SchedulerInfo) -> StepResult:
-        """``execute``, of a step that a GPU may get while it computes the one before.
+        """``execute``, of a step that may come while the one before is computed.
 
-        Only of a runner that is alone in its group, and whose steps all come this way.
+        Only of a runner that is alone in its group, and whose steps all come this way or by the
+        socket of ``listen``.
         """
+        return self._take(info)
+
+    def listen(self) -> str:
+        """Where a scheduler on this machine connects to send steps; empty if it cannot."""
+        if self._steps is None:
+            self._steps = StepSocket(self._take)
+        return self._steps.address
+
+    def _take(self, info: SchedulerInfo) -> StepResult:
         with self._lifeline.work():
             return self._turns.run(self._runner, info, self._execute)
 

@@ -1,7 +1,8 @@
 """The runners of one engine, and the only file that knows how a step reaches them.
 
-The channel is plain Ray: a SchedulerInfo is the argument of an actor call, and the call's object
-ref stands for the step until its StepResult is fetched. With two steps in flight the transport is
+An only runner on the scheduler's machine gets its steps by a socket (step_link.py). Otherwise the
+channel is plain Ray: a SchedulerInfo is the argument of an actor call, and the call's object ref
+stands for the step until its StepResult is fetched. With two steps in flight the transport is
 hidden behind the step before. Several ranks get one shared ref, and the first rank of the last
 stage answers; for one rank a ``ray.put`` costs more than it saves (docs/design.md).
 
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
@@ -48,6 +49,7 @@ from rayfin.actors.runner.parallel.rank import group_size
 from rayfin.actors.runner.spare import RunnerState, SparePlan
 from rayfin.actors.scheduler.faults.spare_runners import SpareRunners
 from rayfin.actors.scheduler.faults.watchdog import Watchdog
+from rayfin.actors.scheduler.step_link import StepLink, open_link
 from rayfin.actors.settings.spare_runners import seats
 from rayfin.actors.timing import (
     MODEL_LOAD_SECONDS,
@@ -67,7 +69,8 @@ class _RemoteStep:
     """A step that was sent to all ranks, of which one answers."""
 
     group: "RunnerGroup"
-    refs: list[Any] | None  # by rank, of a StepResult or of None; None if a failpoint dropped it
+    # By rank, of a StepResult or of None, or the link that answers; None: a failpoint dropped it.
+    refs: list[Any] | StepLink | None
     info: SchedulerInfo
 
     def result(self) -> StepResult:
@@ -78,11 +81,11 @@ class _RemoteStep:
         lost_since: float | None = None
         while True:
             try:
-                answers = group.wait(self.refs, patience, "the step")
+                answers = self._answers(patience)
                 break
             except CallLost as lost:
                 lost_since = lost_since or time.monotonic()
-                if time.monotonic() - lost_since > STEP_RESEND_SECONDS or len(self.refs or ()) > 1:
+                if time.monotonic() - lost_since > STEP_RESEND_SECONDS or self._several:
                     raise
                 logger.warning("step %d is sent again: %s", self.info.step, lost)
                 time.sleep(STEP_RESEND_PAUSE_SECONDS)
@@ -93,6 +96,16 @@ class _RemoteStep:
         if failpoints.ACTIVE and failpoints.ACTIVE.hit_step("group.reply", self.info) == "drop":
             group.wait(None, patience, "the step")
         return result
+
+    @property
+    def _several(self) -> bool:
+        return isinstance(self.refs, list) and len(self.refs) > 1
+
+    def _answers(self, patience: float) -> list[StepResult | None]:
+        sent, info = self.refs, self.info
+        if isinstance(sent, StepLink):
+            return self.group.hear(lambda slice: [sent.answer(info, slice)], patience, "the step")
+        return self.group.wait(sent, patience, "the step")
 
 
 class _RemotePrepare:
@@ -215,6 +228,7 @@ class RunnerGroup:
         self.spares = SpareRunners(names if has_spares else names[:1], calls)
         self._config: EngineConfig | None = None
         self._submitted = (self.epoch, -1)  # epoch and number of the last step
+        self._link: StepLink | None = None
 
     @property
     def generation(self) -> int:
@@ -231,6 +245,7 @@ class RunnerGroup:
         """
         if (adopted := self._adopt()) is not None:
             self._config, self.epoch = adopted.config, adopted.epoch
+            self._open_link()
             logger.warning("adopted %s at epoch %d", ", ".join(self._names), self.epoch)
             return self._config
         return self._start_new(MODEL_LOAD_SECONDS)
@@ -247,11 +262,16 @@ class RunnerGroup:
             return self._submit_planted(info)
         return _RemoteStep(self, self.send(info), info)
 
-    def send(self, info: SchedulerInfo) -> list[Any]:
-        """Calls each runner with the step; returns the refs of their answers by rank."""
+    def send(self, info: SchedulerInfo) -> list[Any] | StepLink:
+        """Sends each runner the step; returns refs of its answers by rank, or the link."""
         if len(self._runners) > 1:
             return self._on_all("execute", ray.put(info))
-        return self._on_all("execute_ahead" if self._args.device == "cuda" else "execute", info)
+        if (link := self._link) is not None and link.takes(info):
+            link.send(info)
+            return link
+        # Beside a link two threads of the runner take steps, as beside a GPU.
+        ahead = link is not None or self._args.device == "cuda"
+        return self._on_all("execute_ahead" if ahead else "execute", info)
 
     def prepare(
         self, grammars: Sequence[str], adapters: Sequence[AdapterRef] = ()
@@ -327,6 +347,7 @@ class RunnerGroup:
         for runner in self._runners:
             ray.kill(runner)
         self._runners, self._processes = [], []
+        self._close_link()
 
     def wait(self, refs: list[Any] | None, seconds: float, what: str) -> list[Any]:
         """Waits for the values of ``refs``, one of each rank; no ``refs`` means a dropped call.
@@ -336,16 +357,23 @@ class RunnerGroup:
             CallLost: it is unknown whether a runner received the call.
             Fenced: the runners belong to another scheduler.
         """
+
+        def get(slice: float) -> list[Any]:
+            if refs is None:
+                time.sleep(slice)
+                raise TimeoutError
+            values: list[Any] = ray.get(refs, timeout=slice)
+            return values
+
+        return self.hear(get, seconds, what)
+
+    def hear(self, get: Callable[[float], list[Any]], seconds: float, what: str) -> list[Any]:
+        """``wait`` for what ``get`` returns, which raises TimeoutError after the seconds given."""
         deadline = time.monotonic() + seconds
         while True:
             try:
-                if refs is not None:
-                    values: list[Any] = ray.get(refs, timeout=WAIT_SLICE_SECONDS)
-                    return values
-                time.sleep(WAIT_SLICE_SECONDS)
-            except GetTimeoutError:
-                pass
-            except RayTaskError as error:
+                return get(WAIT_SLICE_SECONDS)
+            except RayTaskError as error:  # a TimeoutError as well, if that is what a step raised
                 if isinstance(error.cause, Fenced):
                     raise error.cause from None
                 if isinstance(error.cause, StepMissing):
@@ -353,6 +381,8 @@ class RunnerGroup:
                 # PeerLost: another rank failed, which raises its own error if a step did it.
                 caused_by_step = not isinstance(error.cause, PeerLost)
                 raise RunnerGroupFailed(describe(error), caused_by_step=caused_by_step) from error
+            except TimeoutError:  # Ray's is one too
+                pass
             except ActorUnavailableError as error:
                 raise CallLost(describe(error)) from error
             except RayError as error:
@@ -444,6 +474,7 @@ class RunnerGroup:
                 self._config = resolve(self._args, scarcest(facts), limits[0])
             start = self._on_all("start", self._config, self.epoch)
             self.wait(start, MODEL_LOAD_SECONDS, load)
+            self._open_link()
             self.spares.rest()
         except RunnerGroupFailed as failure:
             task = failure.__cause__
@@ -453,6 +484,18 @@ class RunnerGroup:
             raise
         self.prepare(())  # the vocabulary loads beside the first steps
         return self._config
+
+    def _open_link(self) -> None:
+        """Connects to an only runner; a GPU's steps come by two calls (``execute_ahead``)."""
+        self._close_link()
+        if len(self._runners) == 1 and self._args.device != "cuda":
+            (address,) = self.wait(self._on_all("listen"), RUNNER_ADOPTION_SECONDS, "its socket")
+            self._link = open_link(address)
+
+    def _close_link(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
 
     def _load(self) -> list[Any]:
         measure = self._config is None

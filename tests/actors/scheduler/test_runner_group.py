@@ -15,6 +15,7 @@ from rayfin.actors.scheduler import runner_group as group
 
 LOST = ActorUnavailableError("The actor is temporarily unavailable", None)
 GAP = RayTaskError("execute", "", StepMissing("step 1 has come, and 0 has not"))
+SLOW = RayTaskError("execute", "", TimeoutError("of the step's own"))
 ANSWER = StepResult(0, 0, np.zeros((1, 1), np.int32), seconds=0.01)
 
 
@@ -91,9 +92,10 @@ def test_a_runner_that_nothing_reaches_is_given_up(
     [
         (ActorDiedError(), RunnerGroupFailed, False),
         (RayTaskError("execute", "", ValueError("a bug")), RunnerGroupFailed, True),
+        (SLOW.as_instanceof_cause(), RunnerGroupFailed, True),
         (RayTaskError("execute", "", Fenced("a later scheduler's")), Fenced, None),
     ],
-    ids=["dead", "a step that raises", "fenced"],
+    ids=["dead", "a step that raises", "a step that says it is late", "fenced"],
 )
 def test_what_is_known_to_be_over_is_not_sent_again(
     said: Exception, kind: type, caused_by_step: bool | None, step: Any
