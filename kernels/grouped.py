@@ -14,7 +14,10 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grouped:
-    """The weight (value - zero) * scale of each output and input, or table[value] * scale."""
+    """The weight (value - zero) * scale of each output and input, or table[value] * scale.
+
+    Or value * scale + least, where value * scale has to be exact in float32.
+    """
 
     values: torch.Tensor  # [N, K] uint8 codes, int8 or float8_e4m3fn
     scale: torch.Tensor  # [N, G] float32
@@ -23,6 +26,7 @@ class Grouped:
     zero: torch.Tensor | None = None  # [N, G] int32; None: 0
     table: torch.Tensor | None = None  # [2^bits] float32, the numbers that codes stand for
     order: torch.Tensor | None = None  # [K] int64: values[:, i] belong to input order[i]
+    least: torch.Tensor | None = None  # [N, G] float32, the number that code 0 stands for
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -43,6 +47,8 @@ class Grouped:
         if self.zero is not None:
             weight = weight - spread(self.zero.float())
         weight = weight * spread(self.scale)
+        if self.least is not None:
+            weight = weight + spread(self.least)
         if self.order is None:
             return weight
         ordered = torch.empty_like(weight)

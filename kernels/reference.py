@@ -277,6 +277,8 @@ def matmul_int4(x: torch.Tensor, weight: Grouped) -> torch.Tensor:
         part = slice(group * weight.group, (group + 1) * weight.group)
         numbers = weight.values[:, part].int() - zero[:, group : group + 1].int()
         out += (rows[:, part].int() @ numbers.T).float() * scale
+        if weight.least is not None:
+            out += rows[:, part].int().sum(1, keepdim=True).float() * weight.least[:, group]
     return out * row_scales.unsqueeze(1)
 
 

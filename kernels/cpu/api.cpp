@@ -88,7 +88,7 @@ RAYFIN_API Matrix* rayfin_codes_create(int64_t outputs, int64_t inputs, int stor
 }
 
 RAYFIN_API void rayfin_codes_fill(Matrix* matrix, int64_t first, int64_t count, const uint8_t* codes,
-                                  const float* scales, const int16_t* zeros) {
+                                  const float* scales, const void* zeros) {
   matrix->fill_codes(first, count, codes, scales, zeros);
 }
 

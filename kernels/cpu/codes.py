@@ -19,10 +19,24 @@ class Codes(IntEnum):
     FP8 = 5
     TABLE4 = 6
     FP4 = 7
+    LEVELS4 = 8
+    LEVELS8 = 9
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 8 if self in (Codes.INT8, Codes.FP8, Codes.LEVELS8) else 4
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether codes count up from a least number of their group."""
+        return self in (Codes.LEVELS4, Codes.LEVELS8)
 
 
 class CodedMatrix(Matrix):
     """A weight [outputs, inputs] of codes: (number - zero) * scale, rounded once to float32.
+
+    Of levels it is number * scale + least, and ``zeros`` are these least numbers.
 
     Raises:
         MemoryError: The allocation fails.
@@ -40,7 +54,7 @@ class CodedMatrix(Matrix):
         paired: bool,
         order: torch.Tensor | None,  # [inputs] int64
         table: torch.Tensor | None,  # [16] float32
-        rounds_rows: bool = False,  # to 8 bits, as int8 does; of INT4
+        rounds_rows: bool = False,  # to 8 bits, as int8 does; of INT4 and LEVELS4
         parts: Parts | None = None,
     ) -> None:
         self.outputs, self.inputs, self.paired = outputs, inputs, paired
@@ -65,9 +79,9 @@ class CodedMatrix(Matrix):
     def bytes(self) -> int:
         """Of codes, scales and zero points, without padding."""
         groups = self.outputs * -(-self.inputs // self.group)
-        bits = 8 if self.codes in (Codes.INT8, Codes.FP8) else 4
-        scale = 1 if self.codes == Codes.FP4 else 6 if self.zeros else 4
-        return self.outputs * self.inputs * bits // 8 + groups * scale
+        scale = 1 if self.codes == Codes.FP4 else 4
+        zero = (4 if self.codes.has_levels else 2) if self.zeros else 0
+        return self.outputs * self.inputs * self.codes.bits // 8 + groups * (scale + zero)
 
     def like(self, other: "CodedMatrix") -> bool:
         """Whether both can lie in one matrix."""
@@ -100,7 +114,7 @@ def pack_codes(
         paired=paired,
         order=weight.order,
         table=weight.table if kind == Codes.TABLE4 else None,
-        rounds_rows=round_rows and kind == Codes.INT4,
+        rounds_rows=round_rows and kind in (Codes.INT4, Codes.LEVELS4),
     )
     assert codes.is_contiguous() and codes.shape == weight.shape
     scale = weight.scale.float().contiguous()
@@ -162,10 +176,18 @@ def _copy(to: CodedMatrix, first: int, matrix: CodedMatrix, start: int, count: i
 
 
 def _codes_of(weight: Grouped) -> tuple[Codes, torch.Tensor, torch.Tensor | None] | None:
-    """The kind of codes, the codes [N, K] uint8, and zero points [N, G] int16 unless all are 0."""
+    """The kind of codes, the codes [N, K] uint8, and zero points [N, G] int16 unless all are 0.
+
+    Of levels least numbers [N, G] float32.
+    """
     values, group = weight.values, weight.group
     if values.device.type != "cpu" or not 1 <= group <= MAX_INPUTS:
         return None
+    if weight.least is not None:
+        if values.dtype != torch.uint8 or weight.zero is not None or weight.table is not None:
+            return None
+        kind = Codes.LEVELS4 if weight.bits <= 4 else Codes.LEVELS8
+        return kind, values.contiguous(), weight.least.float().contiguous()
     if weight.table is not None:
         simple = weight.bits == 4 and weight.zero is None and len(weight.table) == 16
         kind = Codes.FP4 if _is_fp4(weight) else Codes.TABLE4

@@ -21,11 +21,12 @@ from rayfin.kernels.shapes import PagedBatch
 class DecoderLayer:
     """One layer's weights and settings. Vectors are float32; None means absent."""
 
-    qkv: Matrix  # query, key and value heads, stacked
+    qkv: Matrix  # query, key and value heads, stacked, but those of `qkv_rest`
     attention_out: Matrix
     gate_up: Matrix  # paired
     down: Matrix
     scale: float  # factor on attention scores
+    qkv_rest: Matrix | None = None  # the last of these heads, where they are stored in another way
     attention_norm: torch.Tensor | None = None  # [hidden], before attention
     attention_out_norm: torch.Tensor | None = None  # [hidden], after it
     mlp_norm: torch.Tensor | None = None
@@ -64,7 +65,7 @@ class DecoderShape:
 
 
 _VECTORS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
-_MATRICES = ("qkv", "attention_out", "gate_up", "down")
+_MATRICES = ("qkv", "qkv_rest", "attention_out", "gate_up", "down")
 _MORE_VECTORS = (
     *("qkv_bias", "attention_out_bias", "gate_up_bias", "down_bias"),
     *("query_norm", "key_norm", "sinks"),
@@ -288,7 +289,8 @@ def _layer_struct(layer: DecoderLayer) -> _Layer:
             assert vector.dtype == torch.float32 and vector.is_contiguous()
         setattr(struct, name, _address(vector))
     for name in _MATRICES:
-        setattr(struct, name, getattr(layer, name).handle)
+        matrix: Matrix | None = getattr(layer, name)
+        setattr(struct, name, None if matrix is None else matrix.handle)
     return struct
 
 

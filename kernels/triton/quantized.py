@@ -321,6 +321,8 @@ def shared_bytes(device: torch.device) -> int:
 def _codes_of(weight: Grouped) -> tuple[int, torch.Tensor, torch.Tensor] | None:
     """The kind of codes, the codes [N, K] uint8, and zero points [N, G]; None without a kernel."""
     values = weight.values
+    if weight.least is not None:
+        return None
     zero = torch.zeros_like(weight.scale) if weight.zero is None else weight.zero
     if weight.table is not None:
         simple = weight.bits == 4 and weight.zero is None and len(weight.table) == 16

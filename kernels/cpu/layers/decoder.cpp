@@ -74,12 +74,15 @@ struct Adapted {
 
   // `parts` linear layers share the projection.
   Epilogue epilogue(Pool& pool, Projection projection, int64_t parts, const Matrix& weight, const float* input) const {
+    return epilogue(pool, projection, parts, weight.inputs, weight.outputs, input);
+  }
+  Epilogue epilogue(Pool& pool, Projection projection, int64_t parts, int64_t inputs, int64_t outputs,
+                    const float* input) const {
     Epilogue made;
     if (!rows) return made;
-    lora_rows(pool, *rows, layer * kProjections + projection, parts, input, weight.inputs, weight.outputs, a.adapted,
-              a.before);
+    lora_rows(pool, *rows, layer * kProjections + projection, parts, input, inputs, outputs, a.adapted, a.before);
     made.before = a.before;
-    made.before_stride = weight.outputs;
+    made.before_stride = outputs;
     return made;
   }
 };
@@ -102,10 +105,12 @@ void add_projection(Pool& pool, const Decoder& d, const Matrix& weight, const fl
 void attend(Pool& pool, const Decoder& d, const Layer& layer, const Step& s, const Activations& a,
             const Adapted& adapted) {
   const float* input = norm_in(pool, d, a.x, s.count, layer.attention_norm, a.normed);
-  Epilogue epilogue = adapted.epilogue(pool, kQkv, 3, *layer.qkv, input);
+  const int64_t stride = qkv_size(d), first = layer.qkv->outputs;
+  Epilogue epilogue = adapted.epilogue(pool, kQkv, 3, d.hidden, stride, input);
   epilogue.bias = layer.qkv_bias;
-  const int64_t stride = qkv_size(d);
   matmul(pool, *layer.qkv, input, d.hidden, s.count, a.qkv, stride, epilogue);
+  if (layer.qkv_rest)
+    matmul(pool, *layer.qkv_rest, input, d.hidden, s.count, a.qkv + first, stride, epilogue.from_column(first));
   prepare_heads(pool, {a.qkv, layer.query_norm, layer.key_norm, layer.cos, layer.sin, s.positions, s.slots,
                        layer.k_pages, layer.v_pages, stride, s.count, d.heads, d.kv_heads, d.key_dim, d.value_dim,
                        d.rotary_dim, d.storage, d.whole_norm, d.eps});

@@ -18,7 +18,7 @@ namespace rayfin {
 
 struct Layer {
   const float *attention_norm, *attention_out_norm, *mlp_norm, *mlp_out_norm;
-  const Matrix *qkv, *attention_out, *gate_up, *down;
+  const Matrix *qkv, *qkv_rest, *attention_out, *gate_up, *down;  // qkv_rest: the last outputs of qkv, or null
   const float *qkv_bias, *attention_out_bias, *gate_up_bias, *down_bias;
   const float *query_norm, *key_norm, *sinks;
   const float *cos, *sin;

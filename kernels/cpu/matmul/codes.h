@@ -21,6 +21,7 @@ RAYFIN_INLINE VecI load_zeros(const int16_t* p) {
 // gives four bytes for products of bytes.
 struct Nibbles {
   typedef float Stored;  // of a scale
+  typedef int16_t Zero;
   static constexpr float kFactor = 1.0f;
   static constexpr int kSteps = 8;
   static constexpr int shift_of(int step) { return step < 4 ? 8 * step : 8 * (step - 4) + 4; }
@@ -38,6 +39,23 @@ struct Int4 : Nibbles {
 #else
   RAYFIN_INLINE Vec widen(VecI words, int shift) const {
     return __builtin_convertvector(bit_cast<VecI>(bit_cast<VecU>(words) >> shift) & 15, Vec) - 8.0f;
+  }
+#endif
+};
+
+// 4-bit levels above a least number.
+struct Levels4 : Nibbles {
+  typedef float Zero;
+#if defined(__AVX512F__)
+  const Vec numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+  RAYFIN_INLINE Vec widen(VecI words, int shift) const {
+    const VecI codes = bit_cast<VecI>(bit_cast<VecU>(words) >> shift);
+    return bit_cast<Vec>(_mm512_maskz_permutexvar_ps(0xffff, bit_cast<__m512i>(codes), bit_cast<__m512>(numbers)));
+  }
+#else
+  RAYFIN_INLINE Vec widen(VecI words, int shift) const {
+    return __builtin_convertvector(bit_cast<VecI>(bit_cast<VecU>(words) >> shift) & 15, Vec);
   }
 #endif
 };
@@ -79,6 +97,7 @@ struct Table4 : Nibbles {
 
 struct Bytes {
   typedef float Stored;
+  typedef int16_t Zero;
   static constexpr float kFactor = 1.0f;
   static constexpr int kSteps = 4;
   static constexpr int shift_of(int step) { return 8 * step; }
@@ -88,6 +107,15 @@ struct Bytes {
 struct Int8 : Bytes {
   RAYFIN_INLINE Vec widen(VecI words, int shift) const {
     return __builtin_convertvector((words << (24 - shift)) >> 24, Vec);
+  }
+};
+
+// 8-bit levels above a least number.
+struct Levels8 : Bytes {
+  typedef float Zero;
+
+  RAYFIN_INLINE Vec widen(VecI words, int shift) const {
+    return __builtin_convertvector(bit_cast<VecI>(bit_cast<VecU>(words) >> shift) & 255, Vec);
   }
 };
 
@@ -144,6 +172,43 @@ struct Scale {
     return numbers * scale;
   }
 };
+
+// The same for levels: level * scale + least, which is rounded once where the product is exact.
+template <class Code>
+struct LevelScale {
+  Vec scale, least;
+
+  RAYFIN_INLINE void set(const float* scales, const float* leasts) { scale = load(scales), least = load(leasts); }
+
+  RAYFIN_INLINE Vec weights(const Code& code, VecI words, int step) const {
+    return multiply_add(code.widen(words, Code::shift_of(step)), scale, least);
+  }
+};
+
+template <>
+struct Scale<Levels8, true> : LevelScale<Levels8> {};
+
+#if defined(__AVX512F__)
+template <>
+struct Scale<Levels4, true> : LevelScale<Levels4> {};
+#else
+template <>
+struct Scale<Levels4, true> {  // as Int4 below
+  Vec scale[4], least;
+
+  RAYFIN_INLINE void set(const float* scales, const float* leasts) {
+    const Vec one = load(scales);
+    for (int i = 0; i < 4; ++i) scale[i] = one * (1.0f / float(1 << 4 * i));
+    least = load(leasts);
+  }
+
+  RAYFIN_INLINE Vec weights(const Levels4&, VecI words, int step) const {
+    const int shift = Levels4::shift_of(step), place = shift % 16;
+    const VecI half = shift < 16 ? words : bit_cast<VecI>(bit_cast<VecU>(words) >> 16);
+    return multiply_add(__builtin_convertvector(half & (15 << place), Vec), scale[place / 4], least);
+  }
+};
+#endif
 
 #if !defined(__AVX512F__)
 // A code is widened where it lies, times a power of two by which the scale is smaller. Without zero points code * scale -

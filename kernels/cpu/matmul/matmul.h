@@ -29,6 +29,15 @@ struct Epilogue {
     if (residual) rest.residual += row * residual_stride;
     return rest;
   }
+
+  // That of the outputs from `column` on of a matrix that is not paired.
+  Epilogue from_column(int64_t column) const {
+    Epilogue rest = *this;
+    if (before) rest.before += column;
+    if (bias) rest.bias += column;
+    if (residual) rest.residual += column;
+    return rest;
+  }
 };
 
 // x [M, inputs] and y [M, outputs] (outputs / 2 if paired), rows `x_stride`, `y_stride` apart.

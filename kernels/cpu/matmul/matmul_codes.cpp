@@ -23,15 +23,16 @@ constexpr int panels_at_once(int64_t rows) { return rows <= 2 ? 2 : 1; }
 template <class Code>
 struct Panel {
   typedef typename Code::Stored Stored;
+  typedef typename Code::Zero Zero;
   const int32_t* words;
   const Stored* scales;
-  const int16_t* zeros;
+  const Zero* zeros;
 
   Panel(const Matrix& weight, int64_t index)
       : words(weight.words(index)),
         scales(weight.scales<Stored>() + index * weight.groups.count * kPanel),
         zeros(nullptr) {
-    if (weight.zeros()) zeros = weight.zeros() + index * weight.groups.count * kPanel;
+    if (weight.zeros()) zeros = weight.zeros<Zero>() + index * weight.groups.count * kPanel;
   }
 };
 
@@ -211,6 +212,9 @@ void matmul_codes(Pool& pool, const Matrix& weight, const float* x, int64_t x_st
   const auto run_plain = [&](const auto& code) {
     matmul_by<std::decay_t<decltype(code)>, false>(code, pool, weight, x, x_stride, rows, y, y_stride, epilogue);
   };
+  const auto run_levels = [&](const auto& code) {
+    matmul_by<std::decay_t<decltype(code)>, true>(code, pool, weight, x, x_stride, rows, y, y_stride, epilogue);
+  };
   switch (weight.storage) {
     case kInt4:
       return run(Int4());
@@ -222,6 +226,10 @@ void matmul_codes(Pool& pool, const Matrix& weight, const float* x, int64_t x_st
       return run_plain(Fp8());
     case kFp4:
       return run_plain(Fp4());
+    case kLevels4:
+      return run_levels(Levels4());
+    case kLevels8:
+      return run_levels(Levels8());
     default:
       return;
   }

@@ -1,6 +1,6 @@
 // The matmul of weights of 4 or 8 bits in groups, with rows as they are.
 //
-// A weight is (number - zero) * scale, rounded once as fp32, and each output is one chain of FMAs in the order of its
+// A weight is (number - zero) * scale, or level * scale + least, rounded once as fp32, and each output is one chain of FMAs in the order of its
 // inputs. So the result has the bits that the widened weight in fp32 gives (matmul.cpp), for any number of rows.
 #pragma once
 

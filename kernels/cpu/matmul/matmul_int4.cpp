@@ -126,20 +126,24 @@ Rows quantise(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride
   return {values, sums, scales, stride, groups};
 }
 
+// What the codes of a weight stand for.
+enum Codes { kNumbers, kNumbersAndZeros, kLevels };
+
 // out[m][p * kPanel ..] = x[m] . panel p.
-template <class Dot, bool kZeros, bool kStream, int kM, int kP>
+template <class Dot, Codes kCodes, bool kStream, int kM, int kP>
 RAYFIN_INLINE void int4_tile(const Matrix& weight, const Rows& x, int64_t panel, float* out) {
   const Groups& groups = weight.groups;
   const int64_t panel_words = weight.panel_words(), panel_scales = groups.count * kPanel;
   const int32_t* words = weight.words(panel);
   const float* scales = weight.scales() + panel * panel_scales;
-  const int16_t* zeros = kZeros ? weight.zeros() + panel * panel_scales : nullptr;
+  const int16_t* zeros = kCodes == kNumbersAndZeros ? weight.zeros() + panel * panel_scales : nullptr;
+  const float* leasts = kCodes == kLevels ? weight.zeros<float>() + panel * panel_scales : nullptr;
   const char* steps = x.values;
   Vec acc[kM][2 * kP] = {};
   for (int64_t g = 0; g < groups.count; ++g) {
     VecI dot[kM][2 * kP];
     for (int m = 0; m < kM; ++m)
-      for (int v = 0; v < 2 * kP; ++v) dot[m][v] = VecI{} - 8 * x.sums[m * x.groups + g];
+      for (int v = 0; v < 2 * kP; ++v) dot[m][v] = VecI{} - (kCodes == kLevels ? 0 : 8 * x.sums[m * x.groups + g]);
     for (int64_t word = 0; word < groups.words; ++word, words += kPanel, steps += Nibbles::kSteps) {
 #pragma GCC unroll 8
       for (int v = 0; v < 2 * kP; ++v) {
@@ -156,7 +160,7 @@ RAYFIN_INLINE void int4_tile(const Matrix& weight, const Rows& x, int64_t panel,
       const int64_t at = v / 2 * panel_scales + g * kPanel + v % 2 * kWidth;
       const Vec scale = load(scales + at);
       VecI zero{};
-      if constexpr (kZeros) {
+      if constexpr (kCodes == kNumbersAndZeros) {
         typedef int16_t Half __attribute__((vector_size(kWidth * 2)));
         Half half;
         std::memcpy(&half, zeros + at, sizeof(half));
@@ -164,8 +168,9 @@ RAYFIN_INLINE void int4_tile(const Matrix& weight, const Rows& x, int64_t panel,
       }
 #pragma GCC unroll 16
       for (int m = 0; m < kM; ++m) {
-        if constexpr (kZeros) dot[m][v] -= zero * x.sums[m * x.groups + g];
+        if constexpr (kCodes == kNumbersAndZeros) dot[m][v] -= zero * x.sums[m * x.groups + g];
         acc[m][v] += __builtin_convertvector(dot[m][v], Vec) * scale;
+        if constexpr (kCodes == kLevels) acc[m][v] += load(leasts + at) * float(x.sums[m * x.groups + g]);
       }
     }
   }
@@ -173,20 +178,20 @@ RAYFIN_INLINE void int4_tile(const Matrix& weight, const Rows& x, int64_t panel,
     for (int v = 0; v < 2 * kP; ++v) store(out + (m * 2 * kP + v) * kWidth, acc[m][v] * x.scales[m]);
 }
 
-template <class Dot, bool kZeros, int kM, int kP>
+template <class Dot, Codes kCodes, int kM, int kP>
 void few_rows(const Matrix& weight, const Rows& x, int64_t panel, int64_t last, float* y, int64_t y_stride,
               const Epilogue& epilogue) {
   alignas(64) float out[kM * kP * kPanel];
   for (; panel + kP <= last; panel += kP) {
-    int4_tile<Dot, kZeros, true, kM, kP>(weight, x, panel, out);
+    int4_tile<Dot, kCodes, true, kM, kP>(weight, x, panel, out);
     for (int p = 0; p < kP; ++p)
       finish_panel(weight, panel + p, out + p * kPanel, kP * kPanel, kM, y, y_stride, epilogue);
   }
-  if constexpr (kP > 1) few_rows<Dot, kZeros, kM, kP / 2>(weight, x, panel, last, y, y_stride, epilogue);
+  if constexpr (kP > 1) few_rows<Dot, kCodes, kM, kP / 2>(weight, x, panel, last, y, y_stride, epilogue);
 }
 
 // Multiplies rows of x by panels first .. last - 1; all rows use each panel while it is in cache.
-template <class Dot, bool kZeros>
+template <class Dot, Codes kCodes>
 void many_rows(int64_t rows, const Matrix& weight, const Rows& x, int64_t first, int64_t last, float* out,
                float* y, int64_t y_stride, const Epilogue& epilogue) {
   const int64_t blocks = (rows + kMaxRows - 1) / kMaxRows;
@@ -195,7 +200,7 @@ void many_rows(int64_t rows, const Matrix& weight, const Rows& x, int64_t first,
       const int64_t row = rows * block / blocks, count = rows * (block + 1) / blocks - row;
       with_rows(count, [&](auto m) {
         if constexpr (m.value <= kMaxRows)
-          int4_tile<Dot, kZeros, false, m.value, 1>(weight, x.from(row), panel, out + row * kPanel);
+          int4_tile<Dot, kCodes, false, m.value, 1>(weight, x.from(row), panel, out + row * kPanel);
       });
     }
     finish_panel(weight, panel, out, kPanel, rows, y, y_stride, epilogue);
@@ -209,7 +214,7 @@ int64_t chunk_rows(int64_t rows, int64_t row_bytes) {
   return std::min(rows, (even + kMaxRows - 1) / kMaxRows * kMaxRows);
 }
 
-template <class Dot, bool kZeros>
+template <class Dot, Codes kCodes>
 void matmul_by(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* y,
                int64_t y_stride, const Epilogue& epilogue) {
   const Rows quantised = quantise(pool, weight, x, x_stride, rows);
@@ -225,13 +230,13 @@ void matmul_by(Pool& pool, const Matrix& weight, const float* x, int64_t x_strid
     if (few) {
       with_rows(rows, [&](auto m) {
         if constexpr (m.value <= kMaxRows)
-          few_rows<Dot, kZeros, m.value, panels_at_once(m.value)>(weight, quantised, panels.first, panels.last, y,
+          few_rows<Dot, kCodes, m.value, panels_at_once(m.value)>(weight, quantised, panels.first, panels.last, y,
                                                                   y_stride, epilogue);
       });
       return;
     }
     float* out = pool.scratch<float>(thread, count * kPanel);
-    many_rows<Dot, kZeros>(count, weight, quantised.from(start), panels.first, panels.last, out,
+    many_rows<Dot, kCodes>(count, weight, quantised.from(start), panels.first, panels.last, out,
                            y + start * y_stride, y_stride, epilogue.from(start));
   });
 }
@@ -242,8 +247,10 @@ void matmul_int4(Pool& pool, const Matrix& weight, const float* x, int64_t x_str
                  int64_t y_stride, const Epilogue& epilogue) {
   const auto run = [&](auto dot) {
     using Dot = decltype(dot);
-    if (weight.zeros()) return matmul_by<Dot, true>(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
-    matmul_by<Dot, false>(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
+    if (has_levels(weight.storage))
+      return matmul_by<Dot, kLevels>(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
+    if (weight.zeros()) return matmul_by<Dot, kNumbersAndZeros>(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
+    matmul_by<Dot, kNumbers>(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
   };
 #if defined(__AVX2__)
   if (pool.vnni) return run(VnniDot());

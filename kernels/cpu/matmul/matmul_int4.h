@@ -7,7 +7,7 @@
 
 namespace rayfin {
 
-// matmul for a weight stored as kInt4 that rounds its rows.
+// matmul for a weight stored as kInt4 or kLevels4 that rounds its rows.
 void matmul_int4(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* y,
                  int64_t y_stride, const Epilogue& epilogue);
 

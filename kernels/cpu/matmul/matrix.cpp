@@ -58,7 +58,7 @@ Matrix::Matrix(int64_t outputs, int64_t inputs, Storage storage, bool paired, in
   if (has_codes(storage)) {
     data_ = block(0, panels * panel_words(), sizeof(int32_t));
     scales_ = block(1, panels * groups.count * kPanel, storage == kFp4 ? 1 : sizeof(float));
-    if (zeros) zeros_ = block(3, panels * groups.count * kPanel, sizeof(int16_t));
+    if (zeros) zeros_ = block(3, panels * groups.count * kPanel, has_levels(storage) ? sizeof(float) : sizeof(int16_t));
     return;
   }
   data_ = block(0, panels * panel_size(), element_size(storage));

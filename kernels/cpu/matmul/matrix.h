@@ -13,7 +13,8 @@
 // side in 32 bits, and the depth is padded with zeros to whole cache lines of a row.
 //
 // Codes (has_codes) are weights of 4 or 8 bits as a checkpoint has them: groups of inputs share a scale, and perhaps a
-// zero point. A 32-bit word holds eight or four depth steps of an output (codes.h), and each group begins a word.
+// zero point. A 32-bit word holds eight or four depth steps of an output (codes.h), and each group begins a word. Levels
+// have in place of a zero point the number that code 0 stands for, in fp32.
 // Scales of e2m1 floats are powers of two, stored as the exponent of a float in a byte (OCP Microscaling, 2023).
 #pragma once
 
@@ -24,13 +25,18 @@ namespace rayfin {
 
 constexpr int64_t kStep = 32;
 
-// The codes: 0 .. 15 for -8 .. 7, signed bytes, e4m3 floats, 0 .. 15 for the numbers of a table, e2m1 floats.
+// The codes: 0 .. 15 for -8 .. 7, signed bytes, e4m3 floats, 0 .. 15 for the numbers of a table, e2m1 floats, and levels
+// 0 .. 15 and 0 .. 255 above a least number.
 enum Storage {
-  kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3, kCodes8 = 4, kFp8 = 5, kTable4 = 6, kFp4 = 7
+  kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3, kCodes8 = 4, kFp8 = 5, kTable4 = 6, kFp4 = 7, kLevels4 = 8,
+  kLevels8 = 9
 };
 
 constexpr bool has_codes(Storage storage) { return storage >= kInt4; }
-constexpr int64_t codes_in_word(Storage storage) { return storage == kCodes8 || storage == kFp8 ? 4 : 8; }
+constexpr bool has_levels(Storage storage) { return storage >= kLevels4; }
+constexpr int64_t codes_in_word(Storage storage) {
+  return storage == kCodes8 || storage == kFp8 || storage == kLevels8 ? 4 : 8;
+}
 
 // The groups of a weight's inputs.
 struct Groups {
@@ -54,8 +60,9 @@ class Matrix {
   template <class T>
   void fill(int64_t first, int64_t count, const T* weights, int64_t stride);
 
-  // Fills outputs from codes [count, inputs] (as Storage says), scales and, if not null, zero points [count, groups].
-  void fill_codes(int64_t first, int64_t count, const uint8_t* codes, const float* scales, const int16_t* zeros);
+  // Fills outputs from codes [count, inputs] (as Storage says), scales and, if not null, zero points [count, groups]: of
+  // levels least numbers, which are floats.
+  void fill_codes(int64_t first, int64_t count, const uint8_t* codes, const float* scales, const void* zeros);
   // Copies outputs start .. start + count - 1 of a weight of the same storage, inputs and groups to output `first` on.
   void copy_codes(int64_t first, const Matrix& from, int64_t start, int64_t count);
   // The k-th code of an output is that of input order[k]; as many as inputs.
@@ -74,7 +81,10 @@ class Matrix {
   // Codes: a panel's words [group][word][kPanel]; its scales and zero points, which may be absent, are [group][kPanel].
   const int32_t* words(int64_t panel) const { return data_.as<int32_t>() + panel * panel_words(); }
   int64_t panel_words() const { return groups.count * groups.words * kPanel; }
-  const int16_t* zeros() const { return zeros_.as<int16_t>(); }
+  template <class Zero = int16_t>
+  const Zero* zeros() const {
+    return zeros_.as<Zero>();
+  }
   const int32_t* order() const { return order_.as<int32_t>(); }
   const float* table() const { return table_; }
 
@@ -91,7 +101,7 @@ class Matrix {
   const bool paired;
   const int64_t panels;
   const Groups groups;
-  bool rounds_rows = false;  // kInt4: rows of x are rounded to 8 bits (matmul_int4.h)
+  bool rounds_rows = false;  // kInt4, kLevels4: rows of x are rounded to 8 bits (matmul_int4.h)
 
  private:
   struct Place {
@@ -108,6 +118,7 @@ class Matrix {
   int64_t group_at(Place at, int64_t group) const;
   float scale_at(int64_t group) const;
   void set_scale(int64_t group, float scale);
+  void copy_zero(int64_t group, const void* zeros, int64_t from);
   void read_codes(Place at, float* weights) const;
 
   Buffer data_, scales_, offsets_, zeros_, order_;

@@ -22,6 +22,10 @@ float number_of(Storage storage, const float* table, int32_t word, int shift) {
       return table[uint32_t(word) >> shift & 15];
     case kFp4:
       return kE2m1[uint32_t(word) >> shift & 15];
+    case kLevels4:
+      return float(uint32_t(word) >> shift & 15);
+    case kLevels8:
+      return float(uint32_t(word) >> shift & 255);
     case kFp8:
       return Fp8().widen(words, shift)[0] * Fp8::kFactor;
     default:
@@ -49,13 +53,21 @@ void Matrix::set_scale(int64_t group, float scale) {
   }
 }
 
-void Matrix::fill_codes(int64_t first, int64_t count, const uint8_t* codes, const float* scales, const int16_t* zeros) {
+void Matrix::copy_zero(int64_t group, const void* zeros, int64_t from) {
+  if (has_levels(storage)) {
+    zeros_.as<float>()[group] = static_cast<const float*>(zeros)[from];
+  } else {
+    zeros_.as<int16_t>()[group] = static_cast<const int16_t*>(zeros)[from];
+  }
+}
+
+void Matrix::fill_codes(int64_t first, int64_t count, const uint8_t* codes, const float* scales, const void* zeros) {
   const int64_t each = codes_in_word(storage);
   for (int64_t i = 0; i < count; ++i) {
     const Place at = place(first + i);
     for (int64_t g = 0; g < groups.count; ++g) {
       set_scale(group_at(at, g), scales[i * groups.count + g]);
-      if (zeros) zeros_.as<int16_t>()[group_at(at, g)] = zeros[i * groups.count + g];
+      if (zeros) copy_zero(group_at(at, g), zeros, i * groups.count + g);
       const uint8_t* from = codes + i * inputs + g * groups.size;
       const int64_t size = std::min(groups.size, inputs - g * groups.size);
       for (int64_t k = 0; k < size; k += each) {
@@ -73,7 +85,7 @@ void Matrix::copy_codes(int64_t first, const Matrix& from, int64_t start, int64_
     const Place to = place(first + i), source = from.place(start + i);
     for (int64_t g = 0; g < groups.count; ++g) {
       set_scale(group_at(to, g), from.scale_at(from.group_at(source, g)));
-      if (zeros() && from.zeros()) zeros_.as<int16_t>()[group_at(to, g)] = from.zeros()[from.group_at(source, g)];
+      if (zeros() && from.zeros()) copy_zero(group_at(to, g), from.zeros(), from.group_at(source, g));
       for (int64_t word = 0; word < groups.words; ++word) word_at(to, g, word) = from.word_at(source, g, word);
     }
   }
@@ -91,8 +103,10 @@ void Matrix::read_codes(Place at, float* weights) const {
   for (int64_t k = 0; k < inputs; ++k) {
     const int64_t g = k / groups.size, inside = k - g * groups.size;
     float number = number_of(storage, table_, word_at(at, g, inside / each), shift_of(storage, inside % each));
-    if (zeros()) number -= float(zeros()[group_at(at, g)]);
-    weights[order() ? order()[k] : k] = number * scale_at(group_at(at, g));
+    if (!has_levels(storage) && zeros()) number -= float(zeros()[group_at(at, g)]);
+    float weight = number * scale_at(group_at(at, g));
+    if (has_levels(storage)) weight += zeros<float>()[group_at(at, g)];
+    weights[order() ? order()[k] : k] = weight;
   }
 }
 

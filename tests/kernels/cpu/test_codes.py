@@ -21,6 +21,7 @@ from rayfin.kernels.cpu.library import ISAS
 from rayfin.kernels.grouped import E2M1, Grouped
 
 KINDS = ("int4", "int4 zeros", "int8", "int8 zeros", "bytes", "fp8", "table", "fp4")
+KINDS += ("levels4", "levels8")
 ROWS = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 24, 49, 70])
 SIZES = st.integers(1, 150)
 GROUPS = st.sampled_from([1, 3, 8, 16, 20, 32, 64, 128, 1000])
@@ -41,8 +42,11 @@ def drawn(kind: str, outputs: int, inputs: int, group: int, seed: int = 0) -> Gr
         return Grouped(codes.view(torch.float8_e4m3fn), scale, group, 8)
     if kind == "bytes":
         return Grouped(codes.view(torch.int8), scale, group, 8)
-    bits = 8 if kind.startswith("int8") else 4
+    bits = 8 if kind.startswith("int8") or kind == "levels8" else 4
     codes &= 2**bits - 1
+    if kind.startswith("levels"):
+        scale = (scale * 2**12).round() / 2**12  # its product with a code is exact
+        return Grouped(codes, scale, group, bits, least=normal(*shape, seed=seed))
     if kind == "fp4":
         scale = 2.0 ** torch.randint(-9, 9, shape, generator=random)
         return Grouped(codes, scale, group, bits, table=torch.tensor(E2M1))
@@ -87,7 +91,7 @@ def test_any_shape(
     check(kernels, x, drawn(kind, outputs, inputs, group, seed))
 
 
-@pytest.mark.parametrize("kind", ["int4", "int4 zeros", "fp8", "fp4"])
+@pytest.mark.parametrize("kind", ["int4", "int4 zeros", "fp8", "fp4", "levels4"])
 @pytest.mark.parametrize("rows", [1, 4, 5, 60, 300])
 @pytest.mark.parametrize("inputs, group", [(576, 64), (1536, 128), (1537, 1537), (1100, 20)])
 def test_large(kernels: CpuKernels, kind: str, rows: int, inputs: int, group: int) -> None:
@@ -146,12 +150,16 @@ def test_stacked(kernels: CpuKernels) -> None:
     parts = [drawn(kind, n, 96, 32, seed=n) for kind, n in (("int4", 33), ("int4 zeros", 18))]
     stacked = stack_codes(kernels, [packed(kernels, part) for part in parts])
     assert torch.equal(stacked.rows(torch.arange(51)), torch.cat([p.dense() for p in parts]))
+    parts = [drawn("levels4", n, 96, 32, seed=n) for n in (33, 18)]
+    stacked = stack_codes(kernels, [packed(kernels, part) for part in parts])
+    assert torch.equal(stacked.rows(torch.arange(51)), torch.cat([p.dense() for p in parts]))
 
 
 def test_what_is_alike(kernels: CpuKernels) -> None:
     one = packed(kernels, drawn("int4", 8, 64, 32))
     assert one.like(packed(kernels, drawn("int4 zeros", 9, 64, 32)))
-    for other in (drawn("int4", 8, 64, 64), drawn("int8", 8, 64, 32), drawn("table", 8, 64, 32)):
+    for kind, group in (("int4", 64), ("int8", 32), ("table", 32), ("levels4", 32)):
+        other = drawn(kind, 8, 64, group)
         assert not one.like(packed(kernels, other))
 
 
@@ -208,6 +216,8 @@ def test_bytes(kernels: CpuKernels) -> None:
     assert (matrix.bytes, matrix.codes) == (64 * 64 + 64 * 2 * 4, Codes.INT4)
     matrix = packed(kernels, drawn("fp4", 64, 128, 32))
     assert (matrix.bytes, matrix.codes) == (64 * 64 + 64 * 4, Codes.FP4)
+    matrix = packed(kernels, drawn("levels8", 64, 128, 32))
+    assert (matrix.bytes, matrix.codes) == (64 * 128 + 64 * 4 * 8, Codes.LEVELS8)
 
 
 @settings(max_examples=15, deadline=None)
@@ -216,13 +226,13 @@ def test_bytes(kernels: CpuKernels) -> None:
     outputs=SIZES,
     inputs=SIZES,
     group=GROUPS,
-    zeros=st.booleans(),
+    kind=st.sampled_from(["int4", "int4 zeros", "levels4"]),
     vnni=st.booleans(),
 )
 def test_rounded_rows(
-    kernels: CpuKernels, rows: int, outputs: int, inputs: int, group: int, zeros: bool, vnni: bool
+    kernels: CpuKernels, rows: int, outputs: int, inputs: int, group: int, kind: str, vnni: bool
 ) -> None:
-    weight = drawn("int4 zeros" if zeros else "int4", outputs, inputs, group)
+    weight = drawn(kind, outputs, inputs, group)
     x = normal(rows, inputs)
     kernels.library.rayfin_pool_use_vnni(kernels.pool, vnni)
     matrix = pack_codes(kernels, weight, round_rows=True)

@@ -37,6 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "olmo": {"in_norms": False, "out_norms": True, "head_norms": "whole"},
     "granite": {"shape": {"residual_scale": 0.4, "logit_scale": 0.2}},
     "sinks": {"layer": {"sinks": True, "window": 4}},
+    "values apart": {"biases": True, "rest": KV_HEADS * VALUE_DIM},
 }
 
 
@@ -51,7 +52,9 @@ class Weights:
         head_norms: str | None = None,
         shape: dict[str, Any] | None = None,
         layer: dict[str, Any] | None = None,
+        rest: int = 0,
     ) -> None:
+        self.rest = rest  # outputs of "qkv" in a matrix of their own
         generator = torch.Generator().manual_seed(0)
 
         def normal(*size: int) -> torch.Tensor:
@@ -98,6 +101,10 @@ class Weights:
                 else value
                 for name, value in weights.items()
             }
+            if self.rest:
+                parts = weights["qkv"][: -self.rest], weights["qkv"][-self.rest :]
+                both = (kernels.pack([part], storage=storage) for part in parts)
+                fields["qkv"], fields["qkv_rest"] = both
             layers.append(DecoderLayer(**fields, scale=0.3, sinks=self.sinks, **self.options))
         shape = DecoderShape(
             *(HIDDEN, INNER, VOCABULARY, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, ROTARY, EPS),
