@@ -1,8 +1,8 @@
 """GGUF files of llama.cpp, turned once into a folder that is served as any other.
 
-transformers reads configuration, tokenizer and weights of such a file; its package is the extra
-``gguf``. Weights become bfloat16 numbers (float32, if the file has those), whatever the file's
-format. The folder lies in a cache and is found by the file's path, size and time.
+The folder has configuration, tokenizer, and weights in the file's own blocks where these are read
+(runner/quantized/gguf_file.py); the package for such files is the extra ``gguf``. It lies in a
+cache and is found by the file's path, size and time.
 """
 
 import fcntl
@@ -15,9 +15,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from rayfin.actors.errors import InvalidConfig
 
@@ -27,12 +27,17 @@ SUFFIX = ".gguf"
 CACHE = "RAYFIN_GGUF_CACHE"
 """The environment variable with the folder of these folders; default ~/.cache/rayfin/gguf."""
 
-VERSION = 1
+CONVERTER = "rayfin.actors.runner.quantized.gguf_file"
+
+VERSION = 2
 """Of the folders' content: a change of this module that changes them counts it up."""
 
 
 ON_HUB = re.compile(r"([\w.-]+/[\w.-]+):(\w+)")
 """OWNER/MODEL:FORMAT, as vLLM has it."""
+
+PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf", re.IGNORECASE)
+"""A file of several, as gguf-split names them."""
 
 
 def is_gguf(name: str) -> bool:
@@ -42,19 +47,24 @@ def is_gguf(name: str) -> bool:
     return not Path(name).is_dir()
 
 
-def gguf_folder(name: str) -> Path:
+def gguf_folder(name: str, *, revision: str | None = None, cache_dir: str | None = None) -> Path:
     """The folder of a GGUF file: a path, or on the Hub OWNER/MODEL/FILE.gguf or OWNER/MODEL:Q4_K_M.
 
-    The first call for a file makes it, in a process of its own, while others wait.
+    The first call for a file makes it, in a process of its own, while others wait. Of a file in
+    parts (FILE-00001-of-00003.gguf) any one stands for all.
+
+    Args:
+        revision, cache_dir: where on the Hub, or in its cache, to look (``EngineArgs.hub``).
 
     Raises:
         InvalidConfig: there is no such file, a package is missing, or the file cannot be read.
     """
-    path = _find(name)
-    about = path.stat()
-    mark = f"{VERSION} {path.resolve()} {about.st_size} {about.st_mtime_ns}"
+    files = _find(name, revision, cache_dir)
+    path = files[0]
+    about = [(str(one.resolve()), one.stat().st_size, one.stat().st_mtime_ns) for one in files]
     kept = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "rayfin" / "gguf")
-    folder = kept / f"{path.stem}-{hashlib.sha256(mark.encode()).hexdigest()[:16]}"
+    digest = hashlib.sha256(repr((VERSION, about)).encode()).hexdigest()
+    folder = kept / f"{path.stem}-{digest[:16]}"
     if folder.is_dir():
         return folder
     if importlib.util.find_spec("gguf") is None:
@@ -67,34 +77,59 @@ def gguf_folder(name: str) -> Path:
     with (kept / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
-            _make(path, folder)
+            _make(files, folder)
     return folder
 
 
-def _find(name: str) -> Path:
+def _find(name: str, revision: str | None, cache_dir: str | None) -> tuple[Path, ...]:
+    """The file, or its parts in order."""
     path = Path(name).expanduser()
     if path.is_file():
-        return path
+        return tuple(path.with_name(part) for part in _parts(path.name, os.listdir(path.parent)))
     parts, of_format = name.split("/"), ON_HUB.fullmatch(name)
     local = path.is_absolute() or name.startswith((".", "~"))
     if of_format is None and (local or len(parts) < 3):
         raise InvalidConfig(f"there is no file {name}", "model")
-    return _fetch(name)
+    return _fetch(name, revision, cache_dir)
+
+
+def _parts(file: str, present: Iterable[str]) -> list[str]:
+    """The names of all parts of a file, one of which ``file`` is; those ``present`` are known.
+
+    Raises:
+        InvalidConfig: one is missing.
+    """
+    if (found := PART.fullmatch(file)) is None:
+        return [file]
+    start, count, there = found[1], int(found[2]), set(present)
+    names = [f"{start}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]
+    for name in names:
+        if name not in there:
+            raise InvalidConfig(f"there is no file {name}, a part of the model of {file}", "model")
+    return names
 
 
 @cache
-def _fetch(name: str) -> Path:
-    """The file of a name on the Hub, which is asked once in a process."""
+def _fetch(name: str, revision: str | None, cache_dir: str | None) -> tuple[Path, ...]:
+    """The files of a name on the Hub, which is asked once in a process."""
     import huggingface_hub
 
     parts, of_format = name.split("/"), ON_HUB.fullmatch(name)
+    repository = of_format[1] if of_format else "/".join(parts[:2])
+    file = "" if of_format else "/".join(parts[2:])
     try:
-        if of_format is not None:
-            repository, kind = of_format.groups()
-            file = _of_format(huggingface_hub.list_repo_files(repository), repository, kind)
-        else:
-            repository, file = "/".join(parts[:2]), "/".join(parts[2:])
-        return Path(huggingface_hub.hf_hub_download(repository, file))
+        found = [file]
+        if of_format or PART.fullmatch(file):
+            files = huggingface_hub.list_repo_files(repository, revision=revision)
+            found = _parts(_of_format(files, *of_format.groups()) if of_format else file, files)
+        return tuple(
+            Path(
+                huggingface_hub.hf_hub_download(
+                    repository, one, revision=revision, cache_dir=cache_dir
+                )
+            )
+            for one in found
+        )
     except InvalidConfig:
         raise
     except Exception as error:  # the package raises those of several HTTP libraries
@@ -103,21 +138,25 @@ def _fetch(name: str) -> Path:
 
 
 def _of_format(files: list[str], repository: str, kind: str) -> str:
-    """The file of a format such as Q4_K_M among those of a repository."""
+    """The file of a format such as Q4_K_M among those of a repository, or its first part."""
     found = [file for file in files if file.lower().endswith(SUFFIX)]
-    for file in found:
-        if file.lower().endswith((f"-{kind}{SUFFIX}".lower(), f".{kind}{SUFFIX}".lower())):
+    ends = (f"-{kind}".lower(), f".{kind}".lower())
+    for file in sorted(found):
+        part = PART.fullmatch(file)
+        stem = part[1] if part else file.removesuffix(file[-len(SUFFIX) :])
+        if stem.lower().endswith(ends):
             return file
     names = ", ".join(found) or "none"
     raise InvalidConfig(f"{repository} has no GGUF file of {kind}; it has {names}", "model")
 
 
-def _make(path: Path, folder: Path) -> None:
+def _make(files: Sequence[Path], folder: Path) -> None:
+    path = files[0]
     logger.info("turning %s into a folder in %s, once", path.name, folder.parent)
     made = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         # A process of its own: this one stays without torch, and the memory is given back.
-        code = f"from {__name__} import convert; convert({str(path)!r}, {str(made)!r})"
+        code = f"from {CONVERTER} import convert; convert({list(map(str, files))!r}, {str(made)!r})"
         done = subprocess.run(
             [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False
         )
@@ -127,25 +166,3 @@ def _make(path: Path, folder: Path) -> None:
         made.rename(folder)
     finally:
         shutil.rmtree(made, ignore_errors=True)
-
-
-def convert(file: str, folder: str) -> None:
-    """Writes the model in ``file`` to ``folder``: configuration, tokenizer, weights."""
-    import torch
-    from gguf import GGMLQuantizationType, GGUFReader
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    path = Path(file)
-    # Vectors are float32 in any file.
-    kinds = {tensor.tensor_type for tensor in GGUFReader(file).tensors if len(tensor.shape) > 1}
-    dtype = torch.float32 if kinds == {GGMLQuantizationType.F32} else torch.bfloat16
-    where: Any = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    try:
-        AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
-    except Exception as error:  # of any kind of tokenizer; --tokenizer may name another one
-        print(f"the tokenizer in {path.name} cannot be read: {error}", flush=True)
-    model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype)
-    model.is_quantized, model.hf_quantizer = False, None  # as its weights no longer are
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.save_pretrained(folder)

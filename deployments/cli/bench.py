@@ -457,7 +457,9 @@ class _Engine:
             logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         args = build(EngineArgs)
         check_model(args, tokenizer=False)
-        self._engine = start_engine(self._executor, replace(args, model=model_path(args.model)))
+        self._engine = start_engine(
+            self._executor, replace(args, model=model_path(args.model, **args.hub))
+        )
         return self._engine
 
     def __exit__(self, *_: object) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import tokenizers
@@ -110,7 +110,7 @@ def require_files(args: EngineArgs) -> None:
     Raises:
         InvalidConfig: there is no such folder, or it lacks config.json or weights.
     """
-    folder = Path(model_path(args.model))
+    folder = Path(model_path(args.model, **args.hub))
     if folder.is_dir() and not (folder / "config.json").exists():
         raise InvalidConfig(f"{folder} holds no config.json", "model")
     if not folder.exists() and (folder.is_absolute() or args.model.startswith((".", "~"))):
@@ -121,6 +121,8 @@ def require_files(args: EngineArgs) -> None:
 
 def on_hub(name: str) -> bool:
     """Whether a model or tokenizer of that name is none of this machine's folders."""
+    if is_gguf(name):
+        return False  # it becomes a folder
     path = Path(model_path(name))
     return not (path.exists() or path.is_absolute() or name.startswith((".", "~")))
 
@@ -255,27 +257,31 @@ DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo" / "model"
 
 
-def model_path(name: str) -> str:
+def model_path(name: str, **hub: Any) -> str:
     """A folder or a Hugging Face name; ``demo`` is the toy model that Rayfin brings along.
 
-    A GGUF file becomes a folder first, which takes a while.
+    A GGUF file becomes a folder first, which takes a while; ``hub`` says where on the Hub one is.
     """
     if is_gguf(name):
-        return str(gguf_folder(name))
+        return str(gguf_folder(name, **hub))
     return str(DEMO_FOLDER) if name == DEMO else name
 
 
 def located(args: EngineArgs) -> EngineArgs:
     """The same with the places of model and tokenizer instead of their names."""
-    tokenizer = args.tokenizer and model_path(args.tokenizer)
-    return replace(args, model=model_path(args.model), tokenizer=tokenizer)
+    tokenizer = args.tokenizer and model_path(args.tokenizer, **args.tokenizer_hub)
+    return replace(args, model=model_path(args.model, **args.hub), tokenizer=tokenizer)
 
 
 def generation_config_path(setting: str, args: EngineArgs) -> str | None:
     """Where generation_config.json is: the model's place, a folder, or None if it is not read."""
-    return {"auto": model_path(args.model), "vllm": None, "none": None}.get(setting, setting)
+    if setting == "auto":
+        return model_path(args.model, **args.hub)
+    return None if setting in ("vllm", "none") else setting
 
 
 def tokenizer_path(args: EngineArgs) -> str:
     """Where the tokenizer of an engine comes from."""
-    return model_path(args.tokenizer or args.model)
+    if args.tokenizer:
+        return model_path(args.tokenizer, **args.tokenizer_hub)
+    return model_path(args.model, **args.hub)

@@ -20,7 +20,7 @@ from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, L
 from rayfin.actors.runner.models.narrow import packed
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.replace import Replaceable, verified_replacement
-from rayfin.actors.runner.quantized.packed import CodedLinear, merged
+from rayfin.actors.runner.quantized.packed import CodedEmbedding, CodedLinear, merged
 from rayfin.actors.settings.choices import Quantization
 from rayfin.kernels.cpu.codes import pack_int4
 from rayfin.kernels.cpu.decoder import DecoderLayer, PackedDecoder
@@ -93,15 +93,20 @@ def _build(paged: PagedModel, kernels: CpuKernels, packing: Packing) -> CpuDecod
         for index, (part, spec) in enumerate(zip(parts.layers, parts.attending, strict=True))
     ]
     embedding, lm_head = parts.embedding, parts.head
-    coded = isinstance(lm_head, CodedLinear)
-    tied = not coded and lm_head.weight.data_ptr() == embedding.weight.data_ptr()
     head = _packed([lm_head], packing.head)
+    plain = isinstance(lm_head, nn.Linear)
+    if isinstance(embedding, CodedEmbedding):
+        table: Matrix = embedding.matrix
+    elif plain and lm_head.weight.data_ptr() == embedding.weight.data_ptr():
+        table = head
+    else:
+        table = packed(kernels.pack, [embedding.weight])
     return CpuDecoder(
         PackedDecoder(
             kernels,
             parts.shape,
             layers,
-            embedding=head if tied else packed(kernels.pack, [embedding.weight]),
+            embedding=table,
             head=head,
             final_norm=parts.final_norm,
             head_bias=_float(lm_head.bias),
@@ -145,8 +150,12 @@ def _pack_layer(
         return _packed(linears, pack_plain, paired=paired)
 
     assert isinstance(part.mlp, GatedParts)  # inspect_decoder accepts no experts by default
+    heads = _alike(part.query_key_value)
+    if len(heads) > 2:
+        raise UnrecognizedModule("its query, key and value are of three formats")
     return DecoderLayer(
-        qkv=pack(part.query_key_value),
+        qkv=pack(heads[0]),
+        qkv_rest=pack(heads[1]) if len(heads) > 1 else None,
         attention_out=pack([part.attention_out]),
         gate_up=pack(part.mlp.gate_up, paired=True),
         down=pack([part.mlp.down]),
@@ -166,6 +175,23 @@ def _pack_layer(
         softcap=spec.softcap,
         rotary=rotary,
     )
+
+
+def _alike(linears: list[Linear]) -> list[list[Linear]]:
+    """The layers in their order, those beside each other that can lie in one matrix together."""
+    runs: list[list[Linear]] = []
+    for linear in linears:
+        if runs and _like(runs[-1][0], linear):
+            runs[-1].append(linear)
+        else:
+            runs.append([linear])
+    return runs
+
+
+def _like(one: Linear, other: Linear) -> bool:
+    if isinstance(one, CodedLinear) and isinstance(other, CodedLinear):
+        return one.matrix.like(other.matrix)
+    return not isinstance(one, CodedLinear) and not isinstance(other, CodedLinear)
 
 
 def _packed(linears: list[Linear], pack: Pack, *, paired: bool = False) -> Matrix:

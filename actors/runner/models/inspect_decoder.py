@@ -20,8 +20,11 @@ from rayfin.actors.runner.models.inspect_layers import (
 )
 from rayfin.actors.runner.models.paged_model import LAYER, PagedModel
 from rayfin.actors.runner.models.step_model import Tables
+from rayfin.actors.runner.quantized.linear import SmallEmbedding
 from rayfin.kernels.cpu.decoder import DecoderShape
 from rayfin.kernels.cpu.kernels import Activation
+
+Embedding = nn.Embedding | SmallEmbedding
 
 ACTIVATIONS = {
     "silu": Activation.SILU,
@@ -92,7 +95,7 @@ class DecoderSpec:
     rotary: list[int]  # index of the rotary tables, for each layer
     rotate: Callable[[int], Tables]  # number of positions -> tables
     rotate_at: Callable[[torch.Tensor], Tables]  # positions [3, T] -> rows of such tables
-    embedding: nn.Embedding
+    embedding: Embedding
     head: Linear
     final_norm: torch.Tensor  # [hidden] fp32
 
@@ -142,7 +145,7 @@ def inspect_decoder(paged: PagedModel, experts: type[nn.Module] | None = None) -
     )
 
 
-def _backbone(model: Any) -> tuple[Any, list[nn.Module], nn.Embedding]:
+def _backbone(model: Any) -> tuple[Any, list[nn.Module], Embedding]:
     """The decoder, its layers and its token embedding."""
     decoder = getattr(model, "model", None)
     expected = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -150,17 +153,17 @@ def _backbone(model: Any) -> tuple[Any, list[nn.Module], nn.Embedding]:
     if children != expected or {name for name, _ in model.named_children()} != {"model", "lm_head"}:
         raise UnrecognizedModule(f"its parts are {', '.join(sorted(children)) or 'others'}")
     assert decoder is not None
-    if not is_linear(model.lm_head) or not isinstance(decoder.embed_tokens, nn.Embedding):
+    if not is_linear(model.lm_head) or not isinstance(decoder.embed_tokens, Embedding):
         raise UnrecognizedModule(f"its head is a {type(model.lm_head).__name__}")
     return decoder, list(decoder.layers), decoder.embed_tokens
 
 
 def _observe(
-    paged: PagedModel, first_layer: nn.Module, embedding: nn.Embedding
+    paged: PagedModel, first_layer: nn.Module, embedding: Embedding
 ) -> tuple[dict[nn.Module, AttentionSpec], float]:
     """The settings of each attention module, and the factor on embeddings."""
     model, observer = paged.transformer, _Observer()
-    device = embedding.weight.device
+    device = paged.device
     tokens = torch.arange(1, 4, device=device).remainder(embedding.num_embeddings).unsqueeze(0)
     inputs: list[torch.Tensor] = []
 
@@ -177,7 +180,11 @@ def _observe(
         hook.remove()
         for module in paged.attention_modules:
             delattr(module, LAYER)
-    rows, seen = embedding.weight[tokens[0]].float(), inputs[0][0].float()
+    if isinstance(embedding, SmallEmbedding):
+        rows = embedding.rows(tokens[0]).float()
+    else:
+        rows = embedding.weight[tokens[0]].float()
+    seen = inputs[0][0].float()
     scale = float((seen * rows).sum() / rows.square().sum())
     if not torch.allclose(seen, rows * scale, rtol=1e-2, atol=1e-4):
         raise UnrecognizedModule("its layers are not fed by token embeddings alone")

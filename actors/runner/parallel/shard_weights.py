@@ -31,7 +31,8 @@ from rayfin.actors.runner.parallel.plans import (
 )
 from rayfin.actors.runner.parallel.shard_codes import place_codes, widen_small_groups
 from rayfin.actors.runner.parallel.shard_model import check_sizes, checkpoint_name, shard_model
-from rayfin.actors.runner.quantized.formats import refuse
+from rayfin.actors.runner.quantized.experts import StoredLayer
+from rayfin.actors.runner.quantized.formats import Part, refuse
 from rayfin.actors.runner.quantized.loader import dequantize, quantizer_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -52,6 +53,7 @@ class Checkpoint:
         self.model = args.model
         self._prefix = f"{prefix}."
         self._files: dict[str, Path] = {}
+        self.tables: dict[str, StoredLayer] = {}  # embeddings in codes, by their names in the model
         for path in _files(args):
             with safe_open(path, framework="pt") as file:
                 self._files |= dict.fromkeys(file.keys(), path)
@@ -62,7 +64,10 @@ class Checkpoint:
         return sorted(set(self._files.values()))
 
     def __contains__(self, name: str) -> bool:
-        return self._stored(name) in self._files
+        return self._stored(name) in self._files or self._table(name) is not None
+
+    def _table(self, name: str) -> StoredLayer | None:
+        return self.tables.get(name.removesuffix(".weight"))
 
     def _stored(self, name: str) -> str:
         return name if name in self._files else name.removeprefix(self._prefix)
@@ -75,6 +80,8 @@ class Checkpoint:
         """
         if name not in self:
             raise InvalidConfig(f"{self.model} lacks the weight {name}", "model")
+        if (table := self._table(name)) is not None:
+            return _filled_up(_rows(table, cut), shape)
         expected, stored_as = list(shape), self._stored(name)
         if cut is not None:
             expected[cut.dim] = cut.whole
@@ -136,6 +143,7 @@ def load_share(
         stored = None
         if checkpoint and quantizer:
             stored = quantizer.stored(model, checkpoint.files, device)
+            checkpoint.tables = stored.tables
         cuts = shard_model(model, peers)
         _make_buffers(model, device)
         if stored is not None:
@@ -152,6 +160,17 @@ def load_share(
         raise InvalidConfig(why_not_loaded(args.model, error), "model") from None
     served: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
     return served.requires_grad_(False)
+
+
+def _rows(table: StoredLayer, cut: WeightSlice | None) -> torch.Tensor:
+    """The numbers of a table, or of a part of its rows."""
+    if cut is None:
+        return table.grouped().dense()
+    assert cut.dim == 0
+    stop = min(cut.stop, table.outputs)
+    part = table.part(Part(0, range(min(cut.start, stop), stop)))
+    assert part is not None
+    return part.dense()
 
 
 def _read(

@@ -17,6 +17,7 @@ from rayfin.actors.runner.quantized.formats import (
     Plain,
     refuse,
 )
+from rayfin.actors.runner.quantized.gguf_blocks import Gguf
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -45,6 +46,7 @@ class Formats:
     default: Format
     others: tuple[tuple[re.Pattern[str], Format], ...] = field(default=())
     experts: str | None = None  # the format of experts that are stored for themselves
+    tied: bool = False  # the embedding is the head's codes
 
     def of(self, name: str) -> Format:
         """The format of the layer ``name``, if it is quantised at all."""
@@ -218,6 +220,10 @@ def _bitsandbytes(source: Config) -> Formats:
     return Formats("bitsandbytes", Nf4(4, None, "bitsandbytes"))
 
 
+def _gguf(source: Config) -> Formats:
+    return Formats("gguf", Gguf(8, None, "gguf"), tied=bool(source.get("tied")))
+
+
 READERS: dict[str, Callable[[Config], Formats]] = {
     "gptq": _gptq,
     "gptq_v2": _gptq,
@@ -228,5 +234,6 @@ READERS: dict[str, Callable[[Config], Formats]] = {
     "modelopt": _modelopt,
     "mxfp4": _mxfp4,
     "bitsandbytes": _bitsandbytes,
+    "gguf": _gguf,
 }
 """What reads the configuration of each ``quant_method``."""

@@ -295,6 +295,15 @@ def _part(path: str, projection: str, converters: list[WeightConverter]) -> str 
     return None
 
 
+def merges_projections(model: PreTrainedModel, path: str) -> bool:
+    """Whether transformers merges layers gate_proj, up_proj and down_proj of each expert there."""
+    converters = [
+        entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightConverter)
+    ]
+    parts = ("gate", "up", "down")
+    return all(_part(path, f"{part}_proj", converters) == part for part in parts)
+
+
 def _require_all(path: str, count: int, names: dict[int, str]) -> None:
     """Raises unless there is a layer for each of the ``count`` experts."""
     projection = next(iter(names.values())).rpartition(".")[2]

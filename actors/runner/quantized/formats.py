@@ -6,9 +6,9 @@ the way from them to codes, scales and zero points. Sizes are those of the layer
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -69,7 +69,15 @@ class Format(ABC):
     bits: int
     group: int | None = None  # inputs that share a scale; None: all of an output
     method: str = ""
-    key: ClassVar[str] = "weight"  # the tensor with the codes
+
+    @property
+    def key(self) -> str:
+        """The tensor with the codes."""
+        return "weight"
+
+    def as_stored(self, names: Iterable[str]) -> "Format":
+        """The format of a layer that has tensors of these names."""
+        return self
 
     @property
     def label(self) -> str:
@@ -113,8 +121,11 @@ class Gptq(Format):
     Version 1 stores zero points less one.
     """
 
-    key: ClassVar[str] = "qweight"
     version: int = 1
+
+    @property
+    def key(self) -> str:
+        return "qweight"
 
     def slots(
         self, outputs: int, inputs: int, stored: Mapping[str, tuple[int, ...]]
@@ -189,7 +200,9 @@ def input_order(g_idx: torch.Tensor | None, inputs: int, group: int) -> torch.Te
 class Awq(Format):
     """AWQ ("gemm"): codes packed along the outputs, eight of them in an order of their own."""
 
-    key: ClassVar[str] = "qweight"
+    @property
+    def key(self) -> str:
+        return "qweight"
 
     def slots(
         self, outputs: int, inputs: int, stored: Mapping[str, tuple[int, ...]]
@@ -232,8 +245,11 @@ class Awq(Format):
 class Packed(Format):
     """compressed-tensors "pack-quantized": codes along the inputs, half their range added."""
 
-    key: ClassVar[str] = "weight_packed"
     symmetric: bool = True
+
+    @property
+    def key(self) -> str:
+        return "weight_packed"
 
     def slots(
         self, outputs: int, inputs: int, stored: Mapping[str, tuple[int, ...]]
@@ -302,6 +318,13 @@ class Plain(Format):
         kind = "int8" if self.dtype == torch.int8 else "fp8"
         blocks = "" if self.group is None else f", blocks of {self.block} x {self.group}"
         return f"{self.method} {kind}{blocks}"
+
+    def as_stored(self, names: Iterable[str]) -> "Plain":
+        # Writers of fp8 have two names of a scale.
+        if self.scale in names:
+            return self
+        named = [name for name in ("weight_scale", "weight_scale_inv") if name in names]
+        return replace(self, scale=named[0]) if named else self
 
     def slots(
         self, outputs: int, inputs: int, stored: Mapping[str, tuple[int, ...]]

@@ -9,8 +9,7 @@ merged.
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +35,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.runner.quantized.config import Formats, read_formats, source_config
+from rayfin.actors.runner.quantized.conversions import KEYS, DequantizeExperts, Mxfp4Experts
 from rayfin.actors.runner.quantized.experts import (
     CodedProjection,
     ExactLayer,
@@ -46,15 +46,19 @@ from rayfin.actors.runner.quantized.experts import (
     expert_names,
     quant_experts,
 )
-from rayfin.actors.runner.quantized.formats import Format, Nf4, Plain, Slot, mxfp4, refuse
-from rayfin.actors.runner.quantized.linear import QuantLinear
+from rayfin.actors.runner.quantized.formats import Format, Slot, refuse
+from rayfin.actors.runner.quantized.linear import (
+    HeadEmbedding,
+    QuantEmbedding,
+    QuantLinear,
+    ScaledEmbedding,
+    embedding_scale,
+)
 from rayfin.actors.runner.quantized.mxfp4 import coded_experts, mxfp4_experts
 
 logger = logging.getLogger(__name__)
 
 METHOD = "rayfin"
-KEYS = ("qweight", "weight_packed", "weight_absmax", "weight_scale_inv", "SCB")
-"""Tensors that say which format a layer has."""
 UNREAD = ("input_scale", "k_scale", "v_scale", "activation_scale", "weight_format", "output_scale")
 RENAMED = r"\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map)$"
 SAFETENSORS = {
@@ -133,6 +137,7 @@ class StoredCodes(NamedTuple):
 
     linear: dict[str, StoredLayer]
     experts: dict[str, list[Expert]]
+    tables: dict[str, StoredLayer]  # of embeddings
 
 
 class Quantizer(HfQuantizer):
@@ -151,7 +156,8 @@ class Quantizer(HfQuantizer):
             parts = ("gate_up_proj", "down_proj")
             self.serialized_names = {one: [f"{one}_blocks", f"{one}_scales"] for one in parts}
         else:
-            shapes = self.formats.default.slots(128, 128, {name: () for name in OPTIONAL})
+            outputs, inputs = ANY_SIZE
+            shapes = self.formats.default.slots(outputs, inputs, dict.fromkeys(OPTIONAL, ()))
             names = [*shapes, "weight", "input_scale", "weight_zero_point"]
             self.serialized_names = {"weight": list(dict.fromkeys(names))}
 
@@ -201,6 +207,7 @@ class Quantizer(HfQuantizer):
                 model.get_submodule(owner), leaf, quant_linear(name, module, format, stored, dtype)
             )
             count += 1
+        count += self._replace_embedding(model, layers)
         if not count and not self.formats.experts:
             if not any(".experts." in name for name in layers):
                 raise self._none()
@@ -231,7 +238,48 @@ class Quantizer(HfQuantizer):
             raise self._none()
         count = len(linear) + 3 * sum(map(len, experts.values()))
         logger.info("%d layers of %s", count, self.formats.default.label)
-        return StoredCodes(linear, experts)
+        return StoredCodes(linear, experts, self._stored_table(model, layers, files, linear))
+
+    def _replace_embedding(self, model: PreTrainedModel, layers: Mapping[str, Stored]) -> int:
+        """Replaces an embedding of codes; returns 1 if they are not the head's."""
+        embedding: Any = model.get_input_embeddings()
+        found: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        head = found if self.formats.tied else None
+        name = next((name for name, one in model.named_modules() if one is embedding), "")
+        stored = layers.get(name, {})
+        owner, _, leaf = name.rpartition(".")
+        if (scale := embedding_scale(embedding)) is None:
+            return 0
+        if isinstance(head, QuantLinear):
+            setattr(model.get_submodule(owner), leaf, HeadEmbedding(head, scale))
+            return 0
+        if (format := self._format_of(name, stored)) is None:
+            return 0
+        table: torch.Tensor = embedding.weight
+        outputs, inputs = table.shape
+        slots = checked_slots(name, outputs, inputs, format, stored)
+        made = QuantEmbedding(name, outputs, inputs, format, slots, table.device, self.dtype)
+        made.scale = scale
+        setattr(model.get_submodule(owner), leaf, made)
+        return 1
+
+    def _stored_table(
+        self,
+        model: PreTrainedModel,
+        layers: Mapping[str, Stored],
+        files: TensorFiles,
+        linear: Mapping[str, StoredLayer],
+    ) -> dict[str, StoredLayer]:
+        """The embedding's table by its name, if it is in codes."""
+        embedding: Any = model.get_input_embeddings()
+        head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        names = {id(module): name for name, module in model.named_modules()}
+        name = names[id(embedding)]
+        if self.formats.tied and (found := linear.get(names[id(head)])) is not None:
+            return {name: found}
+        outputs, inputs = embedding.weight.shape
+        layer = self._stored_layer(name, outputs, inputs, layers, files) if name in layers else None
+        return {} if layer is None else {name: layer}
 
     def _none(self) -> InvalidConfig:
         method = self.formats.method
@@ -291,7 +339,7 @@ class Quantizer(HfQuantizer):
                 ]
             elif ".experts." in name and (format := self._format_of(name, stored)) is not None:
                 optional: dict[str, tuple[int, ...]] = {}
-                lacking = list(format.slots(128, 128, optional))
+                lacking = list(format.slots(*ANY_SIZE, optional))
             else:
                 continue
             for leaf in lacking:
@@ -300,7 +348,7 @@ class Quantizer(HfQuantizer):
 
     def _format_of(self, name: str, stored: Stored) -> Format | None:
         """The format of a layer, or None if it is stored exactly."""
-        format = stored_scale(self.formats.of(name), stored)
+        format = self.formats.of(name).as_stored(stored)
         foreign = [key for key in KEYS if key in stored and key not in _names_of(format)]
         if foreign:
             raise refuse(
@@ -350,18 +398,13 @@ def _leave_experts(model: PreTrainedModel, experts: Mapping[str, list[Expert]]) 
     return 3 * sum(map(len, experts.values()))
 
 
-def stored_scale(format: Format, stored: Iterable[str]) -> Format:
-    """The format with the name that this layer's scale has: writers of fp8 have two."""
-    if isinstance(format, Plain) and format.scale not in stored:
-        named = [name for name in ("weight_scale", "weight_scale_inv") if name in stored]
-        return replace(format, scale=named[0]) if named else format
-    return format
-
-
 def _names_of(format: Format) -> set[str]:
     optional: dict[str, tuple[int, ...]] = {name: () for name in OPTIONAL}
-    return set(format.slots(128, 128, optional)) - {"weight"} | {format.key}
+    return set(format.slots(*ANY_SIZE, optional)) - {"weight"} | {format.key}
 
+
+ANY_SIZE = (256, 256)
+"""Outputs and inputs that a layer of any format may have."""
 
 OPTIONAL = ("g_idx", "weight_shape", "weight_g_idx", "weight_nested_absmax")
 
@@ -439,98 +482,16 @@ def read_header(path: Path) -> Iterator[tuple[str, tuple[torch.dtype | None, tup
             yield name, (SAFETENSORS.get(entry["dtype"]), tuple(entry["shape"]))
 
 
-class DequantizeExperts(ConversionOps):
-    """Turns the tensors of each expert's layer into its weight, before experts are merged."""
-
-    def __init__(self, hf_quantizer: Quantizer) -> None:
-        self.hf_quantizer = hf_quantizer
-
-    def convert(
-        self,
-        input_dict: dict[str, Any],
-        source_patterns: list[str],
-        target_patterns: list[str],
-        **kwargs: Any,
-    ) -> dict[str, list[torch.Tensor]]:
-        """Lists of tensors, one for each expert, by pattern -> lists of weights."""
-        owners: dict[str, dict[str, list[torch.Tensor]]] = {}
-        for pattern, tensors in input_dict.items():
-            owner, _, leaf = pattern.rpartition(".")
-            owners.setdefault(owner, {})[leaf.removesuffix("$")] = list(tensors)
-        name, model = kwargs["full_layer_name"], kwargs["model"]
-        inputs = model.get_parameter(name).shape[-1]
-        weights: dict[str, list[torch.Tensor]] = {}
-        for owner, leaves in owners.items():
-            key = next(leaf for leaf in leaves if leaf in (*KEYS, "weight"))
-            weights[f"{owner}.{key}"] = [
-                self._weight(name, one, inputs).to(self.hf_quantizer.dtype) for one in _each(leaves)
-            ]
-        return weights
-
-    def _weight(self, name: str, tensors: dict[str, torch.Tensor], inputs: int) -> torch.Tensor:
-        format = stored_scale(self.hf_quantizer.formats.of(name), tensors)
-        codes = tensors.get(format.key)
-        if codes is None or (format.key == "weight" and codes.dtype.itemsize > 1):
-            return tensors["weight"]  # stored exactly
-        outputs, inputs = _size(format, tensors, inputs)
-        return format.grouped(outputs, inputs, tensors).dense()
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        raise NotImplementedError
-
-
-def _size(format: Format, tensors: Mapping[str, torch.Tensor], inputs: int) -> tuple[int, int]:
-    """Outputs and inputs, from the shapes of tensors; ``inputs`` are those of the merged weight."""
-    codes = tensors[format.key]
-    if isinstance(format, Nf4):
-        return 2 * codes.numel() // inputs, inputs
-    if format.key == "weight":
-        return codes.shape[0], codes.shape[1]
-    if format.key == "weight_packed":
-        shape = tensors.get("weight_shape")
-        return codes.shape[0], int(shape[1]) if shape is not None else codes.shape[
-            1
-        ] * 32 // format.bits
-    outputs = tensors["scales"].shape[1]
-    return outputs, codes.numel() * 32 // format.bits // outputs
-
-
-def _each(leaves: dict[str, list[torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    count = max(len(tensors) for tensors in leaves.values())
-    for index in range(count):
-        yield {leaf: tensors[index] for leaf, tensors in leaves.items() if index < len(tensors)}
-
-
-class Mxfp4Experts(ConversionOps):
-    """gpt-oss: blocks and exponents of all experts, [E, outputs, ...] -> [E, inputs, outputs]."""
-
-    def __init__(self, hf_quantizer: Quantizer) -> None:
-        self.hf_quantizer = hf_quantizer
-
-    def convert(
-        self,
-        input_dict: dict[str, Any],
-        source_patterns: list[str],
-        target_patterns: list[str],
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """One tensor for each name, or a list of one."""
-        name = kwargs["full_layer_name"]
-        found = {
-            part: value[0] if isinstance(value, list) else value
-            for part, value in input_dict.items()
-        }
-        blocks = next(value for part, value in found.items() if part.endswith("_blocks"))
-        scales = next((value for part, value in found.items() if part.endswith("_scales")), None)
-        if scales is None:
-            raise refuse(f"the checkpoint lacks {name}_scales")
-        weights = [mxfp4(one, some).T for one, some in zip(blocks, scales, strict=True)]
-        return {name: torch.stack(weights).to(self.hf_quantizer.dtype).contiguous()}
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        raise NotImplementedError
+def quant_embeddings(
+    model: nn.Module,
+) -> list[tuple[nn.Module, str, QuantEmbedding | HeadEmbedding]]:
+    """Owner, attribute and module of every embedding of codes."""
+    return [
+        (owner, name, child)
+        for owner in model.modules()
+        for name, child in owner.named_children()
+        if isinstance(child, QuantEmbedding | HeadEmbedding)
+    ]
 
 
 def quant_linears(model: nn.Module) -> list[tuple[nn.Module, str, QuantLinear]]:
@@ -549,11 +510,20 @@ def dequantize(model: nn.Module) -> list[nn.Linear]:
     while experts:
         owner, name, mixture = experts.pop()
         setattr(owner, name, mixture.dequantized())
-    layers, made = quant_linears(model), []
+    embeddings, layers, made = quant_embeddings(model), quant_linears(model), []
+    plain: dict[int, torch.Tensor] = {}  # the weights of tables that several modules read
+    tables = {id(one.table) for _, _, one in embeddings}
     while layers:
         owner, name, layer = layers.pop()
         made.append(layer.dequantized())
+        if id(layer) in tables:
+            plain[id(layer)] = made[-1].weight.detach()
         setattr(owner, name, made[-1])
+    for owner, name, one in embeddings:
+        weight = plain.get(id(one.table))
+        if weight is None:
+            weight = one.table.weight_in(one.table.dtype)
+        setattr(owner, name, ScaledEmbedding(weight, one.scale))
     return made
 
 

@@ -7,8 +7,16 @@ import torch
 from torch import nn
 
 from rayfin.actors.runner.quantized.experts import quant_experts
-from rayfin.actors.runner.quantized.linear import QuantLinear, SmallLinear, inside_head
-from rayfin.actors.runner.quantized.loader import formats_of, quant_linears
+from rayfin.actors.runner.quantized.linear import (
+    HeadEmbedding,
+    QuantEmbedding,
+    QuantWeight,
+    ScaledEmbedding,
+    SmallEmbedding,
+    SmallLinear,
+    inside_head,
+)
+from rayfin.actors.runner.quantized.loader import formats_of, quant_embeddings, quant_linears
 from rayfin.kernels.cpu.codes import GROUP, CodedMatrix, cut_codes, pack_codes, stack_codes
 from rayfin.kernels.cpu.kernels import CpuKernels
 
@@ -60,9 +68,28 @@ class CodedLinear(SmallLinear):
         return y.view(*x.shape[:-1], y.shape[-1]).to(x.dtype)
 
 
+class CodedEmbedding(SmallEmbedding):
+    """An embedding of a table of codes, which may be the weight of the head."""
+
+    def __init__(self, matrix: CodedMatrix, dtype: torch.dtype, scale: float) -> None:
+        super().__init__()
+        self.matrix, self._dtype, self.scale = matrix, dtype, scale
+        self.num_embeddings, self.embedding_dim = matrix.outputs, matrix.inputs
+        self.weight = torch.empty(matrix.outputs, matrix.inputs, dtype=dtype, device="meta")
+        # transformers takes a model's device and dtype from a parameter, and there may be no other.
+        self.marker = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+
+    def rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Rows of the table: [...] int64 -> [..., embedding_dim]."""
+        rows = self.matrix.rows(tokens.flatten())
+        return rows.view(*tokens.shape, self.embedding_dim).to(self._dtype)
+
+
 def merged(layers: list[CodedLinear], *, paired: bool = False) -> CodedMatrix | None:
     """One matrix of the layers, which keep none of their own, or None if they are not alike."""
     first = layers[0].matrix
+    if len(layers) == 1 and not paired:
+        return first
     if not all(first.like(layer.matrix) for layer in layers):
         return None
     whole = stack_codes(layers[0]._kernels, [layer.matrix for layer in layers], paired=paired)
@@ -78,21 +105,46 @@ def pack_quantized(model: nn.Module, kernels: CpuKernels, *, round_rows: bool = 
 
     Layers of codes that the kernels do not read become plain. ``round_rows`` as ``pack_codes``.
     """
-    layers, plain, size = quant_linears(model), 0, 0
+    embeddings, layers, plain, size = quant_embeddings(model), quant_linears(model), 0, 0
+    made: dict[int, CodedLinear | nn.Linear] = {}  # of the tables of embeddings
+    tables = {id(one.table) for _, _, one in embeddings}
     while layers:
         owner, name, layer = layers.pop()
         matrix = pack_codes(kernels, layer.grouped(), round_rows=round_rows)
         if matrix is None:
             plain += 1
-            setattr(owner, name, layer.dequantized())
-            continue
-        size += matrix.bytes
-        setattr(owner, name, CodedLinear(kernels, matrix, layer.bias, layer.dtype))
+            packed: CodedLinear | nn.Linear = layer.dequantized()
+        else:
+            size += matrix.bytes
+            packed = CodedLinear(kernels, matrix, layer.bias, layer.dtype)
+        setattr(owner, name, packed)
+        if id(layer) in tables:
+            made[id(layer)] = packed
+    for owner, name, one in embeddings:
+        embedding = _packed_embedding(kernels, one, made.get(id(one.table)))
+        if isinstance(one, QuantEmbedding) and isinstance(embedding, CodedEmbedding):
+            size += embedding.matrix.bytes
+        setattr(owner, name, embedding)
     if size:
         logger.info("quantized weights stay in %d MiB", size >> 20)
     if plain:
         logger.warning("%d layers of codes that no kernel reads are plain", plain)
     return size
+
+
+def _packed_embedding(
+    kernels: CpuKernels,
+    embedding: QuantEmbedding | HeadEmbedding,
+    head: CodedLinear | nn.Linear | None,
+) -> CodedEmbedding | nn.Embedding:
+    """The embedding of a table, which ``head`` has packed if it is its weight."""
+    table, scale = embedding.table, embedding.scale
+    if isinstance(head, nn.Linear):
+        return ScaledEmbedding(head.weight.detach(), scale)
+    matrix = pack_codes(kernels, table.grouped()) if head is None else head.matrix
+    if matrix is None:
+        return ScaledEmbedding(table.weight_in(table.dtype), scale)
+    return CodedEmbedding(matrix, table.dtype, scale)
 
 
 def rounds_rows(model: nn.Module) -> bool:
@@ -106,7 +158,7 @@ def quantized_parameters(model: nn.Module) -> int:
     linear = sum(
         layer.out_features * layer.in_features
         for layer in model.modules()
-        if isinstance(layer, QuantLinear | SmallLinear)
+        if isinstance(layer, QuantWeight | SmallLinear)
     )
     return linear + sum(mixture.weights for _, _, mixture in quant_experts(model))
 

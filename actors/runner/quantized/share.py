@@ -114,8 +114,9 @@ def some_outputs(weight: Grouped, rows: Rows, count: int) -> Grouped:
             kept = torch.cat([kept, kept.new_zeros(count - len(kept), kept.shape[1])])
         return kept.contiguous().view(of.dtype)
 
-    zero = None if weight.zero is None else taken(weight.zero)
-    return replace(weight, values=taken(weight.values), scale=taken(weight.scale), zero=zero)
+    zero, least = (None if own is None else taken(own) for own in (weight.zero, weight.least))
+    values, scale = taken(weight.values), taken(weight.scale)
+    return replace(weight, values=values, scale=scale, zero=zero, least=least)
 
 
 def some_inputs(weight: Grouped, run: range) -> Grouped:
@@ -131,6 +132,7 @@ def some_inputs(weight: Grouped, run: range) -> Grouped:
         scale=weight.scale[:, places].contiguous(),
         group=group,
         zero=None if weight.zero is None else weight.zero[:, places].contiguous(),
+        least=None if weight.least is None else weight.least[:, places].contiguous(),
         order=None,
     )
 

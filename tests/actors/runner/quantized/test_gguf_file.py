@@ -1,0 +1,147 @@
+"""GGUF files on the compiled kernels: the logits and tokens of transformers' own reading."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.model_files import gguf_folder as folders
+from rayfin.actors.runner.cpu.coded_experts import CodedExperts
+from rayfin.actors.runner.cpu.decoder import CpuDecoder
+from rayfin.actors.runner.models.config import load_config
+from rayfin.actors.runner.models.weights import load_model
+from rayfin.kernels.cpu.codes import CodedMatrix, Codes
+from rayfin.kernels.cpu.kernels import Matrix
+
+pytest.importorskip("gguf")
+
+from gguf_files import HEAD, mixed, plain, write_gguf
+
+Make = Callable[..., Any]
+PROMPTS = [list(range(3 + i, 3 + i + n)) for i, n in enumerate((7, 12, 16))]
+
+
+def several(name: str) -> str:
+    """A type that stays plain, and gate and up projections of unlike ones."""
+    types = {"attn_q.": "iq4_xs", "attn_k.": "f16", "attn_v.": "q3_k", "ffn_up.": "q2_k"}
+    return next((own for part, own in types.items() if part in name), "q5_k")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], str]:
+    monkeypatch.setenv(folders.CACHE, str(tmp_path / "cache"))
+    return lambda path: str(folders.gguf_folder(str(path)))
+
+
+CASES = [
+    ("llama", mixed, False),
+    ("llama", "q4_0", True),
+    ("llama", several, False),
+    ("qwen2", "q4_1", True),
+    ("qwen3", mixed, True),
+    ("gemma3", "q5_0", True),
+    ("qwen3moe", mixed, False),
+]
+
+
+@pytest.mark.parametrize("family, kind, tied", CASES)
+def test_logits_and_tokens(
+    family: str,
+    kind: Any,
+    tied: bool,
+    tmp_path: Path,
+    folder: Make,
+    served: Make,
+    request_of: Make,
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", kind, family, tied=tied)
+    model = plain(path)
+    engine = served(folder(path), max_batch_tokens=9)
+    tokens = engine.run(*(request_of(key, PROMPTS[key], 6) for key in range(3)), stagger=2)
+    for key, prompt in enumerate(PROMPTS):
+        made = model.generate(
+            torch.tensor([prompt]), max_new_tokens=6, min_new_tokens=6, do_sample=False
+        )
+        assert tokens[key] == made[0, len(prompt) :].tolist()
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + tokens[key]])).logits[0]
+        largest = float(logits.abs().max())
+        for position, sampled in engine.sampled[key].items():
+            torch.testing.assert_close(
+                sampled, logits[position - 1], atol=1e-4 * largest, rtol=1e-4
+            )
+
+
+def test_what_stays_codes(tmp_path: Path, folder: Make, served: Make) -> None:
+    """In one decoder: values of another type lie beside queries and keys, a tied table once."""
+    path = write_gguf(tmp_path / "tiny.gguf", mixed, "qwen3", tied=True)
+    decoder = served(folder(path)).runner._model
+    assert isinstance(decoder, CpuDecoder)
+    packed = decoder.packed
+    assert packed.embedding is packed.head and isinstance(packed.head, CodedMatrix)
+    for layer in packed.layers:
+        kinds = [_codes(one) for one in (layer.qkv, layer.qkv_rest, layer.gate_up, layer.down)]
+        assert kinds == [Codes.LEVELS4, Codes.INT8, Codes.LEVELS4, Codes.INT8]
+    size = (Path(folder(path)) / "model.safetensors").stat().st_size
+    assert size < 1.05 * path.stat().st_size
+
+
+def _codes(matrix: Matrix | None) -> Codes:
+    assert isinstance(matrix, CodedMatrix)
+    return matrix.codes
+
+
+def test_experts_stay_codes(tmp_path: Path, folder: Make, served: Make) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", mixed, "qwen3moe")
+    model = served(folder(path)).runner._model.transformer
+    found = [module for module in model.modules() if isinstance(module, CodedExperts)]
+    assert len(found) == 2
+    assert all(isinstance(own, CodedMatrix) for one in found for own in one.matrices)
+
+
+@pytest.mark.parametrize("family, tied", [("llama", False), ("qwen3", True), ("qwen3moe", True)])
+def test_dequantized(
+    family: str, tied: bool, tmp_path: Path, folder: Make, engine_args: Make
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", mixed, family, tied=tied)
+    args = engine_args(folder(path), quantization="dequantize")
+    model: Any = load_model(args, load_config(args), torch.device("cpu"), "sdpa")
+    tokens = torch.tensor([PROMPTS[2]])
+    with torch.inference_mode():
+        expected = plain(path)(tokens).logits
+        torch.testing.assert_close(model(tokens).logits, expected, atol=1e-5, rtol=0)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    assert (head.weight.data_ptr() == embedding.weight.data_ptr()) == tied
+
+
+def test_rows_rounded_to_8_bits(
+    tmp_path: Path, folder: Make, served: Make, request_of: Make
+) -> None:
+    """``activations`` is for the layers of 4 bits, which may count from a least number."""
+    path = write_gguf(tmp_path / "tiny.gguf", mixed)
+    exact, rounded = (served(folder(path), activations=way) for way in ("exact", "int8"))
+    for engine in (exact, rounded):
+        engine.run(request_of(0, PROMPTS[0], 1))
+    first = len(PROMPTS[0])
+    one, other = (engine.sampled[0][first] for engine in (exact, rounded))
+    assert 1e-5 < float((one - other).norm() / one.norm()) < 0.2
+
+
+def test_the_factors_of_llama_3(tmp_path: Path, folder: Make, engine_args: Make) -> None:
+    """They divide the frequencies of positions."""
+    factors = torch.linspace(1, 8, HEAD // 2)
+    path = write_gguf(tmp_path / "tiny.gguf", "q8_0", factors=factors.numpy())
+    args = engine_args(folder(path))
+    model: Any = load_model(args, load_config(args), torch.device("cpu"), "sdpa")
+    plainly = 10000.0 ** (-torch.arange(0, HEAD, 2) / HEAD)
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq, plainly / factors)
+    assert model.model.rotary_emb.attention_scaling == 1.0
+
+
+def test_rounding_it_again(tmp_path: Path, folder: Make, served: Make) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "q4_0")
+    with pytest.raises(InvalidConfig, match="holds quantized ones .gguf.; leave it out"):
+        served(folder(path), quantization="int4")
