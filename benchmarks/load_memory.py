@@ -6,6 +6,7 @@
     python benchmarks/load_memory.py --checkpoint gptq
     python benchmarks/load_memory.py --checkpoint gptq --experts 8
     python benchmarks/load_memory.py --checkpoint mxfp4 --experts 8
+    python benchmarks/load_memory.py --checkpoint gguf
     python benchmarks/load_memory.py --encoder
     python benchmarks/load_memory.py --images
 
@@ -35,6 +36,7 @@ INTERVAL = 0.002
 """Seconds between two looks at the memory."""
 
 KINDS = {"anonymous": ("RssAnon",), "all": ("RssAnon", "RssFile", "RssShmem")}
+CHECKPOINTS = ("plain", "gptq", "fp8", "mxfp4", "gguf")
 Memory = dict[str, float]
 """MiB by kind."""
 
@@ -48,7 +50,7 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--experts", type=int, default=0, help="of each layer, of half its width")
     parser.add_argument("--stored", default="bfloat16", help="dtype of the checkpoint")
-    parser.add_argument("--checkpoint", choices=["plain", "gptq", "fp8", "mxfp4"], default="plain")
+    parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="plain")
     parser.add_argument("--encoder", action="store_true", help="a BERT")
     parser.add_argument("--images", action="store_true", help="a LLaVA: as many layers twice")
     parser.add_argument("--settings", type=json.loads, default={}, help="EngineArgs, as JSON")
@@ -151,6 +153,8 @@ def write_model(folder: Path, options: argparse.Namespace) -> None:
     elif options.checkpoint == "fp8":
         write_fp8(folder)
     repeat_layer(folder, options.layers)
+    if options.checkpoint == "gguf":
+        write_gguf(folder)
 
 
 def repeat_layer(folder: Path, count: int) -> None:
@@ -185,6 +189,18 @@ def write_fp8(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fbgemm_fp8"}
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_gguf(folder: Path) -> None:
+    """Makes what a Q4_K_M file of the model becomes."""
+    sys.path.insert(0, str(Path(__file__).parent / "peers"))
+    from gguf_model import converted
+
+    from rayfin.actors.runner.quantized.gguf_file import convert
+
+    file = converted(folder, "q4_K_M")
+    convert([str(file)], str(folder))
+    file.unlink()
 
 
 def write_encoder(folder: Path, options: argparse.Namespace) -> None:

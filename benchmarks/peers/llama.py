@@ -8,44 +8,19 @@ first use, beside its folder: of Llama and Qwen3 kinds, in f32, f16, q8_0, q4_0 
 """
 
 import ctypes
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import gguf
 import llama_cpp as llama
 import numpy as np
+from gguf_model import F16, F32, converted, file_of
 from peer import serve
-from safetensors import safe_open
 
 MAX_SEQUENCES = 64
-TYPES = {
-    "f32": gguf.GGMLQuantizationType.F32,
-    "f16": gguf.GGMLQuantizationType.F16,
-    "q8_0": gguf.GGMLQuantizationType.Q8_0,
-}
 ROUNDED = {"q4_0": llama.LLAMA_FTYPE_MOSTLY_Q4_0, "q4_K_M": llama.LLAMA_FTYPE_MOSTLY_Q4_K_M}
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-ENDS = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
 
 
 @dataclass(slots=True)
@@ -79,7 +54,7 @@ class LlamaCpp:
         params.n_seq_max = MAX_SEQUENCES
         params.n_threads = params.n_threads_batch = int(settings.get("threads", 2))
         params.kv_unified = True
-        params.type_k = params.type_v = TYPES["f32" if path.stem.endswith("f32") else "f16"]
+        params.type_k = params.type_v = F32 if path.stem.endswith("f32") else F16
         self._context = llama.llama_new_context_with_model(self._model, params)
         self._vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
         self._batch = llama.llama_batch_init(self._batch_tokens, 0, 1)
@@ -131,31 +106,13 @@ class LlamaCpp:
         return int(np.ctypeslib.as_array(address, (self._vocabulary,)).argmax())
 
 
-def converted(model: Path, precision: str) -> Path:
-    """Writes the model as a GGUF file without a tokenizer."""
-    path = model.with_name(f"{model.name}-{precision}.gguf")
-    if not path.exists():
-        config = json.loads((model / "config.json").read_text())
-        writer = gguf.GGUFWriter(str(path), config["model_type"])
-        describe(writer, config)
-        for shard in sorted(model.glob("*.safetensors")):
-            with safe_open(shard, "np") as tensors:
-                for name in tensors.keys():
-                    add_tensor(writer, config, name, tensors.get_tensor(name), TYPES[precision])
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-    return path
-
-
 def rounded(model: Path, precision: str) -> Path:
     """Writes the model as a GGUF file of weights that llama.cpp rounds to 4 bits.
 
     Raises:
         RuntimeError: llama.cpp cannot round them.
     """
-    path = model.with_name(f"{model.name}-{precision}.gguf")
+    path = file_of(model, precision)
     if not path.exists():
         params = llama.llama_model_quantize_default_params()
         params.ftype, params.nthread = ROUNDED[precision], 2
@@ -163,56 +120,6 @@ def rounded(model: Path, precision: str) -> Path:
         if llama.llama_model_quantize(exact, str(path).encode(), ctypes.byref(params)):
             raise RuntimeError(f"llama.cpp does not round {model} to {precision}")
     return path
-
-
-def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    heads = config["num_attention_heads"]
-    head = config.get("head_dim") or config["hidden_size"] // heads
-    rope = config.get("rope_parameters") or config
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_rope_dimension_count(head)
-    writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
-
-
-def add_tensor(
-    writer: gguf.GGUFWriter,
-    config: dict[str, Any],
-    name: str,
-    weights: Any,
-    kind: gguf.GGMLQuantizationType,
-) -> None:
-    stem = name.removesuffix(".weight")
-    if stem.startswith("model.layers."):
-        number, _, part = stem.removeprefix("model.layers.").partition(".")
-        target = f"blk.{number}.{NAMES[part]}.weight"
-        if config["model_type"] == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
-            key_heads, heads = config["num_key_value_heads"], config["num_attention_heads"]
-            weights = interleaved(weights, key_heads if part.endswith("k_proj") else heads)
-    else:
-        target = f"{ENDS[stem]}.weight"
-    if weights.ndim == 1 or kind == TYPES["f32"]:
-        writer.add_tensor(target, weights.astype(np.float32))
-    else:
-        writer.add_tensor(
-            target, gguf.quants.quantize(weights.astype(np.float32), kind), raw_dtype=kind
-        )
-
-
-def interleaved(weights: Any, heads: int) -> Any:
-    """Permutes weights: llama.cpp rotates neighbours of a Llama head, transformers its halves."""
-    rows, inputs = weights.shape
-    halves = weights.reshape(heads, 2, rows // heads // 2, inputs)
-    return halves.swapaxes(1, 2).reshape(rows, inputs)
 
 
 if __name__ == "__main__":

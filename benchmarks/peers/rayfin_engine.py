@@ -14,6 +14,7 @@ from rayfin.actors.images.image_input import ImageInput
 from rayfin.actors.images.processor import ImageProcessor
 from rayfin.actors.images.virtual_ids import put_virtual_ids
 from rayfin.actors.messages import AdapterRef, EngineRequest, Int32Array, Sampling, StopRules
+from rayfin.actors.model_files.gguf_folder import gguf_folder
 from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.scheduler.engine import Engine
@@ -47,7 +48,9 @@ class Pictures:
 
 class Rayfin:
     """An Engine over an inline runner. With the setting ``adapters``, a folder of folders, requests
-    take those in turn; with ``images``, a folder of pictures, negative ids of prompts are those."""
+    take those in turn; with ``images``, a folder of pictures, negative ids of prompts are those.
+    With ``gguf`` (gguf_model.py) the model is served from such a file beside its folder, which the
+    peer of llama.cpp reads too."""
 
     version = f"rayfin {rayfin.__version__}"
 
@@ -55,6 +58,10 @@ class Rayfin:
         folder = settings.pop("adapters", None)
         paths = sorted(map(str, Path(folder).iterdir())) if folder else []
         self._adapters = [AdapterRef(read_folder(path).digest, path, path) for path in paths]
+        if (precision := settings.pop("gguf", None)) is not None:
+            from gguf_model import converted  # its package is not installed everywhere
+
+            model = str(gguf_folder(str(converted(Path(model), precision))))
         pictures, place = settings.pop("images", None), settings.pop("image_place", [])
         # Other engines draft only where they are asked to, and random weights repeat themselves.
         if "speculative_config" not in settings:
