@@ -80,6 +80,7 @@ LOBBY_TICK_SECONDS = 0.05
 # for than should come in that time. A runner looks so often whether the steps before have run.
 PAGE_READ_SECONDS = 2.0
 PAGE_TURN_SECONDS = 0.001
+PAGE_WARNING_SECONDS = 60.0  # between two lines about a disk that takes nothing
 
 # One that has had the first of processor time, or has run for the second, compiles while the
 # processor is idle. Whenever the third has passed and it has had little time, it begins again with

@@ -8,11 +8,15 @@ and engines, restarts and machines may share a folder.
 """
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-SUFFIX = ".page"
+SUFFIX, PART_SUFFIX = ".page", ".part"
+OWN = re.compile(r"[0-9a-f]{24}(-\d+)?/[0-9a-f]{2}/[0-9a-f]{64}\.page(\.[0-9a-f]+\.part)?")
+"""Files that were made here; the folder may have others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,16 @@ class PageFolder:
     def home(self, rank: int = 0) -> Path:
         """The folder of all pages, or of a rank's shares of them."""
         return Path(self.path, f"{self.namespace}-{rank}" if rank else self.namespace)
+
+    def files(self) -> Iterator[tuple[float, int, Path]]:
+        """(time of use, bytes, path) of each file that was made here, of all models."""
+        for root, _, names in os.walk(self.path):
+            for name in names:
+                path = Path(root, name)
+                if OWN.fullmatch(path.relative_to(self.path).as_posix()):
+                    with suppress(OSError):
+                        status = path.stat()
+                        yield status.st_mtime, status.st_size, path
 
     def holds(self, page_hash: bytes) -> bool:
         """Whether the page has a file, which may prove broken when it is read."""

@@ -57,7 +57,7 @@ class Adoption:
 OPTIONS: dict[str, Any] = {
     "max_restarts": 0,
     "max_task_retries": 0,
-    "concurrency_groups": {"prepare": 1, "steps": 2, "pages": 1},
+    "concurrency_groups": {"prepare": 1, "steps": 2, "reads": 1, "writes": 1},
 }
 
 
@@ -244,9 +244,14 @@ class ModelRunnerActor:
             failpoints.ACTIVE.hit_step("runner.before_reply", info)
         return result
 
-    @ray.method(concurrency_group="pages")
-    def transfer(self, what: PageTransfer) -> int:
-        """Moves pages between files and the cache; returns how many of the first ones did."""
+    @ray.method(concurrency_group="reads")
+    def read_pages(self, what: PageTransfer) -> int:
+        """Reads pages from files; returns how many of the first ones are there."""
+        return 0 if self._pages is None else int(self._pages.run(what))
+
+    @ray.method(concurrency_group="writes")
+    def write_pages(self, what: PageTransfer) -> int:
+        """Writes pages to files; returns how many of the first ones are there."""
         return 0 if self._pages is None else int(self._pages.run(what))
 
     @ray.method(concurrency_group="prepare")

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from rayfin.actors.code_version import code_version
 from rayfin.actors.config import DECIDE_TOKENS, EngineArgs
 from rayfin.actors.model_files.files import find_file
+from rayfin.kernels.cpu.stored import layout
 
 if TYPE_CHECKING:
     from rayfin.actors.runner.loading import LoadedModel
@@ -29,12 +31,17 @@ def page_namespace(args: EngineArgs, loaded: "LoadedModel") -> str:
     states = [(path.name, path.stat()) for path in files if path.is_file()]
     depends = {
         "code": code_version(),
-        "torch": torch.__version__,
+        "libraries": [torch.__version__, version("transformers")],
+        "kernels": None if loaded.kernels is None else layout(),
         "files": [[name, state.st_size, state.st_mtime_ns] for name, state in states],
         "settings": {name: str(getattr(args, name)) for name in (*DECIDE_TOKENS, "attention")},
         "drafts": str(args.speculation),
-        "device": loaded.device.type,
+        "device": _device(loaded.device),
         "pages": [args.page_size, str(loaded.page_type), *map(str, loaded.model.layouts)],
         "ranks": [args.tensor_parallel_size, args.pipeline_parallel_size],
     }
     return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

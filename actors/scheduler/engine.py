@@ -158,10 +158,14 @@ class Engine:
     def has_steps(self) -> bool:
         """Whether it has work of which not all waits in the lobby, or for pages of a disk."""
         state, lobby, tier = self.lifecycle.state, self.lifecycle.lobby, self.lifecycle.tier
-        # Where nothing runs, pages on their way are what the first in the queue may wait for.
-        held_up = tier.is_busy and not len(state.running)
+        # Where nothing runs, pages on their way may be what the first in the queue waits for.
+        held_up = tier.is_busy and not len(state.running) and self._lacks_room()
         ready = len(state.live) > len(lobby) + len(tier) and not held_up
         return (ready or bool(self._pipeline)) and not self._asleep
+
+    def _lacks_room(self) -> bool:
+        first = self.lifecycle.state.waiting.peek()
+        return first is not None and self.lifecycle.lacks_room(first)
 
     def add(self, source: EngineRequest) -> None:
         """Puts a request into the queue.
@@ -484,7 +488,7 @@ class Engine:
             else:
                 self._end(request, "error", error=error)
         for request in self.lifecycle.tier.leaving():
-            self.lifecycle.state.waiting.push(request)
+            self.lifecycle.queue(request)
 
     def _append(self, slots: Int64Array, tokens: Int32Array, logprobs: Logprobs | None) -> None:
         """Appends a token [N] to each slot [N], delivers it, ends requests that end with it."""

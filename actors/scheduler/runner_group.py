@@ -252,7 +252,8 @@ class RunnerGroup:
 
     def transfer(self, what: PageTransfer) -> _RemoteTransfer:
         """See ``Executor.transfer``."""
-        sent = self._on_all("transfer", replace(what, after=max(self._submitted, (self.epoch, -1))))
+        method = "write_pages" if what.write else "read_pages"
+        sent = self._on_all(method, replace(what, after=max(self._submitted, (self.epoch, -1))))
         return _RemoteTransfer(sent, self._on_prepared)
 
     def submit(self, info: SchedulerInfo) -> _RemoteStep:

@@ -20,6 +20,12 @@ def require_disk(args: "EngineArgs") -> None:
     size = args.kv_disk_size
     if not 0 < size < math.inf:
         raise InvalidConfig(f"kv_disk_size must be over 0 GiB, got {size}", "kv_disk_size")
+    if args.kv_disk_path is not None and (
+        not args.kv_disk_path or os.path.isfile(os.path.expanduser(args.kv_disk_path))
+    ):
+        raise InvalidConfig(
+            f"kv_disk_path must be a folder, got {args.kv_disk_path!r}", "kv_disk_path"
+        )
     if args.kv_disk_path is not None and not args.prefix_caching:
         raise InvalidConfig(
             "kv_disk_path keeps pages of the prefix cache: it needs prefix_caching", "kv_disk_path"

@@ -44,8 +44,11 @@ class FakeTransfer:
         if self.moved is None:
             if executor.is_dead or executor.asleep or executor.epoch != self.epoch:
                 self.moved = 0
-            elif self.what.forget or (executor.clock >= self.due and executor.has_run(self.after)):
-                self.moved = self._write() if self.what.write else self._read()
+            elif self.what.forget or executor.clock >= self.due:
+                if self.what.write:
+                    self.moved = self._write()
+                elif executor.has_run(self.after):
+                    self.moved = self._read()
         return self.moved is not None
 
     def count(self) -> int:

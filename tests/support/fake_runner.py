@@ -127,6 +127,7 @@ class FakeExecutor:
     def transfer(self, what: PageTransfer) -> FakeTransfer:
         due = self.clock + self.disk_seconds
         before = [self.content(page) for page in what.pages]
+        assert not what.write or not np.isin(before, EMPTY).any(), "what is stored holds nothing"
         transfer = FakeTransfer(self, what, due, self.epoch, self._last_submitted, before)
         if not (what.forget and transfer.done()):
             self.transfers = [own for own in (*self.transfers, transfer) if own.moved is None]

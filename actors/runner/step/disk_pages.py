@@ -5,11 +5,13 @@ of all layers, then values. On a CPU the system reads them straight into the pag
 """
 
 import logging
+import math
 import os
+import secrets
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from struct import Struct
@@ -20,18 +22,17 @@ import numpy.typing as npt
 import torch
 
 from rayfin.actors.messages import Int32Array, PageTransfer
-from rayfin.actors.timing import PAGE_READ_SECONDS, PAGE_TURN_SECONDS
+from rayfin.actors.timing import PAGE_READ_SECONDS, PAGE_TURN_SECONDS, PAGE_WARNING_SECONDS
 from rayfin.cache.kv_tensors import KVTensors
-from rayfin.cache.page_files import SUFFIX, PageFolder
+from rayfin.cache.page_files import PART_SUFFIX, PageFolder
 
 logger = logging.getLogger(__name__)
 
 MAGIC = b"rfpage1\0"
 HEADER = Struct("<8sII")  # magic, CRC-32 of tokens and bytes, number of tokens
-PART_SUFFIX = ".part"
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 MOST_BUFFERS = 1000  # of one call of readv or writev; Linux takes 1024
-FILLED = 0.9  # of the folder's limit that a cleaning leaves
+FILLED, CLEANED = 0.95, 0.85  # of the folder's limit: from when files leave, and until when
 STEP_NANOSECONDS = 1_000_000  # a page's file is so much older than the one of the page before it
 
 Bytes = npt.NDArray[np.uint8]
@@ -59,7 +60,9 @@ class DiskPages:
         self._using = threading.Lock()  # held while a page is read or written
         self._tensors: _PageBytes | None = None
         self._epoch = -1
-        self._held: int | None = None  # bytes of all files, as far as known here
+        self._room = 0  # bytes that the folder had left when it was last looked at ...
+        self._since_look = 0  # ... and those written since
+        self._warned = -math.inf  # when the last line about the disk was logged
 
     def use(self, cache: KVTensors | None, epoch: int) -> None:
         """Pages of ``cache`` are meant from now on, by transfers of ``epoch``; None: of nothing.
@@ -75,15 +78,16 @@ class DiskPages:
         if transfer.forget:
             self._remove_all()
             return 0
-        # Pages to write are full, and their steps have run. Pages to read into may be those of a
-        # request that has ended, and a step in flight still writes there.
+        # Pages to write are full, and their steps have run: their request has had a token behind
+        # them. Pages to read into may be those of a request that has ended, and a step in flight
+        # still writes there.
         if not transfer.write and not self._wait_for(transfer.after):
             return 0
         count = 0
         try:
             count = self._write(transfer) if transfer.write else self._read(transfer)
         except OSError as error:
-            logger.warning("pages are not kept in %s: %s", self._folder.path, error)
+            self._warn(error)
         self._touch(transfer, count)
         return count
 
@@ -124,13 +128,12 @@ class DiskPages:
             path = self._folder.file(page_hash, self._rank)
             if path.exists():
                 continue
+            self._make_room()
             with self._using:
                 if self._tensors is None or transfer.after[0] != self._epoch:
                     return number
-                size = self._tensors.page_bytes
-                self._make_room(size)
                 _write_page(path, transfer.tokens[number], self._tensors.read(page))
-                self._held = (self._held or 0) + size
+                self._since_look += self._tensors.page_bytes
         return len(transfer.pages)
 
     def _touch(self, transfer: PageTransfer, count: int) -> None:
@@ -141,39 +144,38 @@ class DiskPages:
             with suppress(OSError):
                 os.utime(self._folder.file(page_hash, self._rank), ns=(used, used))
 
-    def _make_room(self, size: int) -> None:
-        """Removes the files used longest ago once the folder is full."""
-        limit = self._folder.max_bytes
-        if self._held is not None and self._held + size <= limit:
-            return
-        files = sorted(self._files())
-        self._held = sum(held for _, held, _ in files)
-        if self._held + size <= limit:
-            return
-        for _, held, path in files:
-            if self._held + size <= limit * FILLED:
-                return
-            with suppress(OSError):
-                os.unlink(path)
-                self._held -= held
+    def _make_room(self) -> None:
+        """Removes the files used longest ago where the folder is full.
 
-    def _files(self) -> Iterator[tuple[float, int, str]]:
-        """(time of use, bytes, path) of each file of the folder."""
-        for root, _, names in os.walk(self._folder.path):
-            for name in names:
-                if name.endswith((SUFFIX, PART_SUFFIX)):
-                    with suppress(OSError):
-                        status = os.stat(path := os.path.join(root, name))
-                        yield status.st_mtime, status.st_size, path
+        Others write there too: it is looked at again when half of what was left is written.
+        """
+        if self._since_look < self._room / 2:
+            return
+        limit = self._folder.max_bytes
+        files = sorted(self._folder.files())
+        held = sum(size for _, size, _ in files)
+        if held > limit * FILLED:
+            for _, size, path in files:
+                if held <= limit * CLEANED:
+                    break
+                with suppress(OSError):
+                    os.unlink(path)
+                    held -= size
+        self._room, self._since_look = limit - held, 0
 
     def _remove_all(self) -> None:
         """Removes the files of this model with these settings."""
         own = self._folder.home(self._rank)
-        for _, _, path in list(self._files()):
-            if Path(path).is_relative_to(own):
+        for _, _, path in list(self._folder.files()):
+            if path.is_relative_to(own):
                 with suppress(OSError):
                     os.unlink(path)
-                    self._held = None
+
+    def _warn(self, error: OSError) -> None:
+        """A line, and no more for a while: a full disk stays full."""
+        if time.monotonic() - self._warned > PAGE_WARNING_SECONDS:
+            self._warned = time.monotonic()
+            logger.warning("pages are not kept in %s: %s", self._folder.path, error)
 
 
 class _PageBytes:
@@ -197,6 +199,8 @@ class _PageBytes:
     def filled(self, page: int, buffers: Sequence[Bytes]) -> None:
         """``buffers`` have what the page shall hold."""
         if self._stream is not None:
+            # A step that has sampled nothing may have returned while the device computes.
+            self._stream.wait_stream(torch.cuda.default_stream(self._bytes[0].device))
             with torch.cuda.stream(self._stream):
                 for own, buffer in zip(self._bytes, buffers, strict=True):
                     own[page].copy_(torch.from_numpy(buffer))
@@ -206,6 +210,8 @@ class _PageBytes:
         """What a page holds."""
         if self._on_host:
             return self.buffers(page)
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.default_stream(self._bytes[0].device))
         with torch.cuda.stream(self._stream):
             return [own[page].cpu().numpy() for own in self._bytes]
 
@@ -245,8 +251,9 @@ def _write_page(path: Path, tokens: Int32Array, buffers: Sequence[Bytes]) -> Non
     Raises:
         OSError: it cannot be written.
     """
-    path.parent.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}{PART_SUFFIX}")
+    for folder in (path.parent.parent.parent, path.parent.parent, path.parent):
+        folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART_SUFFIX}")
     head = HEADER.pack(MAGIC, _crc(tokens, buffers), len(tokens)) + tokens.tobytes()
     try:
         file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, FILE_MODE)

@@ -9,6 +9,7 @@ computed. So pages are a cache, and tokens the truth: a file may be missing, bro
 request fails for it.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,12 +28,14 @@ FREE_SHARE = 8
 """While requests run, reads leave one page in so many free, or running requests are preempted."""
 
 READ_SHARE = 2
-"""A read takes at most one page in so many: a disk may hang."""
+"""At most one page in so many is lent for reading: a disk may hang."""
 
 WRITTEN_SHARE = 4
-"""At most one page in so many is lent for writing; what ends meanwhile is not stored."""
+"""At most one page in so many is lent for writing; the ends of prompts beyond are not stored."""
 
 ASSUMED_BYTES_PER_SECOND = 500e6
+LEAST_MEASURED_BYTES = 16 << 20
+"""Smaller reads say nothing of a disk's speed, and are always in time."""
 
 
 class PageTier(Protocol):
@@ -52,7 +55,8 @@ class PageTier(Protocol):
         ...
 
     def leaving(self) -> Iterator[Request]:
-        """Yields the requests that may join the queue; they have left."""
+        """Yields requests whose pages have come, or come too late. They have left; ``keeps`` says
+        whether there is more to read."""
         ...
 
     def discard(self, request: Request) -> bool:
@@ -137,6 +141,7 @@ class DiskTier:
         self._reading: list[_Transfer] = []
         self._writing: list[_Transfer] = []
         self._waiting: dict[Request, _Transfer] = {}
+        self._since: dict[Request, float] = {}  # when a request that may read more came here
         self._stored: dict[int, bytes] = {}  # page -> the hash under which it has a file
         self._bytes_per_second = ASSUMED_BYTES_PER_SECOND
 
@@ -145,10 +150,13 @@ class DiskTier:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._reading or self._writing)
+        return any(not own.pending.done() for own in (*self._reading, *self._writing))
 
     def keeps(self, request: Request) -> bool:
+        since = self._since.pop(request, self._clock())
         if request.scoring or request.pools_whole or request.ended:
+            return False
+        if self._clock() - since > PAGE_READ_SECONDS:
             return False
         size = self._tables.page_size
         hashes = request.chain.hashes[: (len(request.source.prompt) - 1) // size]
@@ -161,6 +169,7 @@ class DiskTier:
             return False
         transfer.requests[request] = None
         self._waiting[request] = transfer
+        self._since[request] = since
         return True
 
     def _transfer_of(self, page_hash: bytes) -> _Transfer | None:
@@ -177,8 +186,10 @@ class DiskTier:
         tables, size = self._tables, self._tables.page_size
         spare = tables.pool.num_pages // FREE_SHARE if len(self._running) or self._reading else 0
         room = tables.num_free_without(held) - spare
-        in_time = int(self._bytes_per_second * PAGE_READ_SECONDS / self._page_bytes)
-        most = min(len(missing), room, in_time, tables.pool.num_pages // READ_SHARE)
+        in_time = max(self._bytes_per_second * PAGE_READ_SECONDS, LEAST_MEASURED_BYTES)
+        lent = sum(len(own.what.pages) for own in self._reading)
+        most = min(len(missing), room, tables.pool.num_pages // READ_SHARE - lent)
+        most = min(most, int(in_time / self._page_bytes))
         # A move that is not sent yet may write to a page that is free by now.
         if most * size < self.least_read_tokens or len(self._moves):
             return None
@@ -229,13 +240,16 @@ class DiskTier:
                 self._end_read(transfer, now)
             if done or now - transfer.begun > PAGE_READ_SECONDS:
                 for request in list(transfer.requests):
-                    self.discard(request)
+                    del self._waiting[request], transfer.requests[request]
+                    if not (done and transfer.pending.count()):
+                        self._since[request] = -math.inf  # it reads no more
                     yield request
 
     def _end_read(self, transfer: _Transfer, now: float) -> None:
         what, arrived = transfer.what, transfer.pending.count()
-        if arrived and now > transfer.begun:
-            speed = arrived * self._page_bytes / (now - transfer.begun)
+        moved = arrived * self._page_bytes
+        if moved >= LEAST_MEASURED_BYTES and now > transfer.begun:
+            speed = moved / (now - transfer.begun)
             self._bytes_per_second += (speed - self._bytes_per_second) / 4
         if self._tables.index is not None and transfer.valid:
             for page, page_hash, tokens in zip(
@@ -256,6 +270,7 @@ class DiskTier:
 
     def discard(self, request: Request) -> bool:
         transfer = self._waiting.pop(request, None)
+        self._since.pop(request, None)
         if transfer is not None:
             del transfer.requests[request]
         return transfer is not None
@@ -263,8 +278,8 @@ class DiskTier:
     def store(self, slot: int) -> None:
         tables, request = self._tables, self._running.request(slot)
         count, index = int(tables.published[slot]), tables.index
-        # Without a first token the steps that write its pages may not have run, or may fail.
-        if index is None or request.first_token_at is None:
+        # Without a token since its admission the steps that write its pages may not have run.
+        if index is None or self._running.num_known[slot] <= request.num_tokens:
             return
         if count * tables.page_size < self.least_stored_tokens:
             return
@@ -281,7 +296,8 @@ class DiskTier:
         if not known or known != pages[first : first + len(known)]:
             return
         lent = sum(len(own.lent) for own in self._writing)
-        if lent + len(known) > tables.pool.num_pages // WRITTEN_SHARE:
+        known = known[: max(tables.pool.num_pages // WRITTEN_SHARE - lent, 0)]
+        if not known:
             return
         tables.lend(known)
         there = hashes[first : first + len(known)]
@@ -301,6 +317,7 @@ class DiskTier:
         self._reading.clear()
         self._writing.clear()
         self._waiting.clear()
+        self._since.clear()
         self._stored.clear()
         return requests
 

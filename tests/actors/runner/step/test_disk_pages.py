@@ -29,7 +29,7 @@ class Disk:
     """A cache, its folder and what was overwritten."""
 
     def __init__(self, path: Path, dtype: torch.dtype, max_bytes: int = 1 << 20) -> None:
-        self.folder = PageFolder(str(path), "model", max_bytes)
+        self.folder = PageFolder(str(path), "a" * 24, max_bytes)
         self.overwritten: list[int] = []
         self.next_step = (STEP[0], STEP[1] + 1)
         self.pages = DiskPages(
@@ -77,6 +77,8 @@ def plain(tmp_path: Path) -> Disk:
 def test_there_and_back(disk: Disk) -> None:
     """Into other pages than they came from; a device's other pages stay."""
     assert disk.run([1, 4, 2], [0, 1, 2], write=True) == 3
+    for folder in (disk.file(0).parent, disk.folder.home(), disk.folder.home().parent):
+        assert folder.stat().st_mode & 0o777 == 0o700
     disk.clear()
     assert disk.run([7, 0, 3], [0, 1, 2], write=False) == 3
     for tensor, before in zip(disk.tensors, disk.before, strict=True):
@@ -132,6 +134,19 @@ def test_ends_of_prompts_leave_first(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in tmp_path.rglob("*.page")) <= 6 * size
 
 
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    """In a folder that has other things, too."""
+    others = [tmp_path / "film.part", tmp_path / "mine" / "a.page", tmp_path / "00" / "b.page"]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes(1 << 16))
+    disk = Disk(tmp_path, torch.float32, max_bytes=1000)
+    disk.run([0, 1, 2, 3], [0, 1, 2, 3], write=True)
+    disk.run([], [], write=True, forget=True)
+    assert all(path.exists() for path in others)
+    assert not any(disk.file(number).exists() for number in range(4))
+
+
 def test_a_prefix_stays_as_long_as_what_follows(plain: Disk) -> None:
     plain.run([0, 1], [0, 1], write=True)
     for number in range(2):
@@ -143,7 +158,7 @@ def test_a_prefix_stays_as_long_as_what_follows(plain: Disk) -> None:
 
 def test_a_reset_removes_what_is_the_models(plain: Disk, tmp_path: Path) -> None:
     plain.run([0], [0], write=True)
-    other = tmp_path / "pages" / "another" / "00" / "0.page"
+    other = tmp_path / "pages" / ("b" * 24) / "00" / f"{HASHES[0].hex()}.page"
     other.parent.mkdir(parents=True)
     other.touch()
     plain.run([], [], write=True, forget=True)

@@ -203,3 +203,71 @@ def test_an_aborted_prompt_is_not_stored(harness: Make) -> None:
     h.run()
     h.engine.step()
     assert not _files(h)
+
+
+def test_what_is_not_computed_again_is_not_stored(harness: Make) -> None:
+    """A preempted request has had tokens, and ends while its prompt is on its way once more."""
+    h = harness(page_folder=fake_folder(), page_bytes=1 << 20, max_batch_tokens=8)
+    stream = h.add(PROMPT, 6)
+    while len(stream.tokens) < 2:
+        h.step()
+    state = h.engine.lifecycle.state
+    h.engine.lifecycle.preempt(state.running.holders()[0].slots[0])
+    h.engine.lifecycle.forget_prefixes()
+    h.step()
+    h.abort(stream)
+    h.run()
+    assert not _files(h)
+
+
+def test_two_conversations_with_one_beginning(harness: Make) -> None:
+    """Each reads its own pages behind those that it shares."""
+    h = harness(page_folder=fake_folder(), page_bytes=1 << 20)
+    own = [[*PROMPT[:20], *(number for _ in range(25))] for number in (3, 4)]
+    for prompt in own:
+        h.add(prompt, 2)
+    h.run()
+    h.engine.step()
+    h.engine.lifecycle.forget_prefixes()
+    h.executor.disk_seconds = 0.2
+    streams = [h.add(prompt, 2) for prompt in own]
+    h.run()
+    h.check()
+    assert [stream.ended.cached_tokens for stream in streams] == [44, 44]
+
+
+def test_the_beginning_of_what_is_too_long_is_stored(harness: Make) -> None:
+    h = harness(page_folder=fake_folder(), page_bytes=1 << 20, num_pages=32)
+    h.add(60, 4)
+    h.run()
+    h.engine.step()
+    assert len(_files(h)) == 8
+
+
+def test_reads_that_hang_leave_room(harness: Make) -> None:
+    h = harness(page_folder=fake_folder(), page_bytes=1 << 20, num_pages=60)
+    prompts = [[number] * 40 for number in range(1, 6)]
+    for prompt in prompts:
+        h.add(prompt, 2)
+    h.run()
+    h.engine.step()
+    h.engine.lifecycle.forget_prefixes()
+    h.executor.disk_seconds = 1e9
+    streams = [h.add(prompt, 2) for prompt in prompts]
+    for _ in range(400):
+        h.step()
+        h.wait()
+    assert not any(stream.open for stream in streams)
+    h.check()
+
+
+def test_one_slot_is_used_at_once(harness: Make) -> None:
+    """A write that goes on holds up no request that has room."""
+    h = harness(page_folder=fake_folder(), page_bytes=1 << 20, max_decoding_batch=1)
+    h.executor.disk_seconds = 5.0
+    h.add(PROMPT, 2)
+    other = h.add(9, 2)
+    for _ in range(20):
+        h.step()
+        h.wait()
+    assert not other.open and h.executor.clock < 1.0
