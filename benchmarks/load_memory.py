@@ -7,11 +7,13 @@
     python benchmarks/load_memory.py --checkpoint gptq --experts 8
     python benchmarks/load_memory.py --checkpoint mxfp4 --experts 8
     python benchmarks/load_memory.py --checkpoint gguf
+    python benchmarks/load_memory.py --checkpoint gptq --ranks 2
     python benchmarks/load_memory.py --encoder
     python benchmarks/load_memory.py --images
 
 A Llama (Mixtral with experts, gpt-oss in MXFP4, BERT with --encoder, LLaVA with --images) of random
 weights, with layers that are all alike, is loaded in a process of its own, as an engine loads it.
+With --ranks several processes load a share each, and that of the first one is measured.
 Anonymous memory is what the process cannot give back; pages of the mapped checkpoint are the
 system's cache, which it takes back whenever it needs them.
 """
@@ -35,6 +37,8 @@ from gptq import is_layer, quantise
 INTERVAL = 0.002
 """Seconds between two looks at the memory."""
 
+HOST = "127.0.0.1"
+
 KINDS = {"anonymous": ("RssAnon",), "all": ("RssAnon", "RssFile", "RssShmem")}
 CHECKPOINTS = ("plain", "gptq", "fp8", "mxfp4", "gguf")
 Memory = dict[str, float]
@@ -53,6 +57,7 @@ def main() -> int:
     parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="plain")
     parser.add_argument("--encoder", action="store_true", help="a BERT")
     parser.add_argument("--images", action="store_true", help="a LLaVA: as many layers twice")
+    parser.add_argument("--ranks", type=int, default=1, help="tensor_parallel_size")
     parser.add_argument("--settings", type=json.loads, default={}, help="EngineArgs, as JSON")
     parser.add_argument("--json", action="store_true", help="print MiB as JSON")
     parser.add_argument(
@@ -87,7 +92,7 @@ def measure(options: argparse.Namespace) -> tuple[int, dict[str, Memory]]:
     with tempfile.TemporaryDirectory() as folder:
         apart(write_model, Path(folder), options)
         size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
-        return size, apart(load, folder, settings)
+        return size, apart(load_ranks, folder, settings, options.ranks)
 
 
 def apart(work: Callable[..., T], *arguments: Any) -> T:
@@ -233,11 +238,52 @@ def write_images(folder: Path, options: argparse.Namespace) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
-def load(folder: str, settings: dict[str, Any]) -> dict[str, Memory]:
-    """Loads the model as a runner does; MiB before, at the peak and after."""
+def load_ranks(folder: str, settings: dict[str, Any], ranks: int) -> dict[str, Memory]:
+    """What ``load`` measures on the first of the ranks, which all load at once."""
+    if ranks == 1:
+        return load(folder, settings)
+    import socket
+
+    with socket.socket() as probe:  # a store of this process would be among what is measured
+        probe.bind((HOST, 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    store = context.Process(target=serve_store, args=(port,), daemon=True)
+    others = [
+        context.Process(target=load, args=(folder, settings, (rank, ranks, port)))
+        for rank in range(1, ranks)
+    ]
+    for process in (store, *others):
+        process.start()
+    measured = load(folder, settings, (0, ranks, port))
+    for process in others:
+        process.join()
+    store.kill()
+    return measured
+
+
+def serve_store(port: int) -> None:
+    """Keeps the store in which ranks find each other, until it is killed."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore(HOST, port, None, True, wait_for_workers=False)
+    threading.Event().wait()
+    del store
+
+
+def load(
+    folder: str, settings: dict[str, Any], place: tuple[int, int, int] | None = None
+) -> dict[str, Memory]:
+    """Loads the model as a runner does; MiB before, at the peak and after.
+
+    Args:
+        place: the rank, the number of ranks and the port of their store.
+    """
     from rayfin.actors.config import EngineArgs
     from rayfin.actors.runner.model_runner import ModelRunner
+    from rayfin.actors.runner.parallel.rank import ParallelRank
 
+    rank = place and ParallelRank(*place[:2], 1, (HOST, place[2]), HOST)
     import_images(folder)
     gc.collect()
     before = memory()
@@ -252,7 +298,7 @@ def load(folder: str, settings: dict[str, Any]) -> dict[str, Memory]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        runner = ModelRunner(EngineArgs(**{"model": folder, "device": "cpu", **settings}))
+        runner = ModelRunner(EngineArgs(**{"model": folder, "device": "cpu", **settings}), rank)
     finally:
         ended.set()
         watcher.join()

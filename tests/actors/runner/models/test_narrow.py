@@ -260,6 +260,8 @@ def measure() -> Iterator[Callable[[list[str]], Any]]:
         asked.close()
 
 
+RANKS = ["--ranks", "2", "--hidden", "1024"]
+
 BAR = 1.2
 """Anonymous memory at the peak of a load, as a share of what stays."""
 
@@ -275,6 +277,8 @@ BAR = 1.2
         ["--layers", "12", "--experts", "4", "--settings", '{"quantization": "int8"}'],
         ["--layers", "32", "--checkpoint", "gptq"],
         ["--layers", "16", "--checkpoint", "fp8"],
+        # A rank's plain head is there twice for a time.
+        ["--layers", "40", "--checkpoint", "gptq", *RANKS, "--vocabulary", "8000"],
         ["--layers", "12", "--checkpoint", "gptq", "--experts", "4"],
         ["--layers", "16", "--checkpoint", "mxfp4", "--experts", "8"],
         ["--layers", "8", "--checkpoint", "gptq", "--settings", '{"quantization": "dequantize"}'],

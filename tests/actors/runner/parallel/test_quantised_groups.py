@@ -19,6 +19,7 @@ from rayfin.actors.runner.cpu.packed_experts import PackedExpertsModule
 from rayfin.actors.runner.cpu.packed_layers import PackedLinear
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.parallel.rank import ParallelRank
+from rayfin.actors.runner.quantized.linear import QuantLinear
 from rayfin.actors.runner.quantized.packed import CodedLinear
 from rayfin.kernels.cpu.codes import CodedMatrix
 from rayfin.kernels.cpu.kernels import try_kernels
@@ -264,6 +265,22 @@ def test_plain_weights_that_ranks_round(
                 assert isinstance(own, CodedMatrix) and own.rounds_rows
             else:
                 assert own.storage == torch.int8
+
+
+def test_dummy_weights_are_plain(write: Make, group: Make, request_of: Make) -> None:
+    ranks = group(write("gptq", "llama").folder, 2, 1, load_format="dummy")
+    tokens, _, _ = run_group(ranks, [request_of(0, PROMPTS[0], OUTPUT)])
+    assert len(tokens[0]) == OUTPUT
+    kinds = (CodedLinear, QuantLinear)
+    assert not [one for model in models(ranks) for one in model.modules() if isinstance(one, kinds)]
+
+
+def test_a_format_without_a_layer_of_it(tmp_path: Path, engine_args: Make) -> None:
+    written = QuantisedModel("gptq", "llama", tmp_path)
+    written.save(written.model.state_dict())
+    args = engine_args(written.folder)
+    with pytest.raises(InvalidConfig, match="names 'gptq', and the checkpoint has no such layer"):
+        ModelRunner(args, ParallelRank(0, 2, 1, (HOST, 1), HOST))
 
 
 LAYER = "model.layers.0.self_attn.q_proj."
