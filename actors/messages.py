@@ -511,7 +511,8 @@ class Seat:
     """What an engine gives to a client that attaches."""
 
     group: str  # the concurrency group of its subscription
-    address: str = ""  # of a socket on the engine's machine; empty where it has none
+    # Of a socket on the engine's machine, with a token for one connection; empty where it has none.
+    address: str = ""
 
 
 @dataclass(slots=True)

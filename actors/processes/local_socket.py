@@ -2,11 +2,15 @@
 
 A call of Ray's wakes several threads of both processes, which takes a millisecond and more of the
 processors. The sockets here have names but no files (Linux), so there is nothing to remove, and a
-process of another machine finds nothing under the name: then Ray carries the messages. Each end
-talks only to a process of its own user, for a message is a pickle.
+process of another machine finds nothing under the name: then Ray carries the messages.
+
+A message is a pickle, which may run code. So each end talks only to a process of its own user, and
+the one that listens reads nothing before a token, which it has given away by Ray: the system lists
+the names to all.
 """
 
 import errno
+import hmac
 import logging
 import os
 import pickle
@@ -20,11 +24,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rayfin.actors.timing import ACCEPT_PAUSE_SECONDS
+from rayfin.actors.timing import ACCEPT_PAUSE_SECONDS, TOKEN_SECONDS
 
 logger = logging.getLogger(__name__)
 
 NAME_BYTES = 16
+TOKEN_BYTES = 32
+MAX_TOKENS = 1_024
+"""Most tokens that an acceptor keeps: those of processes on other machines are never shown."""
+
 SIZE = struct.Struct("<Q")  # of a message's pickle in bytes; it stands before each
 READ_BYTES = 256 * 1024
 PEER = struct.Struct("iII")  # what Linux says of a peer: process, user, group
@@ -48,18 +56,23 @@ def listen() -> tuple[socket.socket, str] | None:
     return listener, name
 
 
-def connect(name: str) -> socket.socket:
-    """Returns a socket that is connected to the process that listens under the name.
+def connect(address: str) -> socket.socket:
+    """Returns a socket that is connected to the process which has given this address.
+
+    Args:
+        address: of ``Acceptor.address``; it opens one connection.
 
     Raises:
-        OSError: none on this machine does, or it is another user's.
+        OSError: it is on another machine, or another user's.
     """
+    name, _, token = address.partition("/")
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         made.setblocking(False)
         made.connect(f"\0{name}")  # at once, or never
         if not same_user(made):
             raise PermissionError(errno.EACCES, "another user listens there")
+        made.send(token.encode())  # a new socket holds it
     except OSError:
         made.close()
         raise
@@ -145,14 +158,19 @@ class SocketWriter:
                     taken = self._socket.send(data, socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     taken = 0
-                except OSError:  # the other end has gone: its reader notices
-                    self._over = True
+                except OSError as error:  # the other end has gone, say
+                    self._fail(error)
                     return
                 if taken == len(data):
                     return
-                self._writing = True
                 self._kept.append(memoryview(data)[taken:])
-                threading.Thread(target=self._write_kept, name="writer", daemon=True).start()
+                writer = threading.Thread(target=self._write_kept, name="writer", daemon=True)
+                try:
+                    writer.start()
+                except RuntimeError as error:  # the system has no more threads
+                    self._fail(error)
+                    return
+                self._writing = True
             else:
                 self._kept.append(data)
 
@@ -166,9 +184,7 @@ class SocketWriter:
     def close(self) -> None:
         """Breaks the connection off."""
         with self._lock:
-            self._over = True
-            self._kept.clear()
-            self._shut(socket.SHUT_RDWR)  # it wakes the threads that wait for the other end
+            self._break_off()
 
     def _write_kept(self) -> None:
         while True:
@@ -181,10 +197,18 @@ class SocketWriter:
                 data = self._kept.popleft()
             try:
                 self._socket.sendall(data)
-            except OSError:
+            except OSError as error:
                 with self._lock:
-                    self._over = True
-                    self._kept.clear()
+                    self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        logger.debug("a connection takes no more: %s", error)
+        self._break_off()
+
+    def _break_off(self) -> None:
+        self._over = True
+        self._kept.clear()
+        self._shut(socket.SHUT_RDWR)  # it wakes the threads that wait for the other end
 
     def _shut(self, how: int) -> None:
         try:
@@ -205,10 +229,23 @@ class Acceptor:
         self._serve = serve
         self._name = name
         found = listen()
-        self.address = "" if found is None else found[1]
-        """What others connect to; empty where there are no such sockets."""
+        self._listens_at = "" if found is None else found[1]
+        self._tokens: deque[bytes] = deque(maxlen=MAX_TOKENS)
+        self._lock = threading.Lock()  # of the tokens
         if found is not None:
             self._start(self._accept, found[0])
+
+    def address(self) -> str:
+        """Returns what one process connects to, once; empty where there are no such sockets.
+
+        It is a secret: with it a process of this user can run code in this one.
+        """
+        if not self._listens_at:
+            return ""
+        token = secrets.token_hex(TOKEN_BYTES // 2)
+        with self._lock:
+            self._tokens.append(token.encode())
+        return f"{self._listens_at}/{token}"
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -223,12 +260,25 @@ class Acceptor:
     def _serve_one(self, connected: socket.socket) -> None:
         with connected:
             try:
-                if same_user(connected):
+                if same_user(connected) and self._invited(connected):
                     self._serve(connected)
             except OSError as error:
                 logger.debug("a connection broke: %s", error)
             except Exception:  # bytes that are no message
                 logger.exception("a connection is closed")
+
+    def _invited(self, connected: socket.socket) -> bool:
+        """Reads the token, as bytes and no more of them; whether it was given, and is new."""
+        connected.settimeout(TOKEN_SECONDS)
+        shown = connected.recv(TOKEN_BYTES, socket.MSG_WAITALL)
+        connected.settimeout(None)
+        with self._lock:
+            known = [token for token in self._tokens if hmac.compare_digest(token, shown)]
+            for token in known:
+                self._tokens.remove(token)
+        if not known:
+            logger.warning("a process of this user that was not invited has tried to connect")
+        return bool(known)
 
     def _start(self, work: Callable[[socket.socket], None], own: socket.socket) -> None:
         threading.Thread(target=work, args=(own,), name=self._name, daemon=True).start()

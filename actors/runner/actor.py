@@ -229,7 +229,7 @@ class ModelRunnerActor:
         """Where a scheduler on this machine connects to send steps; empty if it cannot."""
         if self._steps is None:
             self._steps = StepSocket(self._take)
-        return self._steps.address
+        return self._steps.address()
 
     def _take(self, info: SchedulerInfo) -> StepResult:
         with self._lifeline.work():

@@ -299,7 +299,7 @@ class SchedulerActor:
             EngineUnavailable: there are ``MAX_CLIENTS`` clients.
         """
         self._subscriptions.renew(client)
-        return Seat(STREAMS[self._subscriptions.seat(client)], self._links.address)
+        return Seat(STREAMS[self._subscriptions.seat(client)], self._links.address())
 
     def subscribe(
         self, client: str, heartbeat: float | None = None, again: bool = False

@@ -1,11 +1,12 @@
 """Clients on the engine's machine send requests and get tokens by a socket each, past Ray.
 
-    client --its name--> engine
+    client --its address' token, then its name--> engine
     client <--WELCOME--- engine     if the client has attached; else the engine closes
     client --(requests, aborts, stopped), as of ``SchedulerActor.submit``--> engine
     client <--TokenDeltas-- engine  those of its subscription, which then yields none
 
-A client that closes its socket has left: an ingress that dies loses its requests at once. Ray still
+A client that closes its socket has left, even before it has read WELCOME: one that gives its socket
+up goes on under another name. So an ingress that dies loses its requests at once. Ray still
 carries the subscription's end, and says why a scheduler has gone.
 """
 
@@ -33,8 +34,11 @@ class ClientLinks:
     ) -> None:
         self._subscriptions = subscriptions
         self._inbox = inbox
-        self.address = Acceptor(self._serve, "client").address
-        """What clients connect to; empty where there are no such sockets."""
+        self._acceptor = Acceptor(self._serve, "client")
+
+    def address(self) -> str:
+        """Returns what one client connects to; empty where there are no such sockets."""
+        return self._acceptor.address()
 
     def _serve(self, connected: socket.socket) -> None:
         messages = messages_of(connected)

@@ -48,8 +48,14 @@ class StepLink:
         return not self.broken and not any(new.images or new.embeds for new in info.new_requests)
 
     def send(self, info: SchedulerInfo) -> None:
-        """Sends a step without waiting."""
-        self._writer.write(packed(info))
+        """Sends a step without waiting; one that cannot be packed breaks the link."""
+        try:
+            data = packed(info)
+        except Exception:
+            logger.exception("step %d goes by Ray", info.step)
+            self.close()
+            return
+        self._writer.write(data)
 
     def answer(self, info: SchedulerInfo, seconds: float) -> StepResult:
         """Waits for the result of a step; steps are asked for in the order of their sending.

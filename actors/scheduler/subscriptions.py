@@ -1,5 +1,6 @@
 """The clients of an engine: their output queues, and when each last called."""
 
+import logging
 import queue
 import threading
 import time
@@ -9,6 +10,8 @@ from dataclasses import dataclass, field
 from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.messages import TokenDeltas
 from rayfin.actors.processes.local_socket import SocketWriter, packed
+
+logger = logging.getLogger(__name__)
 
 MAX_CLIENTS = 64
 MESSAGES_PER_CALL = 1_000
@@ -141,10 +144,18 @@ class Subscriptions:
             yield message
 
     def post(self, messages: dict[str, TokenDeltas]) -> None:
-        """Queues each client's message; those of closed clients are dropped."""
+        """Queues each client's message; those of closed clients are dropped.
+
+        A client whose message cannot be sent is cut off, and the others go on.
+        """
         for client, message in messages.items():
-            if (subscription := self._by_client.get(client)) is not None:
+            if (subscription := self._by_client.get(client)) is None:
+                continue
+            try:
                 subscription.send(message)
+            except Exception:
+                logger.exception("client %s is cut off", client)
+                subscription.break_off()
 
     def close_subscriptions(self) -> int:
         """Ends every ``read`` after its queued messages, and accepts no more clients.

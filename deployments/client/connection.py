@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ray.exceptions import ActorDiedError, RayError
 
-from rayfin.actors.errors import EngineLost, EngineUnavailable
+from rayfin.actors.errors import EngineLost, EngineUnavailable, RequestFailed
 from rayfin.actors.messages import (
     AdapterRef,
     Command,
@@ -30,6 +30,7 @@ from rayfin.actors.timing import (
     CLIENT_STUCK_SECONDS,
     ENGINE_SILENT_SECONDS,
     HEARTBEAT_SECONDS,
+    LINK_DRAIN_SECONDS,
     MAX_RECONNECT_SECONDS,
     RECONNECT_SECONDS,
     SILENCE_TICK_SECONDS,
@@ -176,8 +177,18 @@ class _Attachment:
                 [key for key in keys if key not in self._by_ray] for keys in (aborts, stopped)
             )
             self._by_ray.difference_update(*dropped)
-        if self.link.open and (requests or aborts or stopped):
+        if not self.link.open or not (requests or aborts or stopped):
+            return
+        try:
             self.link.send(requests, aborts, stopped)
+        except Exception:
+            if not requests:
+                raise
+            logger.exception("%d requests of %s go by Ray", len(requests), self.client)
+            self._by_ray.update(request.key for request in requests)
+            scheduler.submit.remote(self.client, requests, [], [])
+            if aborts or stopped:
+                self.link.send([], aborts, stopped)
 
     def ended(self, key: int) -> None:
         """A request has ended."""
@@ -366,6 +377,11 @@ class EngineConnection:
                 lost = EngineLost(reason, crashed=crashed)
                 if isinstance(error, EngineUnavailable) and not self.connected:
                     self._log_refusal(error)
+            except Exception as error:  # what the engine has sent is wrong, or this code
+                logger.exception("engine %s is connected to again", self.name)
+                if self._attached.client:
+                    self.scheduler.unsubscribe.remote(self._attached.client)
+                lost = EngineLost(f"engine {self.name}: {type(error).__name__}")
             self._lose(lost)
             await asyncio.sleep(pause)
             pause = min(2 * pause, MAX_RECONNECT_SECONDS)
@@ -383,14 +399,25 @@ class EngineConnection:
             self.state = "foreign"
             raise EngineUnavailable(f"it serves {info.identity}, not {self._identity}")
         self.info = info
-        client = next(self._clients)
-        seat: Seat = await self.scheduler.attach.remote(client)
-        self._attached = attached = _Attachment(client, seat.group)
-        attached.link = await open_link(seat.address, client, self._hear, self._doubt)
+        address = await self._attach()
+        attached = self._attached
+        try:
+            attached.link = await open_link(address, attached.client, self._hear, self._doubt)
+        except ConnectionRefusedError as error:
+            logger.warning("Ray carries the messages of engine %s: %s", self.name, error)
+            self.scheduler.unsubscribe.remote(attached.client)
+            await self._attach()
         self._refusal = ""
         self._suspect = False
         self.state = "connected"
         self._changed()
+
+    async def _attach(self) -> str:
+        """Makes this a client of a new name; returns the address for its link."""
+        client = next(self._clients)
+        seat: Seat = await self.scheduler.attach.remote(client)
+        self._attached = _Attachment(client, seat.group)
+        return seat.address
 
     async def _receive(self) -> None:
         """Hears the subscription to its end, while a thread renews the lease.
@@ -406,9 +433,12 @@ class EngineConnection:
             while not (await asyncio.wait({reading}, timeout=SILENCE_TICK_SECONDS))[0]:
                 if attached.silence.tick():
                     raise EngineLost(f"engine {self.name} is silent")
+            if attached.link is not None:  # Ray's end may come before what is still in the socket
+                failed = reading.exception() is not None
+                await attached.link.until_ended(
+                    LINK_DRAIN_SECONDS if failed else ENGINE_SILENT_SECONDS
+                )
             reading.result()
-            if attached.link is not None:
-                await attached.link.until_ended(ENGINE_SILENT_SECONDS)
         finally:
             renewal.close()
             reading.cancel()
@@ -470,5 +500,12 @@ class EngineConnection:
         self._changed()
 
     def _submit(self, requests: list[EngineRequest], aborts: list[int], stopped: list[int]) -> None:
-        if self.connected:
+        if not self.connected:
+            return
+        try:
             self._attached.submit(self.scheduler, requests, aborts, stopped)
+        except Exception as error:
+            logger.exception("engine %s does not get %d requests", self.name, len(requests))
+            for request in requests:
+                if (failed := self._end(request.key)) is not None:
+                    failed.put_nowait(RequestFailed(f"The request cannot be sent: {error}"))

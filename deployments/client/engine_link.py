@@ -39,16 +39,19 @@ class EngineLink(asyncio.Protocol):
         return not self._ended.is_set()
 
     def send(self, requests: list[EngineRequest], aborts: list[int], stopped: list[int]) -> None:
-        """See ``SchedulerActor.submit``."""
+        """See ``SchedulerActor.submit``.
+
+        Raises:
+            Exception: a request has something that only Ray can carry; nothing was sent.
+        """
         self._transport.write(packed((requests, aborts, stopped)))
 
     async def introduce(self, client: str) -> bool:
-        """Names the client; returns whether the engine takes its messages by this."""
+        """Names the client; returns whether the engine is known to take its messages by this."""
         self._transport.write(packed(client))
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LINK_WELCOME_SECONDS):
-                return await self._welcome
-        return False
+        await asyncio.wait({self._welcome}, timeout=LINK_WELCOME_SECONDS)
+        # An event loop that stood still hears the welcome and the end of the time in one turn.
+        return self._welcome.done() and self._welcome.result() and self.open
 
     async def until_ended(self, seconds: float) -> None:
         """Returns when all that the engine has sent has come, or after so many seconds."""
@@ -91,6 +94,10 @@ async def open_link(
 
     Args:
         address: of the client's ``Seat``.
+
+    Raises:
+        ConnectionRefusedError: the engine has the client's name and has not welcomed it. It may do
+            so still, and then sees the client leave: the name is used up.
     """
     if not address:
         return None
@@ -103,7 +110,12 @@ async def open_link(
     except OSError as error:  # the engine is on another machine, say
         logger.debug("Ray carries the messages of %s: %s", client, error)
         return None
-    if await link.introduce(client):
-        return link
-    link.close()
-    return None
+    welcome = False
+    try:
+        welcome = await link.introduce(client)
+    finally:
+        if not welcome:
+            link.close()
+    if not welcome:
+        raise ConnectionRefusedError(f"the engine does not take {client}")
+    return link

@@ -23,8 +23,11 @@ class StepSocket:
 
     def __init__(self, run: Callable[[SchedulerInfo], StepResult]) -> None:
         self._run = run
-        self.address = Acceptor(self._serve, "steps").address
-        """What schedulers connect to; empty where there are no such sockets."""
+        self._acceptor = Acceptor(self._serve, "steps")
+
+    def address(self) -> str:
+        """Returns what one scheduler connects to, once; empty where there are no such sockets."""
+        return self._acceptor.address()
 
     def _serve(self, connected: socket.socket) -> None:
         for info in messages_of(connected):

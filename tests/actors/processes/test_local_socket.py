@@ -1,5 +1,6 @@
 """Sockets between processes of one machine: real ones, between threads of this process."""
 
+import errno
 import os
 import pickle
 import socket
@@ -13,6 +14,7 @@ import pytest
 
 from rayfin.actors.processes.local_socket import (
     SIZE,
+    TOKEN_BYTES,
     Acceptor,
     SocketWriter,
     Unpacker,
@@ -92,7 +94,7 @@ def echo(connected: socket.socket) -> None:
 
 def test_each_that_connects_is_served() -> None:
     acceptor = Acceptor(echo, "echo")
-    ends = [connect(acceptor.address) for _ in range(3)]
+    ends = [connect(acceptor.address()) for _ in range(3)]
     for number, end in enumerate(ends):
         end.settimeout(PATIENCE)
         end.sendall(packed(number))
@@ -118,12 +120,13 @@ def test_a_process_of_another_user_is_not_talked_to(
 
     monkeypatch.setattr(os, "getuid", other_user)
     if of_the_caller:
-        with connect(acceptor.address) as end:
+        with pytest.raises(OSError), connect(acceptor.address()) as end:
             end.settimeout(PATIENCE)
-            assert end.recv(1) == b""
+            if end.recv(1) == b"":
+                raise ConnectionError("it is closed")
     else:
         with pytest.raises(PermissionError):
-            connect(acceptor.address)
+            connect(acceptor.address())
     assert not (of_the_caller and served.is_set())
 
 
@@ -132,6 +135,81 @@ def test_a_name_that_no_process_of_this_machine_has_is_refused() -> None:
         connect("rayfin-of-another-machine")
 
 
+HARM = threading.Event()
+
+
+def harm() -> None:
+    HARM.set()
+
+
+class Bomb:
+    """Its pickle runs code where it is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return harm, ()
+
+
+@pytest.mark.parametrize("token", ["", "0" * TOKEN_BYTES, "used"])
+def test_nothing_is_read_of_a_process_that_was_not_invited(token: str) -> None:
+    HARM.clear()
+    acceptor = Acceptor(lambda connected: list(messages_of(connected)) and None, "guarded")
+    name, _, good = acceptor.address().partition("/")
+    if token == "used":
+        token = good
+        connect(f"{name}/{good}").close()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
+        end.settimeout(PATIENCE)
+        end.connect(f"\0{name}")
+        end.sendall(token.encode() + packed(Bomb()))
+        end.shutdown(socket.SHUT_WR)
+        with pytest.raises(OSError):
+            if end.recv(1) == b"":
+                raise ConnectionError("it is closed")
+    assert not HARM.is_set()
+
+
+def test_one_that_was_invited_is_read() -> None:
+    HARM.clear()
+    acceptor = Acceptor(lambda connected: list(messages_of(connected)) and None, "open")
+    with connect(acceptor.address()) as end:
+        end.sendall(packed(Bomb()))
+        assert HARM.wait(PATIENCE)
+
+
+class Failing:
+    """A socket whose ``send`` fails otherwise than because its peer has gone."""
+
+    def __init__(self, real: socket.socket) -> None:
+        self.shutdown = real.shutdown
+
+    def send(self, data: bytes, flags: int) -> int:
+        raise OSError(errno.ENOBUFS, "no memory for it")
+
+
+def test_a_writer_that_fails_lets_the_reader_know(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    ours, _ = pair
+    failing: Any = Failing(ours)
+    SocketWriter(failing).write(packed("lost"))
+    assert list(messages_of(ours)) == []  # it would wait
+
+
+def test_a_writer_without_a_thread_breaks_off(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_threads(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ours, theirs = pair
+    writer = SocketWriter(ours)
+    with monkeypatch.context() as without:
+        without.setattr(threading.Thread, "start", no_threads)
+        writer.write(packed(LARGE))
+    writer.write(packed("after it"))
+    assert list(messages_of(theirs)) == list(messages_of(ours)) == []
+
+
 def test_a_system_without_such_sockets_has_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert Acceptor(echo, "none").address == ""
+    assert Acceptor(echo, "none").address() == ""

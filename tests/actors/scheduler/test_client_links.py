@@ -3,6 +3,7 @@
 import queue
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,7 +50,7 @@ def client(engine: Engine) -> Iterator[socket.socket]:
 
 
 def introduced(engine: Engine, name: str) -> socket.socket:
-    connected = connect(engine.links.address)
+    connected = connect(engine.links.address())
     connected.settimeout(PATIENCE)
     connected.sendall(packed(name))
     return connected
@@ -120,6 +121,19 @@ def test_one_that_has_not_attached_is_not_taken(engine: Engine) -> None:
     with introduced(engine, "late") as connected:
         assert list(messages_of(connected)) == []
     assert engine.inbox.empty()
+
+
+def test_a_message_that_cannot_be_packed_cuts_off_its_client_only(
+    engine: Engine, client: socket.socket
+) -> None:
+    engine.subscriptions.seat("b")
+    broken: Any = threading.Lock()  # has no pickle
+    engine.subscriptions.post({"a": broken, "b": ended(2)})
+    assert list(messages_of(client)) == []
+    left = engine.heard()
+    assert (left.client, left.leaves) == ("a", True)
+    assert list(engine.subscriptions.read("a", lambda: BEAT)) == []
+    assert next(engine.subscriptions.read("b", lambda: BEAT)).ended[0].key == 2
 
 
 def test_other_clients_are_read_by_calls(engine: Engine, client: socket.socket) -> None:

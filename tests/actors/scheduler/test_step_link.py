@@ -60,7 +60,7 @@ def runner() -> Runner:
 
 @pytest.fixture
 def link(runner: Runner) -> Iterator[StepLink]:
-    opened = open_link(StepSocket(runner.run).address)
+    opened = open_link(StepSocket(runner.run).address())
     assert opened is not None
     yield opened
     opened.close()
@@ -121,8 +121,16 @@ def test_arrays_in_the_object_store_do_not_go_by_it(link: StepLink) -> None:
     assert not link.takes(step(0, new_requests=[NewRequest(0, Sampling(), 9, images=(image,))]))
 
 
+def test_a_step_that_cannot_be_packed_is_one_for_ray(link: StepLink) -> None:
+    lock: Any = threading.Lock()  # has no pickle
+    link.send(step(0, new_requests=[NewRequest(0, lock, 9)]))
+    assert link.broken
+    with pytest.raises(CallLost):
+        link.answer(step(0), PATIENCE)
+
+
 def test_a_runner_that_has_gone_loses_the_call() -> None:
-    gone = open_link(Acceptor(lambda connected: None, "gone").address)
+    gone = open_link(Acceptor(lambda connected: None, "gone").address())
     assert gone is not None
     gone.send(step(0))
     for _ in range(2):
@@ -166,7 +174,7 @@ def group_of(
 
 
 def test_a_group_sends_by_the_link(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_ray = RayRunner(StepSocket(runner.run).address)
+    by_ray = RayRunner(StepSocket(runner.run).address())
     own = group_of(by_ray, monkeypatch)
     pending = [own.submit(step(number)) for number in range(2)]
     assert [each.result().tokens.tolist() for each in pending] == [[[0]], [[1]]]
@@ -174,7 +182,7 @@ def test_a_group_sends_by_the_link(runner: Runner, monkeypatch: pytest.MonkeyPat
 
 
 def test_steps_of_a_broken_link_are_sent_again_by_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_ray = RayRunner(Acceptor(lambda connected: None, "gone").address)
+    by_ray = RayRunner(Acceptor(lambda connected: None, "gone").address())
     own = group_of(by_ray, monkeypatch)
     pending = [own.submit(step(number)) for number in range(2)]
     assert [each.result().tokens.tolist() for each in pending] == [[[7]], [[7]]]
@@ -186,12 +194,12 @@ def test_a_hung_step_is_given_up(runner: Runner, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(group, "WAIT_SLICE_SECONDS", 0.01)
     monkeypatch.setattr(Watchdog, "patience", lambda *_: 0.0)
     runner.may_run.clear()
-    own = group_of(RayRunner(StepSocket(runner.run).address), monkeypatch)
+    own = group_of(RayRunner(StepSocket(runner.run).address()), monkeypatch)
     with pytest.raises(RunnerGroupFailed, match="hangs"):
         own.submit(step(0)).result()
     runner.may_run.set()
 
 
 def test_a_gpu_has_no_link(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = group_of(RayRunner(StepSocket(runner.run).address), monkeypatch, device="cuda")
+    own = group_of(RayRunner(StepSocket(runner.run).address()), monkeypatch, device="cuda")
     assert own._link is None

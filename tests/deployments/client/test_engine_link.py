@@ -3,16 +3,19 @@
 import asyncio
 import itertools
 import queue
+import select
 import socket
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError
 
-from rayfin.actors.errors import EngineUnavailable, InvalidRequest
+from rayfin.actors.errors import EngineUnavailable, InvalidRequest, RequestFailed
 from rayfin.actors.images.image_input import ImageInput
 from rayfin.actors.messages import (
     Ended,
@@ -25,13 +28,14 @@ from rayfin.actors.messages import (
     TokenDelta,
     TokenDeltas,
 )
-from rayfin.actors.processes.local_socket import Acceptor
+from rayfin.actors.processes.local_socket import Acceptor, SocketWriter
 from rayfin.actors.scheduler.client_links import ClientLinks
 from rayfin.actors.scheduler.inbox import ClientMessage
 from rayfin.actors.scheduler.subscriptions import Subscriptions
 from rayfin.deployments.client import connection as engine_connection
 from rayfin.deployments.client import engine_link
 from rayfin.deployments.client import pool as engine_pool
+from rayfin.deployments.client.engine_link import EngineLink, open_link
 from rayfin.deployments.client.pool import EnginePool, Patience
 
 pytestmark = [
@@ -59,7 +63,7 @@ class Scheduler:
         self.subscriptions = Subscriptions()
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.links = ClientLinks(self.subscriptions, self.inbox)
-        self.address = self.links.address
+        self.address: str | None = None  # instead of the links'
         self.by_ray: list[tuple[list[EngineRequest], list[int], list[int]]] = []
         self.left: list[str] = []
         self.client = ""
@@ -98,7 +102,7 @@ class Scheduler:
     async def _attach(self, client: str) -> Seat:
         self.client = client
         self.subscriptions.seat(client)
-        return Seat("group", self.address)
+        return Seat("group", self.links.address() if self.address is None else self.address)
 
     def _submit(self, client: str, *message: Any) -> None:
         self.by_ray.append(message)
@@ -290,6 +294,19 @@ async def test_a_link_that_breaks_takes_no_more_requests(
     assert tokens(await reading) == [1]
 
 
+class NoPickle(str):
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("no pickle")
+
+
+async def moved(client: EnginePool, schedulers: list[Scheduler], second: Scheduler) -> None:
+    """The first scheduler dies, and the client goes to the second."""
+    await client.info()
+    first, schedulers[0] = schedulers[0], second
+    first.die()
+    await until(lambda: not client._ready())
+
+
 def closes_at_once(connected: socket.socket) -> None:
     """An engine that does not know the client."""
 
@@ -304,8 +321,8 @@ def says_nothing(connected: socket.socket) -> None:
     [
         "",
         "rayfin-of-another-machine",
-        Acceptor(closes_at_once, "closes").address,
-        Acceptor(says_nothing, "silent").address,
+        Acceptor(closes_at_once, "closes").address(),
+        Acceptor(says_nothing, "silent").address(),
     ],
     ids=["none", "elsewhere", "closed", "silent"],
 )
@@ -318,6 +335,146 @@ async def test_ray_carries_what_no_socket_does(
     assert [one.client for one in requests] == [schedulers[0].client]
     assert not aborts and not stopped
     reading.cancel()
+
+
+async def test_a_client_that_is_welcomed_late_goes_on_under_a_new_name(
+    client: EnginePool, schedulers: list[Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine links the old name all the same, and then sees that client leave."""
+    scheduler, given_up = Scheduler(), threading.Event()
+    link = scheduler.subscriptions.link
+
+    def link_late(name: str, writer: SocketWriter) -> bool:
+        assert given_up.wait(PATIENCE)
+        return link(name, writer)
+
+    monkeypatch.setattr(scheduler.subscriptions, "link", link_late)
+    await client.info()
+    monkeypatch.setattr(engine_link, "LINK_WELCOME_SECONDS", 0.01)
+    await moved(client, schedulers, scheduler)
+    reading = asyncio.create_task(read(client, request()))
+    await until(lambda: scheduler.by_ray)
+    (sent,) = scheduler.by_ray[0][0]
+    given_up.set()
+    gone = await scheduler.heard()
+    assert gone.leaves and [gone.client] == scheduler.left
+    assert sent.client == scheduler.client != gone.client
+    reading.cancel()
+
+
+async def test_a_welcome_that_came_while_the_loop_stood_still_counts(
+    client: EnginePool, schedulers: list[Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await client.info()
+    monkeypatch.setattr(engine_link, "LINK_WELCOME_SECONDS", 0.01)
+    introduce, loop = EngineLink.introduce, asyncio.get_running_loop()
+
+    async def introduce_and_stand_still(link: EngineLink, name: str) -> bool:
+        own = link._transport.get_extra_info("socket").fileno()
+
+        def stand_still() -> None:
+            assert select.select([own], [], [], PATIENCE)[0]
+            time.sleep(0.02)
+
+        loop.call_soon(stand_still)
+        return await introduce(link, name)
+
+    monkeypatch.setattr(EngineLink, "introduce", introduce_and_stand_still)
+    await moved(client, schedulers, Scheduler())
+    reading = asyncio.create_task(read(client, request()))
+    (sent,) = (await schedulers[0].heard()).requests
+    schedulers[0].say(sent.key, 5, ended=Ended(sent.key, "length"))
+    assert tokens(await reading) == [5]
+    assert not schedulers[0].left
+
+
+async def test_an_introduction_that_is_cancelled_closes_its_socket() -> None:
+    closed = threading.Event()
+
+    def serve(connected: socket.socket) -> None:
+        says_nothing(connected)
+        closed.set()
+
+    address = Acceptor(serve, "silent").address()
+    opening = asyncio.create_task(open_link(address, "client", lambda message: None, lambda: None))
+    await asyncio.sleep(0.01)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert await asyncio.to_thread(closed.wait, PATIENCE)
+
+
+async def test_requests_that_cannot_be_packed_go_by_ray(
+    client: EnginePool, schedulers: list[Scheduler]
+) -> None:
+    (scheduler,) = schedulers
+    first = asyncio.create_task(read(client, request()))
+    (sent,) = (await scheduler.heard()).requests
+    odd = request()
+    odd.tenant = NoPickle()
+    reading = asyncio.create_task(read(client, odd))
+    first.cancel()
+    assert (await scheduler.heard()).aborts == [sent.key]
+    await until(lambda: scheduler.by_ray)
+    ((by_ray,), aborts, stopped) = scheduler.by_ray[0]
+    assert by_ray.request_id == odd.request_id and not aborts and not stopped
+    reading.cancel()
+    await until(lambda: len(scheduler.by_ray) == 2)
+    assert scheduler.by_ray[1] == ([], [by_ray.key], [])
+
+
+async def test_requests_that_cannot_be_sent_at_all_fail(
+    client: EnginePool, schedulers: list[Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit(*message: Any) -> None:
+        raise TypeError("no pickle")
+
+    await client.info()
+    monkeypatch.setattr(schedulers[0], "submit", Method(submit))
+    odd, fine = request(), request()
+    odd.tenant = NoPickle()
+    with pytest.raises(RequestFailed, match="no pickle"):
+        await read(client, odd)
+    reading = asyncio.create_task(read(client, fine))
+    (sent,) = (await schedulers[0].heard()).requests
+    schedulers[0].say(sent.key, 5, ended=Ended(sent.key, "length"))
+    assert tokens(await reading) == [5]
+
+
+async def test_a_connection_that_fails_oddly_is_made_again(
+    client: EnginePool, schedulers: list[Scheduler]
+) -> None:
+    failures = [KeyError("a bug")]
+
+    class Odd(Scheduler):
+        async def _info(self) -> EngineInfo:
+            if failures:
+                raise failures.pop()
+            return await super()._info()
+
+    await moved(client, schedulers, Odd())
+    reading = asyncio.create_task(read(client, request()))
+    (sent,) = (await schedulers[0].heard()).requests
+    schedulers[0].say(sent.key, 5, ended=Ended(sent.key, "length"))
+    assert tokens(await reading) == [5]
+    assert not failures
+
+
+async def test_what_a_dead_engine_has_written_is_read(
+    client: EnginePool, schedulers: list[Scheduler]
+) -> None:
+    """Ray may say that it has gone before the socket is read."""
+    reading = asyncio.create_task(read(client, request()))
+    first = schedulers[0]
+    (sent,) = (await first.heard()).requests
+    ((_, connection),) = client._connections.items()
+    link = connection._attached.link
+    assert link is not None
+    link._transport.pause_reading()
+    first.say(sent.key, 5, ended=Ended(sent.key, "length"))
+    first.dead.set()
+    asyncio.get_running_loop().call_later(0.05, link._transport.resume_reading)
+    assert tokens(await reading) == [5]
 
 
 async def test_a_pool_that_closes_leaves_the_engine(
