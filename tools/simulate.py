@@ -170,8 +170,8 @@ class Life:
         self.harness.executor.disk_seconds = draw.choice(pauses)
 
         def lose() -> None:
-            for page_hash in draw.sample(sorted(folder.files), len(folder.files) // 3):
-                (folder.broken.add if draw.random() < 0.5 else folder.files.pop)(page_hash)
+            for page_hash in draw.sample(sorted(folder.pages), len(folder.pages) // 3):
+                (folder.broken.add if draw.random() < 0.5 else folder.pages.pop)(page_hash)
 
         for _ in range(draw.choice([0, 0, 3])):
             self._at(draw.random() * 0.1, lose)

@@ -490,8 +490,12 @@ class RunnerGroup:
         """Connects to an only runner; a GPU's steps come by two calls (``execute_ahead``)."""
         self._close_link()
         if len(self._runners) == 1 and self._args.device != "cuda":
-            (address,) = self.wait(self._on_all("listen"), RUNNER_ADOPTION_SECONDS, "its socket")
-            self._link = open_link(address)
+            try:
+                listen = self.wait(self._on_all("listen"), RUNNER_ADOPTION_SECONDS, "its socket")
+            except RunnerGroupFailed as failure:  # the first step will say more
+                logger.warning("Ray carries the steps: %s", failure)
+                return
+            self._link = open_link(listen[0])
 
     def _close_link(self) -> None:
         if self._link is not None:

@@ -8,7 +8,6 @@ twice.
 import logging
 import select
 import socket
-from collections import deque
 from typing import Any
 
 from rayfin.actors.errors import CallLost, Fenced, RayfinError, RunnerGroupFailed, StepMissing
@@ -36,7 +35,7 @@ class StepLink:
         self._socket = connected
         self._writer = SocketWriter(connected)
         self._unpacker = Unpacker()
-        self._answers: deque[tuple[int, int, Any]] = deque()
+        self._answers: dict[tuple[int, int], Any] = {}  # by epoch and step
         self._readable = select.poll()
         self._readable.register(connected, select.POLLIN)
 
@@ -66,12 +65,15 @@ class StepLink:
             RunnerGroupFailed: the step raised.
             Fenced: the runner belongs to another scheduler.
         """
-        while True:
-            while self._answers:
-                epoch, step, answer = self._answers.popleft()
-                if (epoch, step) == (info.epoch, info.step):
-                    return _result(answer)
+        wanted = info.epoch, info.step
+        while wanted not in self._answers:
             self._receive(seconds)
+        answer = self._answers.pop(wanted)
+        # A step that is sent again may be answered twice. One behind it may have an answer already:
+        # that it came too early.
+        for older in [own for own in self._answers if own < wanted]:
+            del self._answers[older]
+        return _result(answer)
 
     def close(self) -> None:
         self.broken = True
@@ -85,7 +87,8 @@ class StepLink:
             raise TimeoutError
         try:
             data = self._socket.recv(READ_BYTES)
-            self._answers.extend(self._unpacker.feed(data))
+            for epoch, step, answer in self._unpacker.feed(data):
+                self._answers[epoch, step] = answer
         except Exception as error:  # the connection broke, or bytes that are no message
             logger.warning("the runner's socket: %s", error)
             data = b""

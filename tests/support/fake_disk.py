@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 class FakeFolder(PageFolder):
     """Tokens and content of pages by hash."""
 
-    files: dict[bytes, tuple[Int32Array, Int32Array]] = field(default_factory=dict)
+    pages: dict[bytes, tuple[Int32Array, Int32Array]] = field(default_factory=dict)
     broken: set[bytes] = field(default_factory=set)  # files that prove useless
 
     def holds(self, page_hash: bytes) -> bool:
-        return page_hash in self.files
+        return page_hash in self.pages
 
 
 def fake_folder() -> FakeFolder:
@@ -59,23 +59,23 @@ class FakeTransfer:
         what, executor, folder = self.what, self.executor, self._folder
         for number, (page, page_hash) in enumerate(zip(what.pages, what.hashes, strict=True)):
             if page_hash in folder.broken:
-                folder.files.pop(page_hash, None)
-            if page_hash not in folder.files:
+                folder.pages.pop(page_hash, None)
+            if page_hash not in folder.pages:
                 return number
-            tokens, content = folder.files[page_hash]
+            tokens, content = folder.pages[page_hash]
             assert np.array_equal(tokens, what.tokens[number])
             executor.fill(page, content)
         return len(what.pages)
 
     def _write(self) -> int:
         if self.what.forget:
-            self._folder.files.clear()
+            self._folder.pages.clear()
         for number, (page, page_hash) in enumerate(
             zip(self.what.pages, self.what.hashes, strict=True)
         ):
             content = self.executor.content(page)
             assert np.array_equal(content, self.content[number]), "a page has changed"
-            self._folder.files[page_hash] = self.what.tokens[number], content
+            self._folder.pages[page_hash] = self.what.tokens[number], content
         return len(self.what.pages)
 
     @property

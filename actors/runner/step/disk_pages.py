@@ -225,7 +225,7 @@ def _read_page(path: Path, tokens: Int32Array, buffers: Sequence[Bytes]) -> str 
     try:
         with open(path, "rb", buffering=0) as file:
             whole = _all(
-                os.readv, file.fileno(), [memoryview(head), *(memoryview(own) for own in buffers)]
+                os.readv, file.fileno(), [memoryview(head), *(own.data for own in buffers)]
             )
             more = file.read(1)
     except FileNotFoundError:
@@ -258,7 +258,7 @@ def _write_page(path: Path, tokens: Int32Array, buffers: Sequence[Bytes]) -> Non
     try:
         file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, FILE_MODE)
         try:
-            if not _all(os.writev, file, [memoryview(head), *(memoryview(own) for own in buffers)]):
+            if not _all(os.writev, file, [memoryview(head), *(own.data for own in buffers)]):
                 raise OSError(f"{part} is not written whole")
         finally:
             os.close(file)

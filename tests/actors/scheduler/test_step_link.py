@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -80,6 +81,25 @@ def test_a_step_that_was_sent_twice_is_answered_once(link: StepLink) -> None:
         link.send(step(number))
     assert link.answer(step(0), PATIENCE).step == 0
     assert link.answer(step(1), PATIENCE).step == 1
+
+
+def test_a_step_that_came_too_early_is_sent_again(link: StepLink, runner: Runner) -> None:
+    """Its predecessor is sent again behind it, so its own answer comes first, and is not lost."""
+    missing = StepMissing("the step before it has not come")
+    runner.says = {1: missing, 2: missing}
+    for number in (1, 2):
+        link.send(step(number))
+    with pytest.raises(CallLost):
+        link.answer(step(1), PATIENCE)
+    while len(runner.ran) < 2:
+        time.sleep(0.01)
+    runner.says.clear()
+    link.send(step(1))
+    assert link.answer(step(1), PATIENCE).tokens == [[1]]
+    with pytest.raises(CallLost):
+        link.answer(step(2), PATIENCE)
+    link.send(step(2))
+    assert link.answer(step(2), PATIENCE).tokens == [[2]]
 
 
 def test_a_step_that_takes_longer_is_waited_for_again(link: StepLink, runner: Runner) -> None:

@@ -25,7 +25,7 @@ def h(harness: Make, request: pytest.FixtureRequest) -> Any:
 
 
 def _files(h: Any) -> dict[bytes, Any]:
-    files: dict[bytes, Any] = h.config.page_folder.files
+    files: dict[bytes, Any] = h.config.page_folder.pages
     return files
 
 
