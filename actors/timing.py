@@ -124,6 +124,7 @@ RUNNER_PROCESS_SECONDS = 60.0  # a replacement's process; on a full disk Ray may
 RUNNER_ADOPTION_SECONDS = 15.0  # a runner finishes its last step before it is adopted
 ACCEPT_PAUSE_SECONDS = 0.1  # after a connection that a process could not take
 TOKEN_SECONDS = 10.0  # for who connects to a socket of this machine to show its token
+FORK_ANSWER_SECONDS = 20.0  # a worker that is not forked in this time starts by itself
 PROCESS_KILL_SECONDS = 10.0  # from SIGKILL until the process is gone
 PROCESS_POLL_SECONDS = 0.02
 PROCESS_GONE_SECONDS = 20.0  # the same on another node, and until Ray frees an actor's name

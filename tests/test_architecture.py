@@ -23,6 +23,7 @@ MAY_IMPORT_RAY = {
     "actors/metrics/hub.py",
     "actors/processes/own_ray.py",
     "actors/processes/registry.py",
+    "actors/processes/worker_forker.py",
     "actors/runner/vision/pixels.py",
     "actors/scheduler/runner_group.py",
     "actors/supervision/adoption.py",

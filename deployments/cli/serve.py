@@ -1,6 +1,7 @@
 """``rayfin serve``."""
 
 import os
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import click
@@ -10,6 +11,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.deployments.cli.options import build, field_options
 from rayfin.deployments.cli.vllm_options import VllmCommand, aliases_of
 from rayfin.deployments.edge.door import Door
+from rayfin.deployments.edge.forks import server_forks
 from rayfin.deployments.serve.server_args import ServerArgs
 
 
@@ -98,11 +100,15 @@ def serve(
 
     ports.require_ports(server, host, port, door)  # the rest takes seconds to import
 
-    from rayfin.deployments.serve import serving
-    from rayfin.deployments.serve.model_args import read_models
-
-    more: dict[str, Any] = (
-        {"models": read_models(server, engine, model_config)} if model_config else {}
-    )
+    more: dict[str, Any] = {}
     more |= {"host": host, "port": port, "door": door, "name": name, "verbose": verbose}
-    return serving.serve(server, engine, **more)
+    with ExitStack() as held:
+        if "RAY_ADDRESS" not in os.environ:  # which imports while this process does
+            more["forks"] = server_forks(door)
+            held.enter_context(more["forks"] or nullcontext())
+        from rayfin.deployments.serve import serving
+        from rayfin.deployments.serve.model_args import read_models
+
+        if model_config:
+            more["models"] = read_models(server, engine, model_config)
+        return serving.serve(server, engine, **more)

@@ -4,11 +4,10 @@ It imports what starts Ray; Serve and the rest (``deployments/deploy.py``) while
 """
 
 import logging
-import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from types import FrameType
@@ -20,8 +19,10 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import RayfinError
 from rayfin.actors.processes import spared_imports  # noqa: F401  (before Serve comes)
 from rayfin.actors.processes.own_ray import start_ray
+from rayfin.actors.processes.worker_forks import WorkerForks
 from rayfin.actors.timing import SIGNAL_REPEATS
-from rayfin.deployments.edge.door import CALLBACK, CALLBACK_PATH, PLAIN, Door
+from rayfin.deployments.edge.door import PLAIN, Door
+from rayfin.deployments.edge.forks import server_forks
 from rayfin.deployments.edge.middleware import check_middleware
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.ports import require_own_ports, require_ports
@@ -81,10 +82,12 @@ def serve(
     verbose: bool = False,
     models: Sequence[ModelArgs] = (),
     door: Door = PLAIN,
+    forks: WorkerForks | None = None,
 ) -> int:
     """Serves a model until Ctrl-C or SIGTERM; joins a running Ray cluster or starts a local one.
 
     Or several ``models``, to which ``server`` and ``engine`` say what they have in common.
+    ``forks`` may have been started before Ray was imported.
 
     Stops what it started, and nothing else: the application, Serve if it was not there, Ray if it
     was not there.
@@ -111,8 +114,10 @@ def serve(
                     require_hub(model.engine)
         # What it imports takes as long as a Ray takes to start.
         checks = InBackground(lambda: _prepare(models))
-        door.tell_proxies()
-        _serve(server, engine, models, (host, port, door), name, verbose, stop, checks)
+        forks = forks or server_forks(door)
+        with forks or nullcontext():
+            address = (host, port, door)
+            _serve(server, engine, models, address, name, verbose, stop, checks, forks)
     except KeyboardInterrupt:
         if stop.count != 1:
             raise
@@ -138,11 +143,12 @@ def _serve(
     verbose: bool,
     stop: StopSignals,
     checks: InBackground,
+    forks: WorkerForks | None,
 ) -> None:
     """Serves until the first signal, and stops all that it started."""
     start_up = StartUp()
     with ExitStack() as held:
-        ours = held.enter_context(_cluster(verbose, start_up))
+        ours = held.enter_context(_cluster(verbose, start_up, forks))
         if ours:  # the head node is here, and no other will come
             require_own_ports(server)
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
@@ -194,19 +200,20 @@ def _await(checks: InBackground, models: Sequence[ModelArgs], start_up: StartUp)
 
 
 @contextmanager
-def _cluster(verbose: bool, start_up: StartUp) -> Iterator[bool]:
+def _cluster(verbose: bool, start_up: StartUp, forks: WorkerForks | None) -> Iterator[bool]:
     """A Ray cluster: RAY_ADDRESS' or ``ray start``'s, left alone afterwards, or a new local one.
 
     Yields whether it is ours.
     """
     output: dict[str, Any] = {"log_to_driver": verbose, "logging_level": _log_level(verbose)}
-    os.environ.setdefault(CALLBACK, CALLBACK_PATH)  # what a new Ray's processes inherit
     with start_up.stage("Starting Ray") as done:
         try:
-            start_ray(object_store_memory=OBJECT_STORE_BYTES, **output)
+            start_ray(object_store_memory=OBJECT_STORE_BYTES, forks=forks, **output)
             ours = True
             done("Started a local Ray")
         except ValueError:  # Ray's answer to resources for a cluster that runs already: join it
+            if forks is not None:
+                forks.close()
             ray.init(**output)
             ours = False
             done(f"Joined the Ray cluster at {ray.get_runtime_context().gcs_address}")
