@@ -6,8 +6,10 @@ the file. All products of a code and its scale are exact in float32.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from rayfin.actors.runner.quantized.formats import Format, Part, Slot, Tensors, refuse
@@ -20,14 +22,19 @@ IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """The numbers of 4-bit codes that are not linear."""
 
 
+CHUNK = 1 << 18
+"""Weights that are read at once: what is made of them on the way stays in a cache."""
+
+Octets = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+
 class Numbers(NamedTuple):
     """What blocks [M, bytes] hold."""
 
-    values: torch.Tensor  # [M, inputs] uint8 or int8
-    scale: torch.Tensor  # [M, groups] float32
-    zero: int | None = None
-    least: torch.Tensor | None = None  # [M, groups] float32
-    table: tuple[int, ...] | None = None
+    values: npt.NDArray[Any]  # [M, inputs] uint8 or int8
+    scale: Floats  # [M, groups]
+    least: Floats | None = None  # [M, groups]
 
 
 class Block(NamedTuple):
@@ -37,118 +44,114 @@ class Block(NamedTuple):
     bytes: int
     bits: int  # of the codes in memory
     group: int  # inputs that share a scale
-    read: Callable[[torch.Tensor], Numbers]
+    read: Callable[[Octets], Numbers]
+    zero: int | None = None
+    table: tuple[int, ...] | None = None
 
 
-def _half(octets: torch.Tensor) -> torch.Tensor:
-    """[M, 2 n] uint8 -> [M, n] float32."""
-    return octets.contiguous().view(torch.float16).float()
+def _half(octets: Octets) -> Floats:
+    """[M, 2 n] -> [M, n]."""
+    return np.ascontiguousarray(octets).view(np.float16).astype(np.float32)
 
 
-def _fields(octets: torch.Tensor, width: int, bits: int) -> torch.Tensor:
+def _fields(octets: Octets, width: int, bits: int) -> Octets:
     """Fields of ``bits``: of each ``width`` bytes of [M, n] all lowest ones, then all next ones."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=octets.device).unsqueeze(1)
-    whole = octets.reshape(len(octets), -1, 1, width)
-    return (whole >> shifts & (1 << bits) - 1).flatten(1)
+    whole = octets.reshape(len(octets), -1, width)
+    out = np.empty((len(octets), whole.shape[1], 8 // bits, width), np.uint8)
+    for place in range(8 // bits):
+        np.right_shift(whole, place * bits, out=out[:, :, place])
+    out &= (1 << bits) - 1
+    return out.reshape(len(octets), -1)
 
 
-def _q4_0(octets: torch.Tensor) -> Numbers:
-    return Numbers(_fields(octets[:, 2:], 16, 4), _half(octets[:, :2]), zero=8)
+def _q4_0(octets: Octets) -> Numbers:
+    return Numbers(_fields(octets[:, 2:], 16, 4), _half(octets[:, :2]))
 
 
-def _q4_1(octets: torch.Tensor) -> Numbers:
+def _q4_1(octets: Octets) -> Numbers:
     scale, least = _half(octets[:, :2]), _half(octets[:, 2:4])
-    return Numbers(_fields(octets[:, 4:], 16, 4), scale, least=least)
+    return Numbers(_fields(octets[:, 4:], 16, 4), scale, least)
 
 
-def _fifth(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+def _fifth(low: Octets, high: Octets) -> Octets:
     """Codes of 5 bits, the highest ones of which are the bits of four bytes: [M, 16], [M, 4]."""
-    return _fields(low, 16, 4) | _fields(high, 1, 1) << 4
+    return _fields(low, 16, 4) | _fields(high, 1, 1) << np.uint8(4)
 
 
-def _q5_0(octets: torch.Tensor) -> Numbers:
+def _q5_0(octets: Octets) -> Numbers:
     codes = _fifth(octets[:, 6:], octets[:, 2:6])
-    return Numbers(codes.view(torch.int8) - 16, _half(octets[:, :2]))
+    return Numbers(codes.view(np.int8) - 16, _half(octets[:, :2]))
 
 
-def _q5_1(octets: torch.Tensor) -> Numbers:
+def _q5_1(octets: Octets) -> Numbers:
     scale, least = _half(octets[:, :2]), _half(octets[:, 2:4])
-    return Numbers(_fifth(octets[:, 8:], octets[:, 4:8]), scale, least=least)
+    return Numbers(_fifth(octets[:, 8:], octets[:, 4:8]), scale, least)
 
 
-def _q8_0(octets: torch.Tensor) -> Numbers:
-    return Numbers(octets[:, 2:].contiguous().view(torch.int8), _half(octets[:, :2]))
+def _q8_0(octets: Octets) -> Numbers:
+    return Numbers(octets[:, 2:].view(np.int8), _half(octets[:, :2]))
 
 
-def _q2_k(octets: torch.Tensor) -> Numbers:
-    both, large = octets[:, :16], _half(octets[:, 80:])
-    scale, least = large[:, :1] * (both & 15), -(large[:, 1:] * (both >> 4))
-    return Numbers(_fields(octets[:, 16:80], 32, 2), scale, least=least)
+def _q2_k(octets: Octets) -> Numbers:
+    both, scale, least = octets[:, :16], _half(octets[:, 80:82]), _half(octets[:, 82:])
+    return Numbers(_fields(octets[:, 16:80], 32, 2), scale * (both & 15), -(least * (both >> 4)))
 
 
-def _q3_k(octets: torch.Tensor) -> Numbers:
+def _q3_k(octets: Octets) -> Numbers:
     high, low, packed = octets[:, :32], octets[:, 32:96], octets[:, 96:108]
     factors = _fields(packed[:, :8], 8, 4) | _fields(packed[:, 8:], 4, 2) << 4
-    scale = _half(octets[:, 108:]) * (factors.view(torch.int8) - 32)
+    scale = _half(octets[:, 108:]) * (factors.view(np.int8) - 32)
     # A bit that is not set takes 4 away. With 4 added the kernels need no zero points.
-    return Numbers((_fields(low, 32, 2) | _fields(high, 32, 1) << 2) + 4, scale, zero=8)
+    return Numbers((_fields(low, 32, 2) | _fields(high, 32, 1) << 2) + 4, scale)
 
 
-def _large_scales(octets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _large_scales(octets: Octets) -> tuple[Floats, Floats]:
     """Scales and least numbers [M, 8] of two halves and twelve bytes: factors of 6 bits."""
     first, second, third = octets[:, 4:8], octets[:, 8:12], octets[:, 12:]
-    scales = torch.cat([first & 63, third & 15 | first >> 2 & 48], dim=1)
-    leasts = torch.cat([second & 63, third >> 4 | second >> 2 & 48], dim=1)
+    scales = np.concatenate([first & 63, third & 15 | first >> 2 & 48], axis=1)
+    leasts = np.concatenate([second & 63, third >> 4 | second >> 2 & 48], axis=1)
     return _half(octets[:, :2]) * scales, -(_half(octets[:, 2:4]) * leasts)
 
 
-def _q4_k(octets: torch.Tensor) -> Numbers:
-    scale, least = _large_scales(octets[:, :16])
-    return Numbers(_fields(octets[:, 16:], 32, 4), scale, least=least)
+def _q4_k(octets: Octets) -> Numbers:
+    return Numbers(_fields(octets[:, 16:], 32, 4), *_large_scales(octets[:, :16]))
 
 
-def _q5_k(octets: torch.Tensor) -> Numbers:
-    scale, least = _large_scales(octets[:, :16])
+def _q5_k(octets: Octets) -> Numbers:
     codes = _fields(octets[:, 48:], 32, 4) | _fields(octets[:, 16:48], 32, 1) << 4
-    return Numbers(codes, scale, least=least)
+    return Numbers(codes, *_large_scales(octets[:, :16]))
 
 
-def _q6_k(octets: torch.Tensor) -> Numbers:
-    low, high = octets[:, :128], octets[:, 128:192]
-    codes = _fields(low, 64, 4) | _fields(high, 32, 2) << 4
-    scale = _half(octets[:, 208:]) * octets[:, 192:208].contiguous().view(torch.int8)
-    return Numbers(codes.view(torch.int8) - 32, scale)
+def _q6_k(octets: Octets) -> Numbers:
+    codes = _fields(octets[:, :128], 64, 4) | _fields(octets[:, 128:192], 32, 2) << 4
+    scale = _half(octets[:, 208:]) * octets[:, 192:208].view(np.int8)
+    return Numbers(codes.view(np.int8) - 32, scale)
 
 
-def _iq4_nl(octets: torch.Tensor) -> Numbers:
-    return Numbers(_fields(octets[:, 2:], 16, 4), _half(octets[:, :2]), table=IQ4)
+def _iq4_nl(octets: Octets) -> Numbers:
+    return Numbers(_fields(octets[:, 2:], 16, 4), _half(octets[:, :2]))
 
 
-def _iq4_xs(octets: torch.Tensor) -> Numbers:
-    high, low = octets[:, 2:4], octets[:, 4:8]
-    factors = _each(low, 4) | _each(high, 2) << 4
-    scale = _half(octets[:, :2]) * (factors.view(torch.int8) - 32)
-    return Numbers(_fields(octets[:, 8:], 16, 4), scale, table=IQ4)
-
-
-def _each(octets: torch.Tensor, bits: int) -> torch.Tensor:
-    """The fields of ``bits`` in each byte [M, n] one after the other, the lowest first."""
-    return _fields(octets, 1, bits)
+def _iq4_xs(octets: Octets) -> Numbers:
+    # Here the fields of a byte are those of groups beside each other.
+    factors = _fields(octets[:, 4:8], 1, 4) | _fields(octets[:, 2:4], 1, 2) << 4
+    scale = _half(octets[:, :2]) * (factors.view(np.int8) - 32)
+    return Numbers(_fields(octets[:, 8:], 16, 4), scale)
 
 
 BLOCKS = {
-    "q4_0": Block(32, 18, 4, 32, _q4_0),
+    "q4_0": Block(32, 18, 4, 32, _q4_0, zero=8),
     "q4_1": Block(32, 20, 4, 32, _q4_1),
     "q5_0": Block(32, 22, 8, 32, _q5_0),
     "q5_1": Block(32, 24, 8, 32, _q5_1),
     "q8_0": Block(32, 34, 8, 32, _q8_0),
     "q2_k": Block(LARGE, 84, 4, 16, _q2_k),
-    "q3_k": Block(LARGE, 110, 4, 16, _q3_k),
+    "q3_k": Block(LARGE, 110, 4, 16, _q3_k, zero=8),
     "q4_k": Block(LARGE, 144, 4, 32, _q4_k),
     "q5_k": Block(LARGE, 176, 8, 32, _q5_k),
     "q6_k": Block(LARGE, 210, 8, 16, _q6_k),
-    "iq4_nl": Block(32, 18, 4, 32, _iq4_nl),
-    "iq4_xs": Block(LARGE, 136, 4, 32, _iq4_xs),
+    "iq4_nl": Block(32, 18, 4, 32, _iq4_nl, table=IQ4),
+    "iq4_xs": Block(LARGE, 136, 4, 32, _iq4_xs, table=IQ4),
 }
 """The types that are read; a layer's tensor has such a name."""
 
@@ -195,20 +198,23 @@ class Gguf(Format):
         return {self.kind: octets[:, own.start * block.bytes : own.stop * block.bytes]}
 
     def grouped(self, outputs: int, inputs: int, tensors: Tensors) -> Grouped:
-        block = BLOCKS[self.kind]
-        found = block.read(tensors[self.kind].reshape(-1, block.bytes))
-        scale = found.scale.view(outputs, -1)
+        block, stored = BLOCKS[self.kind], tensors[self.kind]
+        device = stored.device
+        octets = np.ascontiguousarray(stored.cpu().numpy()).reshape(-1, block.bytes)
+        step = max(1, CHUNK // block.inputs)
+        with np.errstate(invalid="ignore"):  # what is no number in the file is none here
+            parts = [block.read(octets[at : at + step]) for at in range(0, len(octets), step)]
+
+        def whole(part: int, width: int) -> torch.Tensor:
+            made = np.concatenate([own[part] for own in parts])
+            return torch.from_numpy(made.reshape(outputs, width)).to(device)
+
+        groups = inputs // block.group
+        values, scale = whole(0, inputs), whole(1, groups)
+        least = None if parts[0].least is None else whole(2, groups)
         zero = table = None
-        if found.zero is not None:
-            zero = torch.full(scale.shape, found.zero, dtype=torch.int32, device=scale.device)
-        if found.table is not None:
-            table = torch.tensor(found.table, dtype=torch.float32, device=scale.device)
-        return Grouped(
-            found.values.view(outputs, inputs),
-            scale.contiguous(),
-            block.group,
-            block.bits,
-            zero,
-            table,
-            least=None if found.least is None else found.least.reshape(outputs, -1),
-        )
+        if block.zero is not None:
+            zero = torch.full(scale.shape, block.zero, dtype=torch.int32, device=device)
+        if block.table is not None:
+            table = torch.tensor(block.table, dtype=torch.float32, device=device)
+        return Grouped(values, scale, block.group, block.bits, zero, table, least=least)

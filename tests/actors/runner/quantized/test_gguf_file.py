@@ -11,6 +11,8 @@ from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.model_files import gguf_folder as folders
 from rayfin.actors.runner.cpu.coded_experts import CodedExperts
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
+from rayfin.actors.runner.cpu.stored_config import StoredConfig
+from rayfin.actors.runner.loading import load
 from rayfin.actors.runner.models.config import load_config
 from rayfin.actors.runner.models.weights import load_model
 from rayfin.kernels.cpu.codes import CodedMatrix, Codes
@@ -87,6 +89,20 @@ def test_what_stays_codes(tmp_path: Path, folder: Make, served: Make) -> None:
         assert kinds == [Codes.LEVELS4, Codes.INT8, Codes.LEVELS4, Codes.INT8]
     size = (Path(folder(path)) / "model.safetensors").stat().st_size
     assert size < 1.05 * path.stat().st_size
+
+
+def test_packed_weights_are_kept(tmp_path: Path, folder: Make, engine_args: Make) -> None:
+    """A start maps them, those that lie beside queries and keys too."""
+    path = write_gguf(tmp_path / "tiny.gguf", mixed, "qwen3", tied=True)
+    args = engine_args(folder(path), weights_cache=str(tmp_path / "weights"))
+    first, second = load(args), load(args)
+    assert isinstance(second.config, StoredConfig)
+    decoders: list[Any] = [one.model for one in (first, second)]
+    tokens = torch.tensor([3, 5])
+    for part in ("qkv", "qkv_rest", "gate_up"):
+        one, other = (getattr(own.packed.layers[1], part).rows(tokens) for own in decoders)
+        assert torch.equal(one, other)
+    assert decoders[1].packed.embedding is decoders[1].packed.head
 
 
 def _codes(matrix: Matrix | None) -> Codes:
