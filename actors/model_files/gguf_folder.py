@@ -29,9 +29,8 @@ CACHE = "RAYFIN_GGUF_CACHE"
 
 CONVERTER = "rayfin.actors.runner.quantized.gguf_file"
 
-VERSION = 2
+VERSION = 3
 """Of the folders' content: a change of this module that changes them counts it up."""
-
 
 ON_HUB = re.compile(r"([\w.-]+/[\w.-]+):(\w+)")
 """OWNER/MODEL:FORMAT, as vLLM has it."""
@@ -77,6 +76,7 @@ def gguf_folder(name: str, *, revision: str | None = None, cache_dir: str | None
     with (kept / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
+            _remove_leftovers(folder)
             _make(files, folder)
     return folder
 
@@ -102,7 +102,8 @@ def _parts(file: str, present: Iterable[str]) -> list[str]:
     if (found := PART.fullmatch(file)) is None:
         return [file]
     start, count, there = found[1], int(found[2]), set(present)
-    names = [f"{start}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]
+    suffix = file[-len(SUFFIX) :]  # .GGUF too
+    names = [f"{start}-{number:05}-of-{count:05}{suffix}" for number in range(1, count + 1)]
     for name in names:
         if name not in there:
             raise InvalidConfig(f"there is no file {name}, a part of the model of {file}", "model")
@@ -148,6 +149,13 @@ def _of_format(files: list[str], repository: str, kind: str) -> str:
             return file
     names = ", ".join(found) or "none"
     raise InvalidConfig(f"{repository} has no GGUF file of {kind}; it has {names}", "model")
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Removes what killed conversions left of a folder, whose lock is held."""
+    for left in folder.parent.iterdir():
+        if left.name.startswith(f"{folder.name}.") and left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _make(files: Sequence[Path], folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Tiny models in GGUF files, as llama.cpp's converter names, permutes and stores their tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,11 @@ def shapes(family: str, *, tied: bool) -> dict[str, tuple[int, ...]]:
         layer |= {"attn_q_norm.weight": (HEAD,), "attn_k_norm.weight": (HEAD,)}
     if family == "gemma3":
         layer |= {"post_attention_norm.weight": (HIDDEN,), "post_ffw_norm.weight": (HIDDEN,)}
-    if family == "qwen3moe":
+    if family == "phi3":
+        del layer["attn_q.weight"], layer["attn_k.weight"], layer["attn_v.weight"]
+        layer["attn_qkv.weight"] = (queries + 2 * keys, HIDDEN)
+        layer |= {"ffn_up.weight": (2 * INNER, HIDDEN), "ffn_down.weight": (HIDDEN, INNER)}
+    elif family == "qwen3moe":
         layer["ffn_gate_inp.weight"] = (EXPERTS, HIDDEN)
         layer |= {f"ffn_{part}_exps.weight": (EXPERTS, INNER, HIDDEN) for part in ("gate", "up")}
         layer["ffn_down_exps.weight"] = (EXPERTS, HIDDEN, INNER)
@@ -89,7 +93,9 @@ def write_gguf(
     family: str = "llama",
     *,
     tied: bool = False,
-    factors: Any = None,  # of the frequencies of positions
+    extra: Mapping[str, Any] | None = None,  # plain tensors, behind the others
+    fields: Mapping[str, Any] | None = None,  # of the family, which it is written without
+    without: str = "",  # the name of a tensor
     parts: int = 1,
 ) -> Path:
     """Writes a tiny model; in several ``parts`` the first one's path is returned."""
@@ -112,9 +118,13 @@ def write_gguf(
         writer.add_expert_used_count(2)
         writer.add_expert_feed_forward_length(INNER)
     _add_tokenizer(writer)
-    if factors is not None:
-        writer.add_tensor("rope_freqs.weight", factors)
+    if family == "phi3":
+        writer.add_pad_token_id(258)  # else one of a larger table
+    for name, value in (fields or {}).items():
+        add: Any = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        add[type(value)](f"{family}.{name}", value)
     tensors = shapes(family, tied=tied)
+    tensors.pop(without, None)
     for name, shape in tensors.items():
         if len(shape) == 1 or name.endswith("gate_inp.weight"):
             numbers = random.normal(1 if "norm" in name else 0, 0.1, shape)
@@ -122,6 +132,8 @@ def write_gguf(
             continue
         own = kind if isinstance(kind, str) else kind(name)
         writer.add_tensor(name, weight(own, shape, random), raw_dtype=type_of(own))
+    for name, numbers in (extra or {}).items():
+        writer.add_tensor(name, np.asarray(numbers, np.float32))
     if parts > 1:
         _split(writer, parts)
     writer.write_header_to_file()

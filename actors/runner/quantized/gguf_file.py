@@ -40,6 +40,12 @@ SIZES = {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 """Keys of the file without its architecture, and their names in a configuration."""
+FREQUENCIES, SHORT, LONG = (
+    f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long")
+)
+"""Tensors of factors that divide the frequencies of positions."""
+IGNORED = re.compile(r"rope_(freqs|factors_short|factors_long)\.weight|blk\.\d+\.attn_rot_embd\..*")
+"""Tensors that no weight of a model is made of: ``set_positions`` reads them, or none is to."""
 
 ENTRY_BYTES = 320
 """Of a tensor in the header of a safetensors file, at most."""
@@ -60,7 +66,7 @@ def convert(files: Sequence[str], folder: str) -> None:
     """Writes the model in ``files``, the parts of one, to ``folder``.
 
     Raises:
-        ValueError: transformers does not know the model, or a file is broken.
+        ValueError: transformers does not know the model or all of it, or a file is broken.
     """
     first = Path(files[0])
     where: Any = {"pretrained_model_name_or_path": str(first.parent), "gguf_file": first.name}
@@ -70,7 +76,7 @@ def convert(files: Sequence[str], folder: str) -> None:
         print(f"the tokenizer in {first.name} cannot be read: {error}", flush=True)
     readers = [GGUFReader(file) for file in files]
     tensors = [tensor for reader in readers for tensor in reader.tensors]
-    config = completed(AutoConfig.from_pretrained(**where), readers[0])
+    config = completed(AutoConfig.from_pretrained(**where), readers[0], tensors)
     # transformers looks for the head in the first part alone.
     tied = config.tie_word_embeddings and all(one.name != "output.weight" for one in tensors)
     config.tie_word_embeddings = tied
@@ -82,8 +88,14 @@ def convert(files: Sequence[str], folder: str) -> None:
         model = causal.from_config(config)
     settings = READING.load_gguf_checkpoint(str(first))["config"]
     plan = Plan(readers[0], settings, model)
+    plan.require_all(tensors)
     if not plan.reads(tensors):
-        return convert_whole(where, config.dtype, folder)
+        if len(files) > 1:
+            raise ValueError(
+                "transformers reads a model of this kind from one file alone; "
+                "llama-gguf-split --merge makes one of the parts"
+            )
+        return convert_whole(where, config, folder)
     sources = [source for one in tensors if (source := plan.source(one)) is not None]
     write(Path(folder, "model.safetensors"), plan, sources)
     config.architectures = [type(model).__name__]
@@ -94,31 +106,113 @@ def convert(files: Sequence[str], folder: str) -> None:
     model.generation_config.save_pretrained(folder)
 
 
-def completed(config: Any, reader: GGUFReader) -> Any:
-    """The configuration with what transformers does not read of it.
+def completed(config: Any, reader: GGUFReader, tensors: Sequence[Any]) -> Any:
+    """The configuration with what transformers does not read of a file.
 
-    That is sizes which are no multiples of others, and the factors by which Llama 3.1 and later
-    turn positions more slowly, which lie in a tensor.
+    That is sizes which are no multiples of others, and how positions are scaled.
+
+    Args:
+        reader: of the first part, which has all fields.
+        tensors: of all parts.
+
+    Raises:
+        ValueError: positions are scaled in a way that is not known.
     """
     architecture = READING.read_field(reader, "general.architecture")[0]
+    mappings = READING.GGUF_TO_TRANSFORMERS_MAPPING["config"]
+    known = mappings.get(architecture) or mappings.get(config.model_type) or {}
     for key, name in SIZES.items():
-        if (found := READING.read_field(reader, f"{architecture}.{key}")) and hasattr(config, name):
+        found = READING.read_field(reader, f"{architecture}.{key}")
+        if found and key not in known and hasattr(config, name):
             setattr(config, name, int(found[0]))
-    factors = [one.data for one in reader.tensors if one.name == "rope_freqs.weight"]
-    if factors and config.rope_parameters.get("rope_type") == "default":
-        # In transformers' words: a list of factors, for short and for long texts.
-        numbers = factors[0].astype(float).tolist()
-        config.rope_parameters |= {
-            **{"rope_type": "longrope", "short_factor": numbers, "long_factor": numbers},
-            **{"attention_factor": 1.0, "factor": 1.0},
-            "original_max_position_embeddings": config.max_position_embeddings,
-        }
+    scaling = {
+        key: found[0]
+        for key in ("type", "factor", "attn_factor", "original_context_length")
+        if (found := READING.read_field(reader, f"{architecture}.rope.scaling.{key}"))
+    }
+    factors = {
+        one.name: one.data.astype(float).tolist()
+        for one in tensors
+        if one.name in (FREQUENCIES, SHORT, LONG)
+    }
+    set_positions(config, scaling, factors)
     return config
 
 
-def convert_whole(where: dict[str, Any], dtype: torch.dtype, folder: str) -> None:
-    """Lets transformers read the file as a whole, and writes plain numbers."""
-    model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype)
+def set_positions(config: Any, scaling: dict[str, Any], factors: dict[str, list[float]]) -> None:
+    """Sets what transformers does not read of how positions are scaled.
+
+    Args:
+        scaling: the file's fields ``rope.scaling``.
+        factors: by which frequencies are divided, by the tensors' names: those of Llama 3.1 and
+            later, or those of Phi-3 for short and for long texts.
+
+    Raises:
+        ValueError: transformers has no such way.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    rope = parameters.get("full_attention", parameters)  # Gemma's windows are not scaled
+    made, kind = rope.get("rope_type"), scaling.get("type") or "none"
+    if made == "proportional":  # Gemma 4's own way, which has the same factors
+        factors = {name: own for name, own in factors.items() if name != FREQUENCIES}
+    if kind == "linear" and made == "default" and not factors:
+        rope |= {"rope_type": "linear", "factor": float(scaling.get("factor", 1.0))}
+    elif kind not in ("none", made) and not (kind == "longrope" and factors):
+        raise ValueError(f"its positions are scaled by {kind!r}, which is not read")
+    if not factors:
+        return
+    first, size = next(iter(factors)), _rotary_size(config, rope)
+    if made != "default" or rope is not parameters or FREQUENCIES in factors and len(factors) > 1:
+        raise ValueError(f"its positions have factors ({first}) that are not read")
+    for name, numbers in factors.items():
+        if len(numbers) != size // 2:
+            raise ValueError(f"{name} has {len(numbers)} factors, and the model {size // 2}")
+    # In transformers' words: a list of factors, for short and for long texts.
+    limit = config.max_position_embeddings
+    original, attention = limit, 1.0
+    if FREQUENCIES not in factors:
+        if len(factors) < 2 or "original_context_length" not in scaling:
+            raise ValueError(f"its positions have {first} without all that it needs")
+        original = config.original_max_position_embeddings = scaling["original_context_length"]
+        attention = scaling.get("attn_factor")
+    rope |= {
+        "rope_type": "longrope",
+        "short_factor": factors.get(SHORT) or factors[FREQUENCIES],
+        "long_factor": factors.get(LONG) or factors[FREQUENCIES],
+        "factor": limit / original,
+        "original_max_position_embeddings": original,
+    }
+    if attention is not None:
+        rope["attention_factor"] = float(attention)
+
+
+def _rotary_size(config: Any, rope: dict[str, Any]) -> int:
+    """How many numbers of a head are turned."""
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(size * rope.get("partial_rotary_factor", 1.0))
+
+
+def convert_whole(where: dict[str, Any], config: Any, folder: str) -> None:
+    """Lets transformers read the file as a whole, and writes plain numbers.
+
+    Raises:
+        ValueError: the file lacks weights, or holds some of other shapes.
+    """
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        **where,
+        config=config,
+        dtype=config.dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # refused below, by name
+    )
+    model, report = loaded
+    # transformers initializes these at random.
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"it lacks {len(missing)} weights, {missing[0]} among them")
+    for name, stored, expected in sorted(report["mismatched_keys"]):
+        raise ValueError(
+            f"it holds {name} of shape {list(stored)}, its sizes want {list(expected)}"
+        )
     model.is_quantized, model.hf_quantizer = False, None  # as its weights no longer are
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -134,6 +228,7 @@ class Plan:
 
     def __init__(self, reader: GGUFReader, config: dict[str, Any], model: Any) -> None:
         architecture = READING.read_field(reader, "general.architecture")[0]
+        self._architecture = architecture
         self._processor = READING.TENSOR_PROCESSORS.get(architecture, READING.TensorProcessor)(
             config=config
         )
@@ -141,10 +236,25 @@ class Plan:
         self._model = model
         self._paths = {id(module): path for path, module in model.named_modules()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        tied = model.config.tie_word_embeddings and type(head) is nn.Linear
+        self._tied = model.config.tie_word_embeddings and type(head) is nn.Linear
         self._embedding = embedding if embedding_scale(embedding) is not None else None
-        self._tied_head = self._paths[id(head)] if tied and self._embedding is not None else None
-        self.shares_head = False  # whether a tied table stays blocks, which are the head's
+        self.shares_head = False  # whether a tied table stays blocks, which are the head's too
+
+    def require_all(self, tensors: Sequence[Any]) -> None:
+        """Raises unless the model has every tensor.
+
+        Raises:
+            ValueError: it does not, and would be another one without it.
+        """
+        for one in tensors:
+            experts = EXPERTS.fullmatch(one.name)
+            if (experts[1] if experts else one.name) in self._names or IGNORED.fullmatch(one.name):
+                continue
+            raise ValueError(
+                f"it holds {one.name}, and transformers has no such "
+                f"{'experts' if '_exps' in one.name else 'tensor'} in a model of the kind "
+                f"{self._architecture!r}"
+            )
 
     def source(self, tensor: Any) -> Source | None:
         """How a tensor is written, or None if the model has none like it."""
@@ -160,8 +270,8 @@ class Plan:
         if kind not in BLOCKS or leaf != "weight" or len(tensor.shape) != 2:
             return Source(tensor, name)
         if module is self._embedding:
-            self.shares_head = self._tied_head is not None
-            return Source(tensor, self._tied_head or owner, np.arange(len(tensor.data)))
+            self.shares_head = self._tied
+            return Source(tensor, owner, np.arange(len(tensor.data)))
         rows = self._order(tensor) if type(module) is nn.Linear else None
         return Source(tensor, name if rows is None else owner, rows)
 

@@ -180,13 +180,23 @@ class Quantizer(HfQuantizer):
     def update_weight_conversions(
         self, weight_conversions: list[Any], model: PreTrainedModel
     ) -> list[Any]:
-        """Names without dots first, as buffers want them (bitsandbytes)."""
-        renamings = [
-            WeightRenaming(RENAMED, r".weight_\1"),
-            WeightRenaming(r"\.weight\.quant_state\..*$", ".weight_quant_state"),
-        ]
+        """Names without dots first, as buffers want them (bitsandbytes).
+
+        Codes that the embedding shares with a head lie under its name, and become the head's.
+        """
+        renamings = list[WeightRenaming]()
+        if self.formats.method == "bitsandbytes":
+            renamings = [
+                WeightRenaming(RENAMED, r".weight_\1"),
+                WeightRenaming(r"\.weight\.quant_state\..*$", ".weight_quant_state"),
+            ]
+        head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        if self.formats.tied and head is not None:
+            names = {id(module): name for name, module in model.named_modules()}
+            table, own = names[id(model.get_input_embeddings())], names[id(head)]
+            renamings = [WeightRenaming(rf"^{re.escape(table)}\.", f"{own}.")]
         rest: list[Any] = super().update_weight_conversions(weight_conversions, model)  # type: ignore[no-untyped-call]
-        return [*(renamings if self.formats.method == "bitsandbytes" else []), *rest]
+        return [*renamings, *rest]
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] = (), **_: Any
@@ -275,7 +285,7 @@ class Quantizer(HfQuantizer):
         head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         names = {id(module): name for name, module in model.named_modules()}
         name = names[id(embedding)]
-        if self.formats.tied and (found := linear.get(names[id(head)])) is not None:
+        if self.formats.tied and (found := linear.get(names.get(id(head), ""))) is not None:
             return {name: found}
         outputs, inputs = embedding.weight.shape
         layer = self._stored_layer(name, outputs, inputs, layers, files) if name in layers else None

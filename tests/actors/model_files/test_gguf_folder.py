@@ -124,3 +124,17 @@ def test_errors_name_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InvalidConfig, match=r"rayfin\[gguf\]"):
         gguf_folder(str(broken))
+
+
+def test_what_a_killed_conversion_left(tmp_path: Path) -> None:
+    folder = gguf_folder(str(write_gguf(tmp_path / "tiny.gguf", "f32")))
+    left, other = (folder.with_name(f"{name}.abcd") for name in (folder.name, "other"))
+    other.mkdir()
+    folder.rename(left)
+    assert gguf_folder(str(tmp_path / "tiny.gguf")) == folder
+    assert folder.is_dir() and other.is_dir() and not left.exists()
+
+
+def test_parts_in_upper_case() -> None:
+    names = [f"A-0000{number}-of-00002.GGUF" for number in (1, 2)]
+    assert module._parts(names[1], names) == names

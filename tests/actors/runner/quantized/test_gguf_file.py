@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.model_files import gguf_folder as folders
@@ -13,7 +14,8 @@ from rayfin.actors.runner.cpu.coded_experts import CodedExperts
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.cpu.stored_config import StoredConfig
 from rayfin.actors.runner.loading import load
-from rayfin.actors.runner.models.config import load_config
+from rayfin.actors.runner.models.config import load_config, max_position
+from rayfin.actors.runner.models.narrow import widen
 from rayfin.actors.runner.models.weights import load_model
 from rayfin.kernels.cpu.codes import CodedMatrix, Codes
 from rayfin.kernels.cpu.kernels import Matrix
@@ -21,6 +23,7 @@ from rayfin.kernels.cpu.kernels import Matrix
 pytest.importorskip("gguf")
 
 from gguf_files import HEAD, mixed, plain, write_gguf
+from rayfin.actors.runner.quantized import gguf_file
 
 Make = Callable[..., Any]
 PROMPTS = [list(range(3 + i, 3 + i + n)) for i, n in enumerate((7, 12, 16))]
@@ -146,10 +149,14 @@ def test_rows_rounded_to_8_bits(
     assert 1e-5 < float((one - other).norm() / one.norm()) < 0.2
 
 
-def test_the_factors_of_llama_3(tmp_path: Path, folder: Make, engine_args: Make) -> None:
-    """They divide the frequencies of positions."""
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_factors_of_llama_3(
+    parts: int, tmp_path: Path, folder: Make, engine_args: Make
+) -> None:
+    """They divide the frequencies of positions, and may lie in a later part."""
     factors = torch.linspace(1, 8, HEAD // 2)
-    path = write_gguf(tmp_path / "tiny.gguf", "q8_0", factors=factors.numpy())
+    extra = {"rope_freqs.weight": factors.numpy()}
+    path = write_gguf(tmp_path / "tiny.gguf", "q8_0", extra=extra, parts=parts)
     args = engine_args(folder(path))
     model: Any = load_model(args, load_config(args), torch.device("cpu"), "sdpa")
     plainly = 10000.0 ** (-torch.arange(0, HEAD, 2) / HEAD)
@@ -161,3 +168,108 @@ def test_rounding_it_again(tmp_path: Path, folder: Make, served: Make) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", "q4_0")
     with pytest.raises(InvalidConfig, match="holds quantized ones .gguf.; leave it out"):
         served(folder(path), quantization="int4")
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "bf16"])
+def test_a_tied_model_without_its_head(
+    kind: str, tmp_path: Path, folder: Make, engine_args: Make
+) -> None:
+    """As an embedding model is loaded."""
+    path = write_gguf(tmp_path / "tiny.gguf", kind, "qwen3", tied=True)
+    args = engine_args(folder(path))
+    model: Any = load_model(
+        args, load_config(args), torch.device("cpu"), "sdpa", AutoModel, narrow=True
+    )
+    widen(model)
+    tokens = torch.tensor([PROMPTS[2]])
+    with torch.inference_mode():
+        expected = plain(path).model(tokens).last_hidden_state
+        found = model(tokens).last_hidden_state
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+LONG = {"rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.25}
+
+
+def test_the_factors_of_phi_3(tmp_path: Path, folder: Make) -> None:
+    extra = {f"rope_factors_{name}.weight": [one] * 32 for name, one in (("short", 1), ("long", 4))}
+    path = write_gguf(tmp_path / "tiny.gguf", "q8_0", "phi3", extra=extra, fields=LONG)
+    config = AutoConfig.from_pretrained(folder(path))
+    rope = config.rope_parameters
+    assert rope["short_factor"] == [1.0] * 32 and rope["long_factor"] == [4.0] * 32
+    assert rope["rope_type"] == "longrope" and rope["attention_factor"] == 1.25
+    assert max_position(config) == rope["original_max_position_embeddings"] == 64
+
+
+def test_linear_positions_of_gemma_3(tmp_path: Path, folder: Make) -> None:
+    """Those of whole texts, not of windows."""
+    fields = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+    path = write_gguf(tmp_path / "tiny.gguf", "q8_0", "gemma3", tied=True, fields=fields)
+    rope = AutoConfig.from_pretrained(folder(path)).rope_parameters
+    assert rope["full_attention"] == {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0}
+    assert rope["sliding_attention"]["rope_type"] == "default"
+
+
+REFUSED = [
+    (
+        "llama",
+        {"extra": {"blk.0.ffn_gate_exps.weight": [[[1.0]]]}},
+        "ffn_gate_exps.*no such experts",
+    ),
+    (
+        "llama",
+        {"extra": {"blk.1.attn_q.bias": [1.0]}},
+        r"blk\.1\.attn_q\.bias, and .*no such tensor",
+    ),
+    ("llama", {"fields": {"rope.scaling.type": "yarn"}}, "positions are scaled by 'yarn'"),
+    ("llama", {"extra": {"rope_factors_long.weight": [1.0] * 32}}, "without all that it needs"),
+    ("phi3", {"extra": {"rope_freqs.weight": [1.0] * 24}}, "has 24 factors, and the model 32"),
+]
+
+
+@pytest.mark.parametrize("family, options, why", REFUSED)
+def test_what_would_be_another_model(
+    family: str, options: Any, why: str, tmp_path: Path, folder: Make
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "q8_0", family, **options)
+    with pytest.raises(InvalidConfig, match=rf"tiny\.gguf cannot be read: ValueError: .*{why}"):
+        folder(path)
+
+
+def test_sizes_that_transformers_reads(tmp_path: Path) -> None:
+    """Gemma 4's key length is not the head's size."""
+
+    class Config:
+        model_type = "gemma4_text"
+
+        @property
+        def head_dim(self) -> int:
+            raise RuntimeError("it differs between layers")
+
+    path = write_gguf(tmp_path / "tiny.gguf", "q8_0", "gemma4")
+    gguf_file.completed(Config(), gguf_file.GGUFReader(path), [])
+
+
+def test_read_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As experts are whose layers have other names."""
+    monkeypatch.setattr(gguf_file.Plan, "reads", lambda *_: False)
+    path = write_gguf(tmp_path / "whole.gguf", "q8_0", "qwen3moe")
+    gguf_file.convert([str(path)], str(tmp_path / "made"))
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32)
+    tokens = torch.tensor([PROMPTS[2]])
+    with torch.inference_mode():
+        expected = plain(path)(tokens).logits
+        torch.testing.assert_close(model(tokens).logits, expected, atol=0.05, rtol=0.05)
+    lacking = write_gguf(tmp_path / "a.gguf", "q8_0", without="blk.1.attn_v.weight")
+    with pytest.raises(
+        ValueError, match=r"it lacks 1 weights, model\.layers\.1\.self_attn\.v_proj"
+    ):
+        gguf_file.convert([str(lacking)], str(tmp_path / "none"))
+    narrow = write_gguf(tmp_path / "b.gguf", "q8_0", fields={"attention.value_length_mla": 8})
+    monkeypatch.setattr(gguf_file, "SIZES", {"attention.value_length_mla": "head_dim"})
+    with pytest.raises(ValueError, match=r"it holds .* of shape \[\d+, 256\], its sizes want"):
+        gguf_file.convert([str(narrow)], str(tmp_path / "none"))
+    first = write_gguf(tmp_path / "c.gguf", "q8_0", parts=2)
+    parts = [str(first), str(tmp_path / "c-00002-of-00002.gguf")]
+    with pytest.raises(ValueError, match="one file alone; llama-gguf-split --merge"):
+        gguf_file.convert(parts, str(tmp_path / "none"))
