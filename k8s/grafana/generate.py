@@ -200,6 +200,15 @@ CACHE = [
         },
         "ops",
     ),
+    Panel(
+        "Pages of the disk",
+        {
+            "read": rate("disk_pages_read_total"),
+            "written": rate("disk_pages_written_total"),
+            "unreadable": rate("disk_pages_unreadable_total"),
+        },
+        "ops",
+    ),
 ]
 
 SCHEDULER = [
