@@ -169,12 +169,11 @@ def set_positions(config: Any, scaling: dict[str, Any], factors: dict[str, list[
             raise ValueError(f"{name} has {len(numbers)} factors, and the model {size // 2}")
     # In transformers' words: a list of factors, for short and for long texts.
     limit = config.max_position_embeddings
-    original, attention = limit, 1.0
+    original, attention = limit, (1.0 if FREQUENCIES in factors else scaling.get("attn_factor"))
     if FREQUENCIES not in factors:
         if len(factors) < 2 or "original_context_length" not in scaling:
             raise ValueError(f"its positions have {first} without all that it needs")
         original = config.original_max_position_embeddings = scaling["original_context_length"]
-        attention = scaling.get("attn_factor")
     rope |= {
         "rope_type": "longrope",
         "short_factor": factors.get(SHORT) or factors[FREQUENCIES],
