@@ -63,8 +63,8 @@ void on_pools(const char* what, int64_t size, const std::function<void(Pool&, fl
 void coded_matmuls() {
   for (int64_t rows : {1, 2, 4, 5, 13, 101}) {
     for (auto [outputs, inputs, group] : {std::array<int64_t, 3>{1, 1, 1}, {34, 19, 8}, {66, 300, 128}, {40, 70, 20}}) {
-      for (Storage storage : {kInt4, kCodes8, kFp8, kTable4, kFp4}) {
-        const bool zeros = storage == kInt4 || storage == kCodes8;
+      for (Storage storage : {kInt4, kCodes8, kFp8, kTable4, kFp4, kLevels4, kLevels8}) {
+        const bool zeros = storage == kInt4 || storage == kCodes8 || has_levels(storage);
         const int64_t groups = (inputs + group - 1) / group, count = groups * outputs;
         std::vector<uint8_t> codes(static_cast<size_t>(outputs * inputs));
         for (size_t i = 0; i < codes.size(); ++i) codes[i] = uint8_t(i * 7 % (codes_in_word(storage) == 8 ? 16 : 120));
@@ -72,7 +72,9 @@ void coded_matmuls() {
         std::vector<int32_t> order(static_cast<size_t>(inputs));
         for (int64_t k = 0; k < inputs; ++k) order[static_cast<size_t>(k)] = int32_t(inputs - 1 - k);
         Matrix weight(outputs, inputs, storage, false, group, zeros), copy(outputs, inputs, storage, false, group, zeros);
-        weight.fill_codes(0, outputs, codes.data(), floats(count).data(), zeros ? points.data() : nullptr);
+        const auto least = floats(count);  // of levels
+        const void* lowest = has_levels(storage) ? static_cast<const void*>(least.data()) : points.data();
+        weight.fill_codes(0, outputs, codes.data(), floats(count).data(), zeros ? lowest : nullptr);
         copy.copy_codes(0, weight, 0, outputs);
         copy.set_order(order.data());
         copy.set_table(floats(16).data());
@@ -80,7 +82,7 @@ void coded_matmuls() {
         copy.read_row(outputs - 1, row.data());
         const auto x = floats(rows * inputs);
         for (bool rounds : {false, true}) {
-          if (rounds && storage != kInt4) continue;
+          if (rounds && storage != kInt4 && storage != kLevels4) continue;
           copy.rounds_rows = rounds;
           for (bool vnni : {true, false}) {
             on_pools("coded matmul", rows * outputs, [&](Pool& pool, float* out) {
@@ -242,7 +244,7 @@ void decoders() {
   std::vector<Layer> all(static_cast<size_t>(layers));
   for (size_t i = 0; i < all.size(); ++i) {
     Layer& layer = all[i];
-    layer = {norm.data(), i ? norm.data() : nullptr, norm.data(), nullptr, matrix(qkv, hidden),
+    layer = {norm.data(), i ? norm.data() : nullptr, norm.data(), nullptr, matrix(qkv, hidden), nullptr,
              matrix(hidden, heads * dim), matrix(2 * inner, hidden, true), matrix(hidden, inner), bias.data(), nullptr,
              nullptr, nullptr, head_norm.data(), i ? head_norm.data() : nullptr, nullptr, turns.data(), turns.data(),
              keys.data() + int64_t(i) * slots * kv_heads * dim, values.data() + int64_t(i) * slots * kv_heads * dim,
