@@ -15,7 +15,6 @@ import asyncio
 import errno
 import json
 import logging
-import os
 import secrets
 import socket
 import struct
@@ -25,6 +24,7 @@ from typing import Any, Protocol
 
 from starlette.types import Message
 
+from rayfin.actors.processes.local_socket import same_user
 from rayfin.actors.timing import LANE_WELCOME_SECONDS
 
 logger = logging.getLogger("rayfin.http")
@@ -35,7 +35,6 @@ START, BODY, END, CUT = range(4)
 HEAD = struct.Struct("<QIB")  # of a piece: its stream, its size in bytes, its kind
 NUMBER_BITS = 64
 NAME_BYTES = 16
-PEER = struct.Struct("iII")  # what Linux says of a peer: process, user, group
 WELCOME = b"\1"  # what the proxy sends, once, on a lane that it takes
 # A socket that fails with one of these may be had later. The last one: too many connect at once.
 SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN}
@@ -110,7 +109,7 @@ class _Arrivals(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         try:
-            known = _same_user(transport.get_extra_info("socket"))
+            known = same_user(transport.get_extra_info("socket"))
         except OSError:
             known = False
         if known:
@@ -255,7 +254,7 @@ class Lanes:
             made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             made.setblocking(False)
             made.connect(f"\0{address}")  # at once, or never
-            if not _same_user(made):
+            if not same_user(made):
                 raise PermissionError
             loop = asyncio.get_running_loop()
             _, lane = await loop.create_unix_connection(Lane, sock=made)
@@ -280,16 +279,6 @@ class Lanes:
     def _refuse(self, address: str) -> None:
         if len(self._refused) < MAX_REFUSED:
             self._refused.add(address)
-
-
-def _same_user(connected: Any) -> bool:
-    """Whether the process at the other end of a socket is of this one's user.
-
-    Raises:
-        OSError: the other end has gone.
-    """
-    said = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
-    return bool(PEER.unpack(said)[1] == os.getuid())
 
 
 def _start(message: Message) -> bytes:

@@ -129,7 +129,7 @@ async def test_a_lane_whose_peer_has_gone_is_dropped(monkeypatch: pytest.MonkeyP
             return True
         raise OSError
 
-    monkeypatch.setattr(lane, "_same_user", gone)
+    monkeypatch.setattr(lane, "same_user", gone)
     assert await Lanes().find(await Landing().address()) is None
 
 
