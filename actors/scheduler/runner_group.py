@@ -371,6 +371,7 @@ class RunnerGroup:
     def hear(self, get: Callable[[float], list[Any]], seconds: float, what: str) -> list[Any]:
         """``wait`` for what ``get`` returns, which raises TimeoutError after the seconds given."""
         deadline = time.monotonic() + seconds
+        ping = None
         while True:
             try:
                 return get(WAIT_SLICE_SECONDS)
@@ -389,6 +390,9 @@ class RunnerGroup:
             except RayError as error:
                 raise RunnerGroupFailed(describe(error)) from error
             self._on_wait()
+            # A rank that has started has no work until all have, and its lease would end.
+            if len(self._runners) > 1 and (ping is None or self.alive(ping) is not None):
+                ping = self.ping()
             if time.monotonic() > deadline:
                 raise RunnerGroupFailed(f"{what} has taken over {seconds:.1f} s: the runner hangs")
 

@@ -187,3 +187,34 @@ def test_a_rank_that_cannot_answer_holds_nothing_back(says: Exception) -> None:
 def test_without_runners_nothing_is_waited_for() -> None:
     pending = group.RunnerGroup(EngineArgs(), "e").prepare(["one"])
     assert pending.done() and pending.error() is None
+
+
+# The lease of ranks that wait for each other.
+
+
+@pytest.mark.parametrize(("ranks", "pings"), [(1, 0), (2, 2)])
+def test_ranks_that_wait_for_others_are_pinged(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, pings: int
+) -> None:
+    pinged: list[int] = []
+
+    def ping(rank: int) -> Any:
+        return SimpleNamespace(ping=SimpleNamespace(remote=lambda: pinged.append(rank) or rank))
+
+    own = group.RunnerGroup(EngineArgs(), "e")
+    own._runners = [ping(rank) for rank in range(ranks)]
+    # The first ping is pending for one turn, then answered: the next one follows it.
+    turns = iter([([], [0, 1]), ([0, 1], [])])
+    monkeypatch.setattr(group.ray, "wait", lambda refs, num_returns, timeout: next(turns))
+    monkeypatch.setattr(group.ray, "get", lambda refs: refs)
+    slices = 0
+
+    def get(seconds: float) -> list[str]:
+        nonlocal slices
+        slices += 1
+        if slices < 4:
+            raise TimeoutError
+        return ["started"]
+
+    assert own.hear(get, 60.0, "starting") == ["started"]
+    assert pinged == [*range(ranks)] * pings
