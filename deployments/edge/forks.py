@@ -25,17 +25,16 @@ PRELOADED = (
 
 
 VARIABLE = "RAYFIN_FORKED_WORKERS"
-"""1: workers are forks. A start takes a third less of the processors; it is new, and so not the
-default."""
+"""0: each worker of Ray starts as ever, and imports for itself."""
 
 
 def server_forks(door: Door) -> WorkerForks | None:
     """Sets the environment of a server's workers, and starts the process that they are forked of.
 
     Returns:
-        None unless VARIABLE asks for forks.
+        None if VARIABLE asks for no forks.
     """
     set_ray_environment()
     door.tell_proxies()
     os.environ.setdefault(CALLBACK, CALLBACK_PATH)
-    return WorkerForks(PRELOADED) if os.environ.get(VARIABLE) == "1" else None
+    return None if os.environ.get(VARIABLE) == "0" else WorkerForks(PRELOADED)

@@ -191,6 +191,7 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> FakeServing:
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(package, "serving", module, raising=False)
     monkeypatch.setattr("rayfin.deployments.serve.ports.require_ports", lambda *_: None)
+    monkeypatch.setenv("RAYFIN_FORKED_WORKERS", "0")
     return fake
 
 
@@ -201,6 +202,7 @@ def test_serve_passes_its_flags_on(serving: FakeServing) -> None:
     assert server == ServerArgs(served_model_name=["me"], shutdown_timeout=5.0)
     assert engine == EngineArgs(model="org/name", max_model_len=512, trust_remote_code=True)
     assert more.pop("door") == Door()
+    assert more.pop("forks") is None
     assert more == {"host": "0.0.0.0", "port": 9000, "name": "rayfin", "verbose": False}
 
 
