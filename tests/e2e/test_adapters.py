@@ -15,7 +15,7 @@ from peft_adapters import generate, make_adapter
 from rayfin.deployments.serve.preflight import DEMO_FOLDER
 
 PROMPT = [5, 9, 33, 77, 20, 11]
-SHORT, LONG = 8, 120
+SHORT, LONG = 8, 1000  # so that streams of the latter run when they are looked at
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 SERVE = (
     *("-c", "from rayfin.deployments.cli.main import main; main()"),
