@@ -235,12 +235,12 @@ class EngineArgs:
     log_level: LogLevel = _flag("info", "minimum level of log messages")
     attention: str = _flag("auto", "attention backend: auto, cpu, triton, torch or reference")
     enforce_eager: bool = _flag(False, "disable CUDA graphs")
-    language_model_only: bool = _flag(False, "serve a vision-language model for text only")
+    language_model_only: bool = _flag(False, "serve a model of images or audio for text only")
     mm_processor_kwargs: dict[str, Any] | None = _flag(
-        None, "settings of the image processor, JSON"
+        None, "settings of the image or audio processor, JSON"
     )
     enable_prompt_embeds: bool = _flag(False, "take embeddings in prompts: prompt_embeds")
-    mm_encoder_cache_gb: float = _flag(1.0, "memory for the embeddings of images seen last, GiB")
+    mm_encoder_cache_gb: float = _flag(1.0, "memory for the embeddings of media seen last, GiB")
 
     def __post_init__(self) -> None:
         for name, literal in CHOICES.items():
@@ -413,7 +413,7 @@ class ModelFacts:
     whole_prompts: bool = False  # an encoder: it computes prompts whole and keeps nothing
     smaller_pages: tuple[tuple[str, int], ...] = ()  # kv_cache_dtype and bytes of a page
     int4_saves: int = 0  # bytes of weights that quantization "int4" would free
-    image_token_id: int | None = None  # of a model that reads images
+    media_token_id: int | None = None  # of a model that reads images, or hears
     adapter_bytes: int = 0  # kept for LoRA adapters, and not among those left for pages
     embeds_size: int = 0  # numbers of each embedding that may stand in a prompt
     uncut: Uncut = Uncut()  # parts of prompts that no step cuts
@@ -460,7 +460,7 @@ class EngineConfig:
     whole_prompts: bool = False  # a step computes prompts whole; pages are names without memory
     max_loras: int = 0  # adapters in one step; 0: requests have none
     send_history: bool = False  # runners get the tokens of every request, for a proposer, say
-    image_token_id: int | None = None  # None: the model reads text only
+    media_token_id: int | None = None  # None: the model reads text only
     embeds_size: int = 0  # of each embedding in a prompt; 0: prompts are tokens
     uncut: Uncut = Uncut()  # parts of prompts that no step cuts
     page_bytes: int = 0  # of all layers
@@ -583,7 +583,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         num_speculative_tokens=speculation.most_tokens(facts.device) if speculation else 0,
         speculation=speculation,
         max_loras=loras_in_step(args, facts.device),
-        image_token_id=facts.image_token_id,
+        media_token_id=facts.media_token_id,
         embeds_size=facts.embeds_size,
         uncut=replace(facts.uncut, room=limits.max_batch_tokens - limits.max_decoding_batch),
     )

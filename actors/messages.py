@@ -22,7 +22,7 @@ from rayfin.actors.embeds.embeds_input import EmbedsInput
 from rayfin.actors.errors import RayfinError, RequestFailed
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.histogram import Histogram
-from rayfin.actors.images.image_input import ImageInput
+from rayfin.actors.media.media_input import MediaInput
 from rayfin.actors.settings.uncut import Uncut
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
@@ -201,7 +201,7 @@ class EngineRequest:
     pin: Pin | None = None
     pooling: Pooling | None = None  # a vector instead of tokens; ``max_tokens`` is 0
     background: bool = False  # it runs where nothing else has to wait for it
-    images: tuple[ImageInput, ...] = ()  # in the order of their tokens
+    images: tuple[MediaInput, ...] = ()  # in the order of their tokens
     embeds: tuple[EmbedsInput, ...] = ()  # which of the prompt's ids are no tokens, in order
     adapter: AdapterRef | None = None  # its ``extra_key`` is among ``extra_keys``
 
@@ -225,7 +225,7 @@ class NewRequest:
     tenant: str = ""  # EngineRequest.tenant
     pooling: Pooling | None = None  # EngineRequest.pooling
     adapter: AdapterRef | None = None  # EngineRequest.adapter
-    images: tuple[ImageInput, ...] = ()  # EngineRequest.images; then there is a history
+    images: tuple[MediaInput, ...] = ()  # EngineRequest.images; then there is a history
     embeds: tuple[EmbedsInput, ...] = ()  # EngineRequest.embeds
 
 
@@ -501,7 +501,7 @@ class EngineInfo:
     max_logprobs: int = 20  # -1: as many as the vocabulary has tokens
     identity: str = ""  # EngineArgs.identity
     prefix_caching: bool = True
-    image_token_id: int | None = None  # of a model that reads images: their tokens' own id
+    media_token_id: int | None = None  # of a model that reads images: their tokens' own id
     embeds_size: int = 0  # numbers of each embedding in a prompt; 0: prompts are tokens
     uncut: Uncut = Uncut()  # parts of prompts that no step cuts
 

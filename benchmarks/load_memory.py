@@ -316,7 +316,7 @@ def import_images(folder: str) -> None:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     from rayfin.actors.config import EngineArgs
-    from rayfin.actors.images.processor import ImageProcessor
+    from rayfin.actors.media.image_processor import ImageProcessor
 
     ImageProcessor.load(EngineArgs(model=folder))
     make: Any = AutoModelForImageTextToText

@@ -9,7 +9,7 @@ from ray.serve import Application
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.timing import ENGINE_STOP_SECONDS, HANDOVER_SECONDS, INGRESS_DRAIN_SECONDS
-from rayfin.deployments.http.body_limits import MAX_BODY_BYTES, MAX_IMAGES_BODY_BYTES
+from rayfin.deployments.http.body_limits import MAX_BODY_BYTES, MAX_MEDIA_BODY_BYTES
 from rayfin.deployments.http.layers import Cors, HttpSettings
 from rayfin.deployments.serve.autoscaling import autoscaling
 from rayfin.deployments.serve.cluster_room import has_room
@@ -73,13 +73,13 @@ def bind_models(
         graceful_shutdown_timeout_s=max(drain, INGRESS_DRAIN_SECONDS),
     )
     # It imports transformers, which the command has no use for until Ray has started.
-    from rayfin.actors.images.processor import model_reads_images
+    from rayfin.actors.media.kinds import model_media
 
     if server.max_body_bytes == MAX_BODY_BYTES and any(
-        model.engine.enable_prompt_embeds or model_reads_images(located(model.engine))
+        model.engine.enable_prompt_embeds or model_media(located(model.engine)) is not None
         for model in models
     ):
-        server = replace(server, max_body_bytes=MAX_IMAGES_BODY_BYTES)
+        server = replace(server, max_body_bytes=MAX_MEDIA_BODY_BYTES)
     edge = edge_settings(server)  # holds the keys' digests: the keys themselves stay here
     admin = None
     if server.admin_port is not None:

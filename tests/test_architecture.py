@@ -24,7 +24,7 @@ MAY_IMPORT_RAY = {
     "actors/processes/own_ray.py",
     "actors/processes/registry.py",
     "actors/processes/worker_forker.py",
-    "actors/runner/vision/pixels.py",
+    "actors/runner/vision/arrays.py",
     "actors/scheduler/runner_group.py",
     "actors/supervision/adoption.py",
     "actors/supervision/ahead.py",
@@ -132,10 +132,10 @@ def test_a_runner_imports_no_modelling_code() -> None:
         "import sys, rayfin.actors.runner.actor, rayfin.actors.runner.model_runner\n"
         "assert 'transformers' not in sys.modules\n"
         "from rayfin.actors.config import EngineArgs\n"
-        "from rayfin.actors.images.processor import model_reads_images\n"
+        "from rayfin.actors.media.kinds import model_media\n"
         "from rayfin.deployments.serve.preflight import check_model, located\n"
         "check_model(EngineArgs(model='demo'))\n"
-        "assert not model_reads_images(located(EngineArgs(model='demo')))\n"
+        "assert not model_media(located(EngineArgs(model='demo')))\n"
         "loaded = [name for name in sys.modules if name.startswith('transformers.')]\n"
         "heavy = {'transformers.modeling_utils', 'transformers.generation.utils'}\n"
         "assert not heavy & set(loaded), loaded"

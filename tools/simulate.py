@@ -29,8 +29,8 @@ from fake_stream import Stream
 from harness import make_harness
 from rayfin.actors.errors import InvalidRequest, Overloaded, RequestQuarantined
 from rayfin.actors.guidance import CallGrammar, Guidance
-from rayfin.actors.images.image_input import VIRTUAL_TOKENS, ImageInput
-from rayfin.actors.images.virtual_ids import virtual_ids
+from rayfin.actors.media.media_input import VIRTUAL_TOKENS, MediaInput
+from rayfin.actors.media.virtual_ids import virtual_ids
 from rayfin.actors.messages import COPY, AdapterRef, BeamParams
 from rayfin.actors.settings.uncut import Uncut
 from rayfin.actors.timing import PAGE_READ_SECONDS, PREPARE_SECONDS
@@ -222,19 +222,19 @@ class Life:
             count = self.seeing.randint(1, self.most_image_tokens)
             self.images[digest] = virtual_ids(digest, count).tolist()
 
-    def _see(self, prompt: list[int]) -> tuple[list[int], tuple[ImageInput, ...]]:
+    def _see(self, prompt: list[int]) -> tuple[list[int], tuple[MediaInput, ...]]:
         """The prompt with an image or two in place of some tokens, beside those that it has."""
         whole = list(prompt)
         for tokens in self.images.values():
             if len(whole) > len(tokens) and self.seeing.random() < 0.3:
                 start = self.seeing.randrange(len(whole) - len(tokens))
                 whole[start : start + len(tokens)] = tokens
-        found: list[ImageInput] = []
+        found: list[MediaInput] = []
         at = 0
         while at < len(whole):
             for digest, tokens in self.images.items():
                 if whole[at : at + len(tokens)] == tokens:
-                    found.append(ImageInput(digest, at, len(tokens), None))
+                    found.append(MediaInput(digest, at, len(tokens), None))
                     at += len(tokens)
                     break
             else:

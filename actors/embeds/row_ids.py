@@ -10,7 +10,7 @@ import hashlib
 
 import numpy as np
 
-from rayfin.actors.images.virtual_ids import virtual_ids
+from rayfin.actors.media.virtual_ids import virtual_ids
 from rayfin.actors.messages import Int32Array
 
 BLOCK = 16

@@ -38,8 +38,8 @@ FAILURES = (
 DRAFT_POSITIONS = tuple(str(place) for place in range(MOST_TOKENS))
 GRAMMAR_FAILURES = ("compile", "failed", "too_slow")
 IMAGE_REFUSALS = (
-    *("invalid_image", "media_url_refused", "media_unavailable", "too_many_images"),
-    *("unsupported_content", "other"),
+    *("invalid_image", "invalid_audio", "media_url_refused", "media_unavailable"),
+    *("too_many_images", "too_many_audios", "unsupported_content", "other"),
 )
 GUIDED_KINDS = (*("json", "json_object", "regex", "choice", "grammar", "structural_tag", "tools"),)
 VERDICTS = ("ok", "invalid", "unsupported", "too_complex")
@@ -47,7 +47,8 @@ TOOL_CHOICES = ("auto", "required", "named")
 HANDLERS = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
     *("/v1/embeddings", "/v2/embed", "/score", "/v1/score", "/classify", "/pooling"),
-    *("/rerank", "/v1/rerank", "/v2/rerank", "/invocations", "other"),
+    *("/rerank", "/v1/rerank", "/v2/rerank", "/v1/audio/transcriptions"),
+    *("/v1/audio/translations", "/invocations", "other"),
 )
 OPEN_STATUSES = ("validating", "in_progress", "finalizing", "cancelling")
 BATCH_LINES = ("ok", "error", "expired")
@@ -234,7 +235,7 @@ ENGINE_GAUGES = (
         "Those requests; they are among the deferred ones.",
         lambda s: s.adapters.requests_waiting,
     ),
-    _gauge("image_cache_bytes", "Images' embeddings in the runner.", lambda s: s.image_cache_bytes),
+    _gauge("image_cache_bytes", "Embeddings of images and clips.", lambda s: s.image_cache_bytes),
 )
 
 ENGINE_COUNTERS = (
@@ -352,15 +353,11 @@ ENGINE_COUNTERS = (
         "Adapters that left the runner's memory for others.",
         lambda s: s.adapters.evicted,
     ),
-    _counter(
-        "image_cache_hits",
-        "Images that a request began with embeddings that the runner had.",
-        lambda s: s.image_cache_hits,
-    ),
-    _counter("images_encoded", "Images that the tower computed.", lambda s: s.images_encoded),
+    _counter("image_cache_hits", "Media begun with embeddings kept.", lambda s: s.image_cache_hits),
+    _counter("images_encoded", "Images and clips that were encoded.", lambda s: s.images_encoded),
     _counter(
         "image_cache_evictions",
-        "Embeddings of images that made room for others.",
+        "Embeddings of images and clips that made room for others.",
         lambda s: s.image_cache_evictions,
     ),
     _counter(
@@ -464,7 +461,7 @@ ENGINE_HISTOGRAMS = (
     ),
     _histogram("grammar_mask_seconds", "Of a step's masks, in the runner.", alias=False),
     _histogram("adapter_load_seconds", "Of a LoRA adapter, until the runner has it.", alias=False),
-    _histogram("image_encode_seconds", "Of an image, in the model's tower.", alias=False),
+    _histogram("image_encode_seconds", "Of an image or clip, in the tower.", alias=False),
 )
 
 
@@ -568,10 +565,10 @@ INGRESS_FAMILIES = (
     _of_ingress(
         "grammar_verdicts", "counter", "Grammars that were checked.", ("verdict",), VERDICTS
     ),
-    _of_ingress("request_images", "histogram", "Images of a request that has some."),
-    _of_ingress("image_fetch_seconds", "histogram", "Of an image, from the address that has it."),
+    _of_ingress("request_images", "histogram", "Images or clips of a request."),
+    _of_ingress("image_fetch_seconds", "histogram", "Of an image or clip, from an address."),
     _of_ingress(
-        "image_refusals", "counter", "Requests refused for an image.", ("code",), IMAGE_REFUSALS
+        "image_refusals", "counter", "Requests refused for media.", ("code",), IMAGE_REFUSALS
     ),
     _of_ingress("warden_restarts", "counter", "Times the process that checks them was replaced."),
     _of_ingress("tool_calls", "counter", "Tool calls in answers.", ("choice",), TOOL_CHOICES),

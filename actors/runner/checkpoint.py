@@ -11,7 +11,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, RayfinError, UnsupportedModel
-from rayfin.actors.images.processor import serves_images
+from rayfin.actors.media.kinds import served_media
+from rayfin.actors.media.processed import WORDS
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.cpu.build_decoder import TOLERANCE, build_cpu_decoder
 from rayfin.actors.runner.cpu.coded_experts import experts_round_rows, pack_quantized_experts
@@ -43,7 +44,7 @@ from rayfin.actors.runner.quantized.packed import (
     quantized_parameters,
     rounds_rows,
 )
-from rayfin.actors.runner.vision.load import VisionParts, load_vision, require_equal_images
+from rayfin.actors.runner.vision.load import VisionParts, load_vision, require_equal_media
 from rayfin.actors.runner.vision.text_view import TextView
 from rayfin.actors.settings.choices import Quantization
 from rayfin.actors.settings.lora_limits import adapter_budget, loras_in_memory
@@ -148,7 +149,7 @@ def _load_weights(
     if recipe is not None:
         headless, head = load_decoder(args, config, recipe, device, ATTENTION)
         return headless, None, PoolingParts(recipe, head), None
-    if serves_images(args, config):
+    if served_media(args, config) is not None:
         ranks = 1 if peers is None else peers.place.size
         view, vision = load_vision(args, config, device, ranks)
         return view, None, None, vision
@@ -292,15 +293,15 @@ def _with_parts(
     if vision is None:
         return model
     if paged.recurrent is not None:
-        name = type(vision.model).__name__
+        name, words = type(vision.model).__name__, WORDS[vision.processor.kind][1]
         raise UnsupportedModel(
-            f"{name} cannot be served with images: its layers keep states (language_model_only "
+            f"{name} cannot be served with {words}: its layers keep states (language_model_only "
             "serves its text)",
             "model",
         )
     if kernels:
         vision.encoder.threads = kernels.threads
-    require_equal_images(vision, paged, model, rounded=rounded)
+    require_equal_media(vision, paged, model, rounded=rounded)
     return vision.around(model)
 
 

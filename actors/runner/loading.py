@@ -13,7 +13,7 @@ import torch
 from rayfin.actors.adapters.files import read_ref
 from rayfin.actors.config import BatchLimits, EngineArgs, ModelFacts, resolve_limits
 from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.images.processor import reads_images, serves_images
+from rayfin.actors.media.kinds import MediaKind, media_kind, served_media
 from rayfin.actors.model_files.plain_config import known_config
 from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.pooling.recipe import PoolingRecipe
@@ -76,7 +76,7 @@ class LoadedModel:
     drafts: DraftParts | None = None  # with a draft model or head
     page_types: tuple[torch.dtype, ...] = ()  # that its attention reads
     int4_saves: int = 0  # bytes of weights that quantization "int4" would free
-    vision: "VisionParts | None" = None  # of a model that reads images
+    vision: "VisionParts | None" = None  # of a model that reads images, or hears
     embeds: "EmbedsParts | None" = None  # with enable_prompt_embeds
     parameters: int = 0  # of the checkpoint
     position_offset: int = 0  # positions of an encoder before that of the first token
@@ -99,9 +99,9 @@ class LoadedModel:
         return self.pools is not None and self.pools.recipe.encoder
 
     @property
-    def image_token_id(self) -> int | None:
-        """The id of an image's tokens, or None if the model reads text only."""
-        return None if self.vision is None else self.vision.processor.image_token_id
+    def media_token_id(self) -> int | None:
+        """The id of an image's or a clip's tokens, or None if the model reads text only."""
+        return None if self.vision is None else self.vision.processor.media_token_id
 
     @property
     def embeds_size(self) -> int:
@@ -129,7 +129,7 @@ class LoadedModel:
             pools=self.pools is not None,
             smaller_pages=self.smaller_pages(args.page_size),
             int4_saves=self.int4_saves,
-            image_token_id=self.image_token_id,
+            media_token_id=self.media_token_id,
             adapter_bytes=self.adapter_bytes,
             embeds_size=self.embeds_size,
             uncut=self.uncut,
@@ -153,10 +153,10 @@ class LoadedModel:
         return self.bytes_beside_pages(limits.max_decoding_batch) + drafts * self.state_bytes
 
     def bytes_beside_pages(self, rows: int) -> int:
-        """Bytes of the states of ``rows`` requests, of embeddings of images, and of adapters."""
-        images = 0 if self.vision is None else self.vision.cache_bytes
+        """Bytes of the states of ``rows`` requests, of embeddings of media, and of adapters."""
+        media = 0 if self.vision is None else self.vision.cache_bytes
         waiting = 0 if self.drafts is None else self.drafts.waiting_bytes
-        return rows * (2 * self.state_bytes + waiting) + images + self.adapter_bytes
+        return rows * (2 * self.state_bytes + waiting) + media + self.adapter_bytes
 
     @property
     def adapter_bytes(self) -> int:
@@ -289,7 +289,7 @@ def _cache_of(args: EngineArgs, device: torch.device) -> DecoderCache | None:
     if values is not None and "quantization_config" not in values:
         return DecoderCache.of(args, device, values)
     config = load_config(args)
-    return DecoderCache.of(args, device, config.to_dict(), images=reads_images(config))
+    return DecoderCache.of(args, device, config.to_dict(), media=media_kind(config) is not None)
 
 
 def _find(args: EngineArgs, device: torch.device, cache: DecoderCache) -> LoadedModel | None:
@@ -334,24 +334,24 @@ def _check_settings(
             "quantization",
         )
     if rounded and pick_device(args.device).type != "cpu":
-        if recipe is not None or serves_images(args, config):
+        if recipe is not None or served_media(args, config) is not None:
             raise InvalidConfig(
                 f"quantization {rounded!r} is for models of text that generate, on a GPU",
                 "quantization",
             )
     if args.enable_prompt_embeds:
-        images = serves_images(args, config) and not args.language_model_only
+        media = None if args.language_model_only else served_media(args, config)
         pools, heads = recipe is not None, reads_states(args)
-        _require_embeds(ranks=ranks, pools=pools, images=images, heads=heads)
+        _require_embeds(ranks=ranks, pools=pools, media=media, heads=heads)
 
 
-def _require_embeds(*, ranks: int, pools: bool, images: bool, heads: bool) -> None:
+def _require_embeds(*, ranks: int, pools: bool, media: MediaKind | None, heads: bool) -> None:
     """Refuses settings that prompts of embeddings do not go with.
 
     Args:
         ranks: devices that share the model.
         pools: it gives vectors.
-        images: it reads images.
+        media: what it reads beside text.
         heads: a head drafts from its states.
 
     Raises:
@@ -362,7 +362,7 @@ def _require_embeds(*, ranks: int, pools: bool, images: bool, heads: bool) -> No
         why = "is for one device, not for several that share a model: use data_parallel_size"
     elif pools:
         why = "is for models that generate"
-    elif images:
+    elif media is not None:
         why = "is for models of text: language_model_only serves the text of this one"
     elif heads:
         why = "does not go with heads that draft: use an n-gram, suffix or draft_model method"

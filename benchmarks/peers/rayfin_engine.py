@@ -10,15 +10,15 @@ from peer import serve
 import rayfin
 from rayfin.actors.adapters.files import read_folder
 from rayfin.actors.config import EngineArgs, resolve
-from rayfin.actors.images.image_input import ImageInput
-from rayfin.actors.images.processor import ImageProcessor
-from rayfin.actors.images.virtual_ids import put_virtual_ids
+from rayfin.actors.media.load import load_processor
+from rayfin.actors.media.media_input import MediaInput
+from rayfin.actors.media.virtual_ids import put_virtual_ids
 from rayfin.actors.messages import AdapterRef, EngineRequest, Int32Array, Sampling, StopRules
 from rayfin.actors.model_files.gguf_folder import gguf_folder
 from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.scheduler.engine import Engine
-from rayfin.deployments.media.parts import ImagePart
+from rayfin.deployments.media.parts import MediaPart
 from rayfin.deployments.media.reader import MediaReader
 
 
@@ -30,19 +30,19 @@ class Pictures:
     """
 
     def __init__(self, args: EngineArgs, folder: Path, place: list[int]) -> None:
-        processor = ImageProcessor.load(args)
+        processor = load_processor(args)
         assert processor is not None, "the model reads text only"
         self._reader = MediaReader(processor)
         self._folder, self._place = folder, place
 
-    def placed(self, prompt: list[int]) -> tuple[Int32Array, tuple[ImageInput, ...]]:
+    def placed(self, prompt: list[int]) -> tuple[Int32Array, tuple[MediaInput, ...]]:
         """The prompt with the tokens of its images, and those."""
         names = [f"{-1 - token}.png" for token in prompt if token < 0]
-        parts = [ImagePart(name, data=(self._folder / name).read_bytes()) for name in names]
+        parts = [MediaPart(name, data=(self._folder / name).read_bytes()) for name in names]
         ids = [own for token in prompt for own in (self._place if token < 0 else [token])]
         images = [self._reader.process(part) for part in parts]
         whole, inputs = self._reader.place(ids, images, "prompt")
-        token_id = self._reader.image_token_id
+        token_id = self._reader.media_token_id
         return put_virtual_ids(np.array(whole, np.int32), inputs, token_id), inputs
 
 

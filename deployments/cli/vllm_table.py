@@ -19,7 +19,7 @@ from rayfin.deployments.cli.vllm_flags import (
 )
 
 LORA = Lacks("such LoRA adapters")
-MEDIA = Lacks("audio or video in prompts, nor this setting for images")
+MEDIA = Lacks("video in prompts, nor this setting for images and audio")
 ROUNDING = Lacks("stochastic rounding of states of recurrent layers")
 STATES = Lacks("a choice of the type of states", ("auto",))
 SAVED = Accepted("Rayfin chooses where states of recurrent layers are saved")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from rayfin.actors.embeds.prompt_embeds import PromptEmbeds
-from rayfin.actors.images.image_input import ImageInput
+from rayfin.actors.media.media_input import MediaInput
 from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
 from rayfin.deployments.generation.calls import AnswerCall, ParsedAnswer
 from rayfin.deployments.generation.usage import RequestTimes
@@ -19,7 +19,7 @@ class Prompt:
     param: str
     echo: str = ""  # the text that its choices start with
     cache_salt: str | None = None  # pages are shared only among prompts with the same salt
-    images: tuple[ImageInput, ...] = ()
+    images: tuple[MediaInput, ...] = ()
     embeds: tuple[PromptEmbeds, ...] = ()  # in place of tokens, whose ids are zeros
     scores: dict[int, TokenLogprob] = field(default_factory=dict)  # by position, if requested
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rayfin.actors.embeds.prompt_embeds import PromptEmbeds
 from rayfin.actors.errors import InvalidRequest, TemplateTooSlow
-from rayfin.actors.images.processor import ProcessedImage
+from rayfin.actors.media.processed import WORDS, ProcessedMedia
 from rayfin.actors.timing import INLINE_TEMPLATE_SECONDS, TEMPLATE_SECONDS
 from rayfin.deployments.embeds.parts import is_embeds, mark_embeds, place_embeds, read_parts
 from rayfin.deployments.generation.generation import off_loop
@@ -16,7 +16,7 @@ from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.guidance.tool_choice import DeclaredTools
 from rayfin.deployments.requests.prompts import WrittenPrompt, check_length, prompt_ids
 from rayfin.deployments.text.markers import Marked
-from rayfin.deployments.text.messages import PlainTools, is_image
+from rayfin.deployments.text.messages import PlainTools, media_of
 from rayfin.deployments.text.opening import ChatPrompt, render_prompt
 
 
@@ -98,6 +98,7 @@ async def chat_prompt(
     chat_template: str | None = None,
     given: list[int] | None = None,
     embeds: bool = False,
+    read: list[ProcessedMedia] | None = None,
 ) -> ChatPrompt:
     """Returns a conversation, rendered by the chat template.
 
@@ -111,6 +112,7 @@ async def chat_prompt(
         chat_template: of the request, in place of the service's.
         given: the prompt's ids, which stand for the messages.
         embeds: messages may have parts that are embeddings.
+        read: the images or clips in the messages, where they have been read already.
 
     Raises:
         InvalidRequest: bad messages, tools or variables, no template, or its refusal.
@@ -120,9 +122,9 @@ async def chat_prompt(
     variables = {**service.template_defaults, **(variables or {})}
     _check_template(service, chat_template)
     characters = _characters(messages)
-    if not (any_length or given):  # before images are decoded, which takes far longer
+    if not (any_length or given):  # before media are decoded, which takes far longer
         check_length(characters, service.tokenizer, service.max_model_len, param)
-    images = await _read_images(service, messages, param, given)
+    media = await _read_media(service, messages, param, given) if read is None else read
     marked = mark_embeds(messages) if embeds else None
     rows = [] if marked is None else await _read_embeds(service, marked, given)
 
@@ -140,12 +142,12 @@ async def chat_prompt(
             variables=variables,
             seconds=seconds,
             given=given,
-            images=service.media is not None,
+            media=service.reads,
             marked=marked,
         )
         if add_special_tokens and not given:
             prompt = replace(prompt, ids=service.tokenizer.with_special_tokens(prompt.ids))
-        return _placed(service, prompt, images, rows, param)
+        return _placed(service, prompt, media, rows, param)
 
     try:
         try:
@@ -183,15 +185,16 @@ def _check_template(service: OpenAIService, template: str | None) -> None:
         )
 
 
-async def _read_images(
+async def _read_media(
     service: OpenAIService, messages: Any, param: str, given: list[int] | None
-) -> list[ProcessedImage]:
+) -> list[ProcessedMedia]:
     if service.media is None:
         return []
-    images = await service.media.read(messages, param)
-    if images and given is not None:
-        raise InvalidRequest("Token ids of a prompt do not go with images.", param)
-    return images
+    media = await service.media.read(messages, param)
+    if media and given is not None:
+        words = WORDS[service.media.kind][1]
+        raise InvalidRequest(f"Token ids of a prompt do not go with {words}.", param)
+    return media
 
 
 async def _read_embeds(
@@ -206,17 +209,17 @@ async def _read_embeds(
 def _placed(
     service: OpenAIService,
     prompt: ChatPrompt,
-    images: list[ProcessedImage],
+    media: list[ProcessedMedia],
     rows: list[PromptEmbeds],
     param: str,
 ) -> ChatPrompt:
-    """The prompt with its embeddings and the tokens of its images in their places."""
+    """The prompt with its embeddings and the tokens of its media in their places."""
     if rows:
         ids, placed = place_embeds(prompt.ids, rows)
         return replace(prompt, ids=ids, embeds=placed)
-    if service.media is None or not images:
+    if service.media is None or not media:
         return prompt
-    ids, inputs = service.media.place(prompt.ids, images, param)
+    ids, inputs = service.media.place(prompt.ids, media, param)
     return replace(prompt, ids=ids, images=inputs)
 
 
@@ -224,7 +227,7 @@ def _characters(messages: object) -> int:
     """Counts the characters of all texts in unchecked ``messages`` or tools."""
     if isinstance(messages, str):
         return len(messages)
-    if is_image(messages) or is_embeds(messages):
+    if media_of(messages) is not None or is_embeds(messages):
         return 0
     if isinstance(messages, dict):
         return sum(map(_characters, messages.values()))

@@ -31,6 +31,7 @@ class GenerationAdapter(ABC):
     """What one API adds to a generation; made for one HTTP request."""
 
     streamed: bool  # the body says "stream": true
+    media_type = "application/json"  # of the whole answer
     stream_interval: int | None = None  # tokens per event; the first and the last event never wait
 
     @abstractmethod
@@ -57,7 +58,7 @@ class GenerationAdapter(ABC):
 
     @abstractmethod
     def reply(self, generation: Generation) -> str:
-        """Returns the whole answer as JSON."""
+        """Returns the whole answer, JSON unless ``media_type`` says otherwise."""
 
     def opening(self) -> Iterable[str]:
         """Returns the events before the first token."""
@@ -110,7 +111,7 @@ class GenerationRoute:
             adapter.discard()
             raise
         reply = await generation.render(adapter.reply)
-        return Response(reply, 200, headers, "application/json")
+        return Response(reply, 200, headers, adapter.media_type)
 
 
 class DeltaBuffer:

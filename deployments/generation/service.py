@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from starlette.requests import Request
 
 from rayfin.actors.errors import InvalidConfig, ModelNotFound, ModelNotSupported, NotPermitted
+from rayfin.actors.media.kinds import MediaKind
 from rayfin.actors.messages import AdapterRef
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.deployments.adapters.names import AdapterNames
@@ -62,13 +63,18 @@ class OpenAIService:
     formats: Detected = field(default_factory=Detected)  # how the model writes calls and thoughts
     recipe: PoolingRecipe | None = None  # of a model that pools: it generates no text
     adapters: AdapterNames | None = None  # None: requests name no LoRA adapter
-    media: MediaReader | None = None  # of a model that reads images
+    media: MediaReader | None = None  # of a model that reads images, or hears
     embeds: EmbedsReader | None = None  # with --enable-prompt-embeds
     warden: GrammarChecker = None  # type: ignore[assignment]  # None: grammars compile in this process
 
     def __post_init__(self) -> None:
         if self.warden is None:
             self.warden = InlineChecker(self.tokenizer)
+
+    @property
+    def reads(self) -> MediaKind | None:
+        """What the model reads beside text."""
+        return None if self.media is None else self.media.kind
 
     def check_priority(self, priority: int, tenant: str) -> None:
         """Raises:
@@ -174,6 +180,20 @@ class ServedModels:
         if service.recipe is not None:
             raise _not_supported(service, name)
         return service
+
+    async def resolve_hearing(
+        self, request: Request, name: str | None
+    ) -> tuple[OpenAIService, MediaReader]:
+        """As ``resolve_model``, for a route of models that hear.
+
+        Raises:
+            ModelNotFound: there is no such model.
+            ModelNotSupported: it does not hear.
+        """
+        service = await self.resolve_model(request, name)
+        if service.media is None or service.reads != "audio":
+            raise _not_supported(service, name)
+        return service, service.media
 
     async def text_side(self, request: Request, name: str | None) -> OpenAIService:
         """As ``resolve_model``, for a route that every model has."""

@@ -80,7 +80,7 @@ MAX_HEADERS = 128
 MAX_HEADER_BYTES = 32 * 1024  # of all names and values together
 MAX_HEAD_BYTES = MAX_URL + MAX_HEADER_BYTES + 4 * MAX_HEADERS + 1024  # before anything is parsed
 MAX_BODY_BYTES = 4 * 2**20  # --max-body-bytes
-MAX_IMAGES_BODY_BYTES = 64 * 2**20  # of a model that takes images or embeddings
+MAX_MEDIA_BODY_BYTES = 64 * 2**20  # of a model that takes images, audio or embeddings
 WINDOW_BYTES = 256 * 1024  # of an answer that a client has not read; then its stream waits
 SEND_BUFFER_BYTES = 128 * 1024  # of a socket; the kernel doubles it
 

@@ -2,13 +2,36 @@
 
 import io
 import warnings
+from typing import Any
 
 from PIL import Image, ImageOps
 
 from rayfin.actors.errors import InvalidRequest
+from rayfin.deployments.media.settings import MediaSettings
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 OPAQUE = ("RGB", "L", "CMYK", "YCbCr", "1")
+
+
+class Pictures:
+    """Opens images: files, or pictures of Python's."""
+
+    def __init__(self, settings: MediaSettings) -> None:
+        self._max_pixels = settings.max_pixels
+
+    def decode(self, data: bytes, param: str) -> Image.Image:
+        """See ``decode``."""
+        return decode(data, self._max_pixels, param)
+
+    def given(self, value: Any, param: str) -> Image.Image:
+        """A picture of PIL's in RGB.
+
+        Raises:
+            InvalidRequest: it is something else.
+        """
+        if not isinstance(value, Image.Image):
+            raise InvalidRequest(f"'{param}' must be a PIL.Image.Image.", param, "invalid_type")
+        return to_rgb(value)
 
 
 def decode(data: bytes, max_pixels: int, param: str) -> Image.Image:

@@ -1,4 +1,4 @@
-"""Fetches an image from a public address, and from no other.
+"""Fetches an image or clip from a public address, and from no other.
 
 A name is resolved once; all of its addresses must be public, and the connection goes to one of
 them, so that a second answer of the name server changes nothing. Each redirect is checked anew.
@@ -20,7 +20,7 @@ from rayfin.deployments.media.settings import MediaSettings
 
 REDIRECTS = 3
 PORTS = {"http": 80, "https": 443}
-HEADERS = {"accept": "image/*", "accept-encoding": "identity", "user-agent": "rayfin"}
+HEADERS = {"accept": "image/*, audio/*", "accept-encoding": "identity", "user-agent": "rayfin"}
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 GLOBAL6 = ipaddress.ip_network("2000::/3")
 """All of IPv6 that is given out. The rest hides IPv4 in forms of its own, or is a site's."""
@@ -31,7 +31,7 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 
 class MediaFetcher:
-    """Fetches images for requests.
+    """Fetches images and clips for requests.
 
     Args:
         resolve: name and port to addresses; the system's by default.
@@ -121,7 +121,7 @@ class MediaFetcher:
             if response.is_redirect:
                 return None, response.headers.get("location", "")
             if response.status_code >= 500:
-                raise MediaUnavailable(f"'{param}': the image's server fails.", param)
+                raise MediaUnavailable(f"'{param}': its server fails.", param)
             if response.status_code != 200:
                 raise _unavailable(param, f"its server answers {response.status_code}")
             if response.headers.get("content-encoding", "identity").lower() != "identity":
@@ -199,13 +199,11 @@ def _trust() -> ssl.SSLContext:
 def _refused(param: str) -> InvalidRequest:
     """The same words for every reason: they tell nothing about a network."""
     return InvalidRequest(
-        f"'{param}': this address of an image is refused. Send the image as a data: address.",
+        f"'{param}': this address is refused. Send the file as a data: address.",
         param,
         "media_url_refused",
     )
 
 
 def _unavailable(param: str, reason: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"'{param}': the image cannot be fetched: {reason}.", param, "media_unavailable"
-    )
+    return InvalidRequest(f"'{param}': it cannot be fetched: {reason}.", param, "media_unavailable")

@@ -1,4 +1,5 @@
-"""Which parts of a message are images: the forms of OpenAI's two APIs and of Anthropic's."""
+"""Images and clips of audio as parts of messages: the forms of OpenAI's two APIs, vLLM's and
+Anthropic's."""
 
 import base64
 import binascii
@@ -7,20 +8,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.media.kinds import MediaKind
+from rayfin.actors.media.processed import WORDS
 from rayfin.deployments.text.messages import PlacedPart
 
 DATA = "data:"
+FORMATS = ("wav", "mp3", "flac", "ogg")
+A: dict[MediaKind, str] = {"image": "an image", "audio": "a clip of audio"}
 
 
 @dataclass(frozen=True, slots=True)
-class ImagePart:
-    """An image as sent: bytes, base64, an address, or a picture of Python's (``LLM``)."""
+class MediaPart:
+    """An image or clip as sent: bytes, base64, an address, or an object of Python's (``LLM``)."""
 
     param: str  # its path, for errors
+    kind: MediaKind = "image"
     data: bytes | None = None
     encoded: str | None = None  # in base64, which takes a millisecond for each megabyte
     url: str | None = None
-    picture: Any = None
+    given: Any = None  # a picture, or samples and their rate
 
     @property
     def size(self) -> int:
@@ -43,55 +49,85 @@ class ImagePart:
             data = b""
         if not data:
             raise InvalidRequest(
-                f"'{self.param}' holds no image in base64.", self.param, "invalid_image"
+                f"'{self.param}' holds no {WORDS[self.kind][0]} in base64.",
+                self.param,
+                f"invalid_{self.kind}",
             )
         return data
 
 
-def read_part(part: Mapping[str, Any], path: str) -> ImagePart:
-    """Returns an image's base64 or address.
+def read_part(part: Mapping[str, Any], path: str) -> MediaPart:
+    """Returns the base64 or address of an image or clip.
 
     Raises:
         InvalidRequest: the part has none, or not in a form that is known.
     """
     kind = part["type"]
     path = part.path if isinstance(part, PlacedPart) else path
+    if kind == "input_audio":
+        return _input_audio(part.get("input_audio"), f"{path}.input_audio")
+    if kind == "audio_url":
+        return _address_of(part.get("audio_url"), f"{path}.audio_url", "audio")
     if kind == "image_pil":
-        return ImagePart(path, picture=part.get("image_pil"))
+        return MediaPart(path, given=part.get("image_pil"))
     if kind == "image" and isinstance(part.get("source"), Mapping):
         return _source(part["source"], f"{path}.source")
     if kind == "image" and "image" in part:  # as transformers' templates have it
         return _address(part["image"], f"{path}.image")
-    where, value = f"{path}.image_url", part.get("image_url")
     if kind == "input_image" and part.get("file_id") is not None:
         raise InvalidRequest(
             "Images by file_id are not supported; send image_url.",
             f"{path}.file_id",
             "unsupported_content",
         )
+    return _address_of(part.get("image_url"), f"{path}.image_url")
+
+
+def _address_of(value: object, path: str, kind: MediaKind = "image") -> MediaPart:
+    """An address, or an object that has it as its url."""
     if isinstance(value, Mapping):
-        where, value = f"{where}.url", value.get("url")
-    return _address(value, where)
+        path, value = f"{path}.url", value.get("url")
+    return _address(value, path, kind)
 
 
-def _address(value: object, path: str) -> ImagePart:
+def _address(value: object, path: str, kind: MediaKind = "image") -> MediaPart:
     if not isinstance(value, str) or not value:
-        raise InvalidRequest(f"'{path}' must be the address of an image.", path, "invalid_type")
+        raise InvalidRequest(f"'{path}' must be the address of {A[kind]}.", path, "invalid_type")
     if not value[: len(DATA)].lower() == DATA:
-        return ImagePart(path, url=value)
+        return MediaPart(path, kind, url=value)
     head, comma, written = value.partition(",")
     if not comma or not head.lower().endswith(";base64"):
-        raise InvalidRequest(f"'{path}' must be a data: address in base64.", path, "invalid_image")
-    return ImagePart(path, encoded=written)
+        raise InvalidRequest(
+            f"'{path}' must be a data: address in base64.", path, f"invalid_{kind}"
+        )
+    return MediaPart(path, kind, encoded=written)
 
 
-def _source(source: Mapping[str, Any], path: str) -> ImagePart:
+def _input_audio(value: object, path: str) -> MediaPart:
+    """OpenAI's base64 and its format, or the file itself, which says how it is decoded."""
+    if isinstance(value, bytes):
+        return MediaPart(path.removesuffix(".input_audio"), "audio", data=value)
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"'{path}' must be an object.", path, "invalid_type")
+    form, data = value.get("format"), value.get("data")
+    if form is not None and form not in FORMATS:
+        raise InvalidRequest(
+            f"'{path}.format' must be one of {', '.join(FORMATS)}.",
+            f"{path}.format",
+            "unsupported_content",
+        )
+    if not isinstance(data, str):
+        raise InvalidRequest(f"'{path}.data' must be a string.", f"{path}.data", "invalid_type")
+    return MediaPart(f"{path}.data", "audio", encoded=data)
+
+
+def _source(source: Mapping[str, Any], path: str) -> MediaPart:
     """Anthropic's source of an image."""
     if source.get("type") == "base64":
         written = source.get("data")
         if not isinstance(written, str):
             raise InvalidRequest(f"'{path}.data' must be a string.", f"{path}.data", "invalid_type")
-        return ImagePart(f"{path}.data", encoded=written)
+        return MediaPart(f"{path}.data", encoded=written)
     if source.get("type") == "url":
         return _address(source.get("url"), f"{path}.url")
     raise InvalidRequest(

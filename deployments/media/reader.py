@@ -1,4 +1,4 @@
-"""The images of one request: fetched, decoded and processed, never on the event loop."""
+"""Images or clips of one request: fetched, decoded and processed, never on the event loop."""
 
 import asyncio
 import hashlib
@@ -10,38 +10,42 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from PIL import Image
-
 from rayfin.actors.errors import InvalidRequest, RayfinError
-from rayfin.actors.images.image_input import ImageInput
-from rayfin.actors.images.processor import ImageProcessor, ProcessedImage, put_images
-from rayfin.deployments.media.decode import decode, to_rgb
-from rayfin.deployments.media.parts import ImagePart, read_part
+from rayfin.actors.media.audio_processor import AudioProcessor
+from rayfin.actors.media.kinds import MediaKind
+from rayfin.actors.media.media_input import MediaInput
+from rayfin.actors.media.processed import WORDS, MediaProcessor, ProcessedMedia, put_media
+from rayfin.deployments.media.decode import Pictures
+from rayfin.deployments.media.parts import A, MediaPart, read_part
 from rayfin.deployments.media.settings import MediaSettings
+from rayfin.deployments.media.sound import Clips
 from rayfin.deployments.telemetry.image_counters import ImageCounters
-from rayfin.deployments.text.messages import is_image
+from rayfin.deployments.text.messages import media_of
 
 if TYPE_CHECKING:  # which imports an HTTP client
     from rayfin.deployments.media.fetch import MediaFetcher
 
 
 class MediaReader:
-    """Reads the images of requests for one model. Threads and tasks may share it.
+    """Reads the images or clips of requests for one model. Threads and tasks may share it.
 
     Args:
         processor: the model's.
-        put: what an engine gets in place of an image's arrays, a Ray reference say.
+        put: what an engine gets in place of the arrays, a Ray reference say.
     """
 
     def __init__(
         self,
-        processor: ImageProcessor,
+        processor: MediaProcessor,
         settings: MediaSettings | None = None,
         put: Callable[[Any], Any] | None = None,
         fetcher: "MediaFetcher | None" = None,
     ) -> None:
         self.processor = processor
         self.settings = settings or MediaSettings()
+        self._open: Pictures | Clips = Pictures(self.settings)
+        if isinstance(processor, AudioProcessor):
+            self._open = Clips(self.settings, processor.rate)
         self._put = put
         if fetcher is None:
             from rayfin.deployments.media.fetch import MediaFetcher
@@ -50,21 +54,26 @@ class MediaReader:
         self._fetcher = fetcher
         self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "media")
         self.counts = ImageCounters()
-        self._cache = _ProcessedImages(self.settings.cache_bytes)
+        self._cache = _Processed(self.settings.cache_bytes)
 
     @property
-    def image_token_id(self) -> int:
-        return self.processor.image_token_id
+    def kind(self) -> MediaKind:
+        """What the model reads beside text."""
+        return self.processor.kind
+
+    @property
+    def media_token_id(self) -> int:
+        return self.processor.media_token_id
 
     def place(
-        self, ids: Sequence[int], images: Sequence[ProcessedImage], param: str
-    ) -> tuple[list[int], tuple[ImageInput, ...]]:
-        """See ``put_images``."""
+        self, ids: Sequence[int], media: Sequence[ProcessedMedia], param: str
+    ) -> tuple[list[int], tuple[MediaInput, ...]]:
+        """See ``put_media``."""
         own = self.processor
-        return put_images(ids, images, own.image_token_id, param, own.place_id)
+        return put_media(ids, media, own.media_token_id, param, own.place_id, own.kind)
 
-    async def read(self, messages: Any, param: str) -> list[ProcessedImage]:
-        """The images in unchecked messages, in their order.
+    async def read(self, messages: Any, param: str) -> list[ProcessedMedia]:
+        """The images or clips in unchecked messages, in their order.
 
         Raises:
             InvalidRequest: a part is wrong, or there are too many.
@@ -79,10 +88,10 @@ class MediaReader:
             self.counts.refused(error.code)
             raise
 
-    async def _read(self, parts: list[ImagePart]) -> list[ProcessedImage]:
+    async def _read(self, parts: list[MediaPart]) -> list[ProcessedMedia]:
         loop = asyncio.get_running_loop()
         rest = self.settings.max_total_bytes
-        files: list[ImagePart] = []
+        files: list[MediaPart] = []
         for part in parts:
             if part.url is not None:
                 most = min(self.settings.max_bytes, rest)
@@ -95,103 +104,96 @@ class MediaReader:
         work = (loop.run_in_executor(self._threads, self.process, part) for part in files)
         return list(await asyncio.gather(*work))
 
-    def read_now(self, messages: Any, param: str) -> list[ProcessedImage]:
+    def read_now(self, messages: Any, param: str) -> list[ProcessedMedia]:
         """As ``read``, for callers without an event loop, or with one that is not to be used."""
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(asyncio.run, self.read(messages, param)).result()
 
-    def parts(self, messages: Any, param: str) -> list[ImagePart]:
-        """The image parts of unchecked messages.
+    def parts(self, messages: Any, param: str) -> list[MediaPart]:
+        """Their parts of unchecked messages.
 
         Raises:
             InvalidRequest: a part is wrong, or there are too many.
         """
-        found: list[ImagePart] = []
+        found: list[MediaPart] = []
         for i, message in enumerate(messages if isinstance(messages, list | tuple) else ()):
             content = message.get("content") if isinstance(message, Mapping) else None
             for j, part in enumerate(content if isinstance(content, list) else ()):
-                if is_image(part):
+                if media_of(part) == self.kind:
                     found.append(read_part(part, f"{param}[{i}].content[{j}]"))
         self.check_count(len(found), param)
         return found
 
     def check_count(self, count: int, param: str) -> None:
         """Raises:
-        InvalidRequest: more images than a prompt may have.
+        InvalidRequest: more of them than a prompt may have.
         """
-        if count > self.settings.max_images:
+        most = self.settings.most(self.kind)
+        if count > most:
             raise InvalidRequest(
-                f"A prompt has at most {self.settings.max_images} images here, got {count}.",
+                f"A prompt has at most {most} {WORDS[self.kind][1]} here, got {count}.",
                 param,
-                "too_many_images",
+                f"too_many_{self.kind}s",
             )
 
-    def process(self, part: ImagePart) -> ProcessedImage:
-        """Decodes and processes an image; the same bytes are processed once."""
+    def process(self, part: MediaPart) -> ProcessedMedia:
+        """Decodes and processes an image or clip; the same bytes are processed once."""
         try:
-            if part.picture is not None:
-                return self._process(_picture(part))
+            if part.given is not None:
+                return self._process(self._open.given(part.given, part.param))
             data = part.file()
             name = hashlib.sha256(data).digest()
             known = self._cache.get(name)
             if known is None:
-                known = self._process(decode(data, self.settings.max_pixels, part.param))
+                known = self._process(self._open.decode(data, part.param))
                 self._cache.add(name, known)
             return known
         except InvalidRequest as error:
             error.param = part.param
             raise
 
-    def _process(self, picture: Image.Image) -> ProcessedImage:
-        made = self.processor.process(picture)
-        return made if self._put is None else replace(made, pixels=self._put(made.pixels))
+    def _process(self, opened: Any) -> ProcessedMedia:
+        made = self.processor.process(opened)
+        return made if self._put is None else replace(made, arrays=self._put(made.arrays))
 
-    def _check_bytes(self, part: ImagePart, rest: int) -> int:
+    def _check_bytes(self, part: MediaPart, rest: int) -> int:
         size = part.size
         if size > min(rest, self.settings.max_bytes):
             raise InvalidRequest(
-                f"'{part.param}' has {size} bytes; an image has at most "
+                f"'{part.param}' has {size} bytes; {A[part.kind]} has at most "
                 f"{self.settings.max_bytes}, and those of a request "
                 f"{self.settings.max_total_bytes}.",
                 part.param,
-                "invalid_image",
+                f"invalid_{part.kind}",
             )
         return size
 
-    def read_pictures(self, pictures: Sequence[Any], param: str) -> list[ProcessedImage]:
-        """Processes pictures of Python's, for ``LLM``."""
-        self.check_count(len(pictures), param)
-        return [self.process(ImagePart(param, picture=picture)) for picture in pictures]
+    def read_given(self, given: Sequence[Any], param: str) -> list[ProcessedMedia]:
+        """Processes pictures or samples of Python's, for ``LLM``."""
+        self.check_count(len(given), param)
+        return [self.process(MediaPart(param, self.kind, given=one)) for one in given]
 
 
-def _picture(part: ImagePart) -> Image.Image:
-    if not isinstance(part.picture, Image.Image):
-        raise InvalidRequest(
-            f"'{part.param}' must be a PIL.Image.Image.", part.param, "invalid_type"
-        )
-    return to_rgb(part.picture)
-
-
-class _ProcessedImages:
-    """The images that were seen last, by the digest of their files."""
+class _Processed:
+    """The images or clips that were seen last, by the digest of their files."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._bytes = max_bytes, 0
-        self._kept: OrderedDict[bytes, ProcessedImage] = OrderedDict()
+        self._kept: OrderedDict[bytes, ProcessedMedia] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, name: bytes) -> ProcessedImage | None:
+    def get(self, name: bytes) -> ProcessedMedia | None:
         with self._lock:
             found = self._kept.get(name)
             if found is not None:
                 self._kept.move_to_end(name)
             return found
 
-    def add(self, name: bytes, image: ProcessedImage) -> None:
+    def add(self, name: bytes, one: ProcessedMedia) -> None:
         with self._lock:
             if name in self._kept:
                 return
-            self._kept[name] = image
-            self._bytes += image.num_bytes
+            self._kept[name] = one
+            self._bytes += one.num_bytes
             while self._bytes > self._max_bytes and self._kept:
                 self._bytes -= self._kept.popitem(last=False)[1].num_bytes

@@ -1,12 +1,14 @@
-"""How many images a request may have, how large they are, and from where they come."""
+"""How many images or clips a request may have, how large they are, and from where they come."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.media.kinds import MediaKind
+from rayfin.actors.media.processed import WORDS
 
-IMAGES = 8
+MOST: dict[MediaKind, int] = {"image": 8, "audio": 8}
 MEBIBYTE = 2**20
 
 
@@ -14,19 +16,30 @@ MEBIBYTE = 2**20
 class MediaSettings:
     """Settings of an operator."""
 
-    max_images: int = IMAGES  # of a prompt
+    max_images: int = MOST["image"]  # of a prompt
+    max_audios: int = MOST["audio"]  # the same, of clips of audio
     max_pixels: int = 33_000_000  # of an image
-    max_bytes: int = 20 * MEBIBYTE  # of an image's file ...
+    max_seconds: float = 600.0  # of a clip
+    max_bytes: int = 20 * MEBIBYTE  # of a file ...
     max_total_bytes: int = 64 * MEBIBYTE  # ... and of all in a request
     timeout: float = 5.0  # seconds of a fetch, redirects included
-    urls: bool = True  # images may be fetched
+    urls: bool = True  # files may be fetched
     domains: tuple[str, ...] = ()  # the only ones; () is all
     folder: str | None = None  # of files that requests may name
-    cache_bytes: int = 2**30  # of images that were processed last
+    cache_bytes: int = 2**30  # of images and clips that were processed last
+
+    def most(self, kind: MediaKind) -> int:
+        """Images or clips of a prompt, at most."""
+        return self.max_images if kind == "image" else self.max_audios
 
 
-def read_limits(written: Mapping[str, object] | str | None) -> int:
-    """The number of images in ``--limit-mm-per-prompt``, an object such as {"image": 8}.
+def media_limits(written: Mapping[str, object] | str | None) -> MediaSettings:
+    """Settings with the limits of ``--limit-mm-per-prompt`` alone; see ``read_limits``."""
+    return MediaSettings(max_images=read_limits(written), max_audios=read_limits(written, "audio"))
+
+
+def read_limits(written: Mapping[str, object] | str | None, kind: MediaKind = "image") -> int:
+    """The number of images or clips in ``--limit-mm-per-prompt``, an object such as {"image": 8}.
 
     Raises:
         InvalidConfig: not such an object.
@@ -40,8 +53,10 @@ def read_limits(written: Mapping[str, object] | str | None) -> int:
     limits = {} if written is None else written
     if not isinstance(limits, Mapping) or not limits.keys() <= {"image", "video", "audio"}:
         raise InvalidConfig(f'{name} must be an object such as {{"image": 8}}', name)
-    count = limits.get("image", IMAGES)
-    count = count.get("count", IMAGES) if isinstance(count, Mapping) else count
+    count = limits.get(kind, MOST[kind])
+    count = count.get("count", MOST[kind]) if isinstance(count, Mapping) else count
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        raise InvalidConfig(f"{name}: image must be a number of images, got {count!r}", name)
+        raise InvalidConfig(
+            f"{name}: {kind} must be a number of {WORDS[kind][1]}, got {count!r}", name
+        )
     return count

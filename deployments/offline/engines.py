@@ -81,7 +81,7 @@ def load_engine(args: EngineArgs) -> tuple[Engine, EngineInfo, Executor]:
         page_size=config.page_size,
         max_logprobs=config.max_logprobs,
         prefix_caching=config.prefix_caching,
-        image_token_id=config.image_token_id,
+        media_token_id=config.media_token_id,
         embeds_size=config.embeds_size,
         uncut=config.uncut,
     )

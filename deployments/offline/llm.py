@@ -31,10 +31,10 @@ from rayfin.deployments.generation.plan import NO_PLAN, AnswerRules, OutputPlan,
 from rayfin.deployments.guidance.fields import read_structured_outputs
 from rayfin.deployments.guidance.tool_choice import NO_TOOLS, declared_tools, read_tool_choice
 from rayfin.deployments.guidance.verdicts import InlineChecker
-from rayfin.deployments.media.settings import MediaSettings, read_limits
+from rayfin.deployments.media.settings import media_limits
 from rayfin.deployments.offline.engines import OfflineEngine, start_engine
-from rayfin.deployments.offline.images import OfflineImages, list_prompts, list_texts
 from rayfin.deployments.offline.lora import LoRARequests, adapters_of, use_adapter
+from rayfin.deployments.offline.media import OfflineMedia, list_prompts, list_texts
 from rayfin.deployments.offline.metrics import Metric, read_metrics
 from rayfin.deployments.offline.outputs import OfflineChoice, PreparedPrompt, RequestOutput
 from rayfin.deployments.offline.pooling import (
@@ -92,7 +92,7 @@ class LLM:
         reasoning_parser: how the model writes its reasoning: the same.
         tool_guidance: arguments of calls with ``tool_choice`` auto are any object ("json"), follow
             the tool's schema ("schema"), or are as the model writes them ("off").
-        limit_mm_per_prompt: the most images of a prompt, such as {"image": 8}.
+        limit_mm_per_prompt: the most images or clips of a prompt: {"image": 8, "audio": 8}.
 
     Raises:
         InvalidConfig: a setting is unknown or invalid, or the model cannot be served.
@@ -124,9 +124,9 @@ class LLM:
             self._tokenizer = Tokenizer.load(
                 tokenizer_path(args), args.trust_remote_code, **args.tokenizer_hub
             )
-        media = MediaSettings(max_images=read_limits(limit_mm_per_prompt))
-        self._images = OfflineImages(located(args), media, remote=executor == "ray")
-        self._chat_template = chat_template or self._images.template(self._tokenizer)
+        media = media_limits(limit_mm_per_prompt)
+        self._media = OfflineMedia(located(args), media, remote=executor == "ray")
+        self._chat_template = chat_template or self._media.template(self._tokenizer)
         self._detect = partial(
             detect,
             tool_parser=tool_call_parser,
@@ -167,7 +167,7 @@ class LLM:
         """
         listed = list_prompts(prompts, embeds=True)
         params = self._params_for(listed, sampling_params)
-        listed, tokens = self._images.place(listed, [self._tokens(prompt) for prompt in listed])
+        listed, tokens = self._media.place(listed, [self._tokens(prompt) for prompt in listed])
         made = {id(param): self._plan(param) for param in params}
         plans = [made[id(param)] for param in params]
         prepared = self._prepare(listed, tokens, params, plans, lora_request)
@@ -185,7 +185,7 @@ class LLM:
         """
         listed = list_prompts(prompts, embeds=True)
         params = self._params_for(listed, sampling_params)
-        listed, tokens = self._images.place(listed, [self._tokens(prompt) for prompt in listed])
+        listed, tokens = self._media.place(listed, [self._tokens(prompt) for prompt in listed])
         prepared = self._prepare(listed, tokens, params, [self._plan(param) for param in params])
         self._enqueued += prepared
         return [each.result.request_id for each in prepared]
@@ -281,7 +281,7 @@ class LLM:
             variables=chat_template_kwargs,
         )
         info = self._engine.info
-        prompts = [self._images.chat(render, said, info) for said in conversations]
+        prompts = [self._media.chat(render, said, info) for said in conversations]
         plans = [
             self._plan(param, rules, prompt.opening, count_calls(conversation))
             for param, prompt, conversation in zip(params, prompts, conversations, strict=True)
@@ -497,7 +497,7 @@ class LLM:
             if len(requests) > param.n:
                 request_logprobs(requests)
             use_adapter(requests, next(adapters))
-            shown = self._images.shown(requests[0].prompt)
+            shown = self._media.shown(requests[0].prompt)
             result = RequestOutput(request_id, prompt.text, shown, [])
             choices = []
             for request in requests:
@@ -539,7 +539,7 @@ class LLM:
             cache_salt=prompt.cache_salt,
             guidance=guidance,
             images=prompt.images,
-            embeds=self._images.embeds(prompt, info, params),
+            embeds=self._media.embeds(prompt, info, params),
         )
 
     def _plan(

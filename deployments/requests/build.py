@@ -11,12 +11,13 @@ import numpy as np
 from rayfin.actors.embeds.prompt_embeds import PromptEmbeds
 from rayfin.actors.errors import ContextLengthExceeded, InvalidConfig, InvalidRequest
 from rayfin.actors.guidance import NO_END, Guidance
-from rayfin.actors.images.image_input import ImageInput
-from rayfin.actors.images.virtual_ids import put_virtual_ids
+from rayfin.actors.media.media_input import MediaInput
+from rayfin.actors.media.virtual_ids import put_virtual_ids
 from rayfin.actors.messages import EngineInfo, EngineRequest, Int32Array, StopRules
 from rayfin.actors.model_files.files import model_json
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.requests.limits import bad_word_ids, check_sampling, runner_sampling
+from rayfin.deployments.requests.prompts import MEDIA
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 KEY_BITS = 62  # keys travel as int64
@@ -44,7 +45,7 @@ def build_requests(
     tokenizer: Tokenizer | None = None,
     cache_salt: str | None = None,
     guidance: Guidance | None = None,
-    images: Sequence[ImageInput] = (),
+    images: Sequence[MediaInput] = (),
     embeds: Sequence[PromptEmbeds] = (),
 ) -> list[EngineRequest]:
     """Returns one engine request per choice, with ids ``{request_id}-{i}``, keys and seeds.
@@ -159,21 +160,23 @@ def _prompt(prompt_ids: Sequence[int], info: EngineInfo, param: str) -> Int32Arr
 
 def _with_images(
     prompt: Int32Array,
-    images: Sequence[ImageInput],
+    images: Sequence[MediaInput],
     info: EngineInfo,
     params: SamplingParams,
     param: str,
 ) -> Int32Array:
-    """The prompt in which each token of an image has an id of its own."""
-    if info.image_token_id is None:
+    """The prompt in which each token of an image or clip has an id of its own."""
+    if info.media_token_id is None:
         raise InvalidRequest(
-            "Images are not supported: this model reads text only.", param, "unsupported_content"
+            "Images and audio are not supported: this model reads text only.",
+            param,
+            "unsupported_content",
         )
     if params.prompt_logprobs is not None:
         raise InvalidRequest(
-            "prompt_logprobs does not go with images.", "prompt_logprobs", "unsupported_parameter"
+            f"prompt_logprobs does not go with {MEDIA}.", "prompt_logprobs", "unsupported_parameter"
         )
-    return put_virtual_ids(prompt, images, info.image_token_id)
+    return put_virtual_ids(prompt, images, info.media_token_id)
 
 
 def _with_embeds(
@@ -193,7 +196,7 @@ def _with_embeds(
 
 def _check_uncut(
     prompt: Int32Array,
-    images: Sequence[ImageInput],
+    images: Sequence[MediaInput],
     info: EngineInfo,
     params: SamplingParams,
     param: str,

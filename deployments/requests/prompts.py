@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from rayfin.actors.embeds.prompt_embeds import PromptEmbeds
 from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest
-from rayfin.actors.images.image_input import ImageInput
+from rayfin.actors.media.kinds import MediaKind
+from rayfin.actors.media.media_input import MediaInput
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.embeds.tensor import Tensor
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -15,6 +16,7 @@ Side = Literal["left", "right"]
 
 TEXT, IDS, SALT = "prompt", "prompt_token_ids", "cache_salt"
 MAX_SALT = 128  # characters
+MEDIA = "images or audio"
 NOT_IN_SALT = frozenset("@/\\\0")
 
 
@@ -26,15 +28,16 @@ class WrittenPrompt:
     text: str | None = None
     ids: list[int] | None = None
     cache_salt: str | None = None
-    pictures: tuple[Any, ...] = ()  # of PIL, for ``LLM``
-    images: tuple[ImageInput, ...] = ()  # the same, when the prompt has their tokens
+    given: tuple[Any, ...] = ()  # pictures of PIL, or arrays of audio, for ``LLM`` ...
+    kind: MediaKind = "image"  # ... which of the two
+    images: tuple[MediaInput, ...] = ()  # the same, when the prompt has their tokens
     tensor: Tensor | None = None  # embeddings in place of the ids, for ``LLM``
     embeds: tuple[PromptEmbeds, ...] = ()  # in place of some of the ids
 
     @property
     def uncut(self) -> str:
         """What it has that cannot be cut, as ``truncated`` takes it."""
-        return "images" if self.images else "prompt_embeds" if self.embeds else ""
+        return MEDIA if self.images else "prompt_embeds" if self.embeds else ""
 
 
 def read_prompts(

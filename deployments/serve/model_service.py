@@ -14,7 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, InvalidRequest
-from rayfin.actors.images.processor import ImageProcessor
+from rayfin.actors.media.load import load_processor
 from rayfin.actors.messages import AdapterRef, EngineInfo
 from rayfin.actors.metrics.hub import HubSettings, start_hub
 from rayfin.actors.metrics.ledger import CounterReport
@@ -31,6 +31,7 @@ from rayfin.deployments.embeds.read import EmbedsReader
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.guidance.warden import Warden
 from rayfin.deployments.media.reader import MediaReader
+from rayfin.deployments.media.sound import require_packages
 from rayfin.deployments.requests.build import sampling_defaults
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.preflight import (
@@ -63,7 +64,7 @@ class TextSide(NamedTuple):
     formats: Detected
     defaults: dict[str, Any]  # of sampling
     recipe: PoolingRecipe | None  # of a model that pools
-    media: MediaReader | None = None  # of a model that reads images
+    media: MediaReader | None = None  # of a model that reads images, or hears
     embeds: EmbedsReader | None = None  # with --enable-prompt-embeds
 
     def fields(self) -> dict[str, Any]:
@@ -236,7 +237,7 @@ def load_text(model: ModelArgs) -> TextSide:
     server, args = model.server, model.engine
     tokenizer = Tokenizer.load(tokenizer_path(args), args.trust_remote_code, **args.tokenizer_hub)
     template = _template(server.chat_template)
-    processor = ImageProcessor.load(located(args))
+    processor = load_processor(located(args))
     if processor is not None and template is None and not tokenizer.inner.chat_template:
         template = processor.chat_template
     formats = detect(
@@ -255,6 +256,8 @@ def load_text(model: ModelArgs) -> TextSide:
     )
     media = None
     if processor is not None:
+        if processor.kind == "audio":
+            require_packages()
         media = MediaReader(processor, server.media_settings(), ray.put)
     recipe = read_recipe(located(args))
     embeds = EmbedsReader(ray.put) if args.enable_prompt_embeds else None

@@ -103,23 +103,25 @@ class ServerArgs:
     ui: bool = _flag(True, "serve a page with a chat and the state of the engines at /ui")
     max_body_bytes: int = _flag(
         MAX_BODY_BYTES,
-        "maximum size of a request body in bytes; images sent in requests may need more",
+        "maximum size of a request body in bytes; images and audio in requests may need more",
     )
     limit_mm_per_prompt: dict[str, Any] | None = _model_flag(
-        None, 'JSON object of the most images of a prompt; default: {"image": 8}'
+        None, 'JSON object of the most media of a prompt; default: {"image": 8, "audio": 8}'
     )
     allowed_media_domains: list[str] | None = _flag(
-        None, "hosts that images are fetched from; may be repeated; default: all public ones"
+        None,
+        "hosts that media are fetched from; may be repeated; default: all public ones",
     )
-    no_media_urls: bool = _flag(False, "fetch no images: requests bring them as data: addresses")
+    no_media_urls: bool = _flag(False, "fetch no media: requests bring them as data: addresses")
     allowed_local_media_path: str | None = _flag(
-        None, "folder of images that requests may name as file: addresses; default: none"
+        None, "folder of files that requests may name as file: addresses; default: none"
     )
     max_image_pixels: int = _flag(33_000_000, "maximum number of pixels of an image")
-    max_media_bytes: int = _flag(20 * 2**20, "maximum size of an image's file in bytes")
-    media_timeout: float = _flag(5.0, "seconds to fetch an image")
+    max_audio_seconds: float = _flag(600.0, "maximum length of a clip of audio in seconds")
+    max_media_bytes: int = _flag(20 * 2**20, "maximum size of an image or clip in bytes")
+    media_timeout: float = _flag(5.0, "seconds to fetch an image or clip")
     mm_processor_cache_gb: float = _flag(
-        1.0, "memory of an HTTP replica for images that were processed last, in GiB"
+        1.0, "memory of an HTTP replica for media that were processed last, in GiB"
     )
     max_grammar_bytes: int = _flag(
         MAX_BYTES,
@@ -338,12 +340,12 @@ class ServerArgs:
             raise InvalidConfig(f"max_log_len must be at least 0, got {longest}", "max_log_len")
 
     def media_settings(self) -> MediaSettings:
-        """Where images come from, and how large they may be.
+        """Where images and clips come from, and how large they may be.
 
         Raises:
             InvalidConfig: a limit that is none, or a folder that does not exist.
         """
-        limits = ("max_image_pixels", "max_media_bytes", "media_timeout")
+        limits = (*("max_image_pixels", "max_audio_seconds", "max_media_bytes", "media_timeout"),)
         for name in limits:
             if not (value := getattr(self, name)) > 0:
                 raise InvalidConfig(f"{name} must be over 0, got {value}", name)
@@ -357,6 +359,8 @@ class ServerArgs:
         domains = words(self.allowed_media_domains, "allowed_media_domains")
         return MediaSettings(
             max_images=read_limits(self.limit_mm_per_prompt),
+            max_audios=read_limits(self.limit_mm_per_prompt, "audio"),
+            max_seconds=self.max_audio_seconds,
             max_pixels=self.max_image_pixels,
             max_bytes=self.max_media_bytes,
             timeout=self.media_timeout,

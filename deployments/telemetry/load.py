@@ -18,6 +18,8 @@ GENERATING = frozenset(
         "/generative_scoring",
         "/v1/responses",
         "/v1/messages",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
         "/invocations",
         *POOLING,
     }

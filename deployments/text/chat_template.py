@@ -9,6 +9,7 @@ from typing import Any, cast
 import jinja2
 
 from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.media.kinds import MediaKind
 from rayfin.actors.timing import TEMPLATE_SECONDS
 from rayfin.deployments.text.markers import Marked
 from rayfin.deployments.text.messages import (
@@ -65,7 +66,7 @@ def render_chat(
     variables: Mapping[str, Any] | None = None,
     seconds: float = TEMPLATE_SECONDS,
     history: HistoryStyle = OBJECTS,
-    images: bool = False,
+    media: MediaKind | None = None,
     marked: Marked | None = None,
 ) -> list[int]:
     """Returns the prompt of a conversation.
@@ -82,7 +83,7 @@ def render_chat(
         variables: the template's further variables, from the request; scalars only.
         seconds: of processor time, at most.
         history: how the template takes contents and earlier tool calls.
-        images: the model reads images; each has one token of its place in the ids.
+        media: what the model reads beside text; each has one token of its place in the ids.
         marked: whose messages these are: the ids have those of its parts.
 
     Raises:
@@ -94,7 +95,7 @@ def render_chat(
         arguments_as_text=history.arguments_as_text,
         id_style=history.ids,
         content=history.content,
-        images=images,
+        media=media,
     )
     listed = plain_tools(tools) if tools is not None else None
     extras = _variables(variables or {}, tokenizer)

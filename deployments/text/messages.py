@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.media.kinds import MediaKind
 from rayfin.deployments.text.call_ids import restyle_ids
 from rayfin.deployments.text.checks import (
     TEXT_OR_PARTS,
@@ -25,8 +26,24 @@ ContentFormat = Literal["string", "openai", "given"]
 
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128  # tools of a request, and tool calls of a message
-IMAGE_TYPES = ("image_url", "input_image", "image", "image_pil")
-IMAGE = {"type": "image"}  # what templates get for an image
+MEDIA_TYPES: dict[str, MediaKind] = {
+    **dict.fromkeys(("image_url", "input_image", "image", "image_pil"), "image"),
+    **dict.fromkeys(("input_audio", "audio_url"), "audio"),
+}
+"""Types of parts that are images, or clips of audio."""
+
+PLACES: dict[MediaKind, dict[str, str]] = {
+    "image": {"type": "image"},
+    "audio": {"type": "audio", "audio": ""},  # older templates look for this key
+}
+"""What templates get for an image or a clip."""
+
+READS: dict[MediaKind | None, str] = {
+    None: "text",
+    "image": "text and images",
+    "audio": "text and audio",
+}
+
 EXTRAS = ("name", "tool_call_id", "reasoning_content", "reasoning")  # passed on if present; strings
 
 
@@ -44,7 +61,7 @@ def plain_messages(
     arguments_as_text: bool = False,
     id_style: IdStyle = "openai",
     content: ContentFormat = "string",
-    images: bool = False,
+    media: MediaKind | None = None,
 ) -> list[dict[str, Any]]:
     """Returns messages with strings as content; text parts are joined by newlines, as in vLLM.
 
@@ -55,20 +72,21 @@ def plain_messages(
         arguments_as_text: the template wants arguments as JSON text.
         id_style: of the ids that the template can print. Others are replaced.
         content: "openai" gives parts in place of strings, "given" keeps the parts of those that
-            have some. A message with images always has parts.
-        images: the model reads images, which ``MediaReader`` has checked; else they are refused.
+            have some. A message with images or clips always has parts.
+        media: what the model reads beside text, which ``MediaReader`` has checked; others are
+            refused.
 
     Raises:
         InvalidRequest: ``param`` is the path of the invalid value, such as messages[0].role.
     """
     listed = as_list(messages, "messages", MAX_MESSAGES)
     plain = [
-        _message(message, f"messages[{i}]", arguments_as_text, images)
+        _message(message, f"messages[{i}]", arguments_as_text, media)
         for i, message in enumerate(listed)
     ]
     for sent, message in zip(listed, plain, strict=True):
         in_parts = isinstance(sent.get("content"), list)
-        shown = in_parts and any(map(is_image, sent["content"]))
+        shown = in_parts and any(media_of(part) is not None for part in sent["content"])
         if shown or content == "openai" or (content == "given" and in_parts):
             message["content"] = _parts(sent["content"] if in_parts else message["content"])
     if id_style != "openai":
@@ -144,19 +162,20 @@ def texts_in(value: object) -> Iterator[tuple[str, bool]]:
             yield from texts_in(item)
 
 
-def is_image(part: object) -> bool:
-    """Whether a part of a message is an image."""
-    return isinstance(part, Mapping) and part.get("type") in IMAGE_TYPES
+def media_of(part: object) -> MediaKind | None:
+    """What a part of a message is beside text, if it is an image or a clip of audio."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return MEDIA_TYPES.get(kind) if isinstance(kind, str) else None
 
 
-def has_named_image(messages: object) -> bool:
-    """Whether an image in unchecked messages has vLLM's ``uuid``."""
+def has_named_media(messages: object) -> bool:
+    """Whether an image or clip in unchecked messages has vLLM's ``uuid``."""
     if isinstance(messages, list):
-        return any(map(has_named_image, messages))
+        return any(map(has_named_media, messages))
     if not isinstance(messages, Mapping):
         return False
-    named = is_image(messages) and messages.get("uuid") is not None
-    return named or has_named_image(messages.get("content"))
+    named = media_of(messages) is not None and messages.get("uuid") is not None
+    return named or has_named_media(messages.get("content"))
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
@@ -172,13 +191,13 @@ def count_calls(messages: Sequence[Mapping[str, Any]]) -> int:
     return sum(len(message.get("tool_calls") or ()) for message in assistants)
 
 
-def _message(message: object, path: str, as_text: bool, images: bool) -> dict[str, Any]:
+def _message(message: object, path: str, as_text: bool, media: MediaKind | None) -> dict[str, Any]:
     message = as_object(message, path)
     role = as_name(required(message, "role", path), f"{path}.role")  # the template knows which
     calls = message.get("tool_calls")
     plain: dict[str, Any] = {"role": role}
     if message.get("content") is not None:
-        plain["content"] = _content(message["content"], f"{path}.content", images)
+        plain["content"] = _content(message["content"], f"{path}.content", media)
     elif role == "assistant":
         plain["content"] = ""
     else:
@@ -201,20 +220,20 @@ def _message(message: object, path: str, as_text: bool, images: bool) -> dict[st
     return plain
 
 
-def _content(content: object, path: str, images: bool) -> str:
+def _content(content: object, path: str, media: MediaKind | None) -> str:
     if isinstance(content, str):
         return content
     texts = []
     for i, part in enumerate(as_list(content, path, MAX_MESSAGES, TEXT_OR_PARTS)):
         where = part.path if isinstance(part, PlacedPart) else f"{path}[{i}]"
-        if images and is_image(part):
+        if media is not None and media_of(part) == media:
             continue
         kind = as_string(required(as_object(part, where), "type", where), f"{where}.type")
         field = {"text": "text", "input_text": "text", "refusal": "refusal"}.get(kind)
         if field is None:
             raise InvalidRequest(
                 f"Content of type {kind[:32]!r} is not supported: this model reads "
-                f"{'text and images' if images else 'text'} only.",
+                f"{READS[media]} only.",
                 f"{where}.type",
                 "unsupported_content",
             )
@@ -229,7 +248,8 @@ def _parts(content: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     plain = []
     for part in content:
         field = "refusal" if part["type"] == "refusal" else "text"
-        plain.append(dict(IMAGE) if is_image(part) else {"type": "text", "text": part[field]})
+        kind = media_of(part)
+        plain.append(dict(PLACES[kind]) if kind else {"type": "text", "text": part[field]})
     return plain
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from rayfin.actors.embeds.prompt_embeds import PromptEmbeds
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.images.image_input import ImageInput
+from rayfin.actors.media.kinds import MediaKind
+from rayfin.actors.media.media_input import MediaInput
 from rayfin.actors.timing import TEMPLATE_SECONDS
 from rayfin.deployments.text.chat_template import HistoryStyle, render_chat
 from rayfin.deployments.text.markers import Marked
@@ -27,7 +28,7 @@ class ChatPrompt:
     """A rendered conversation."""
 
     ids: list[int]
-    images: tuple[ImageInput, ...] = ()
+    images: tuple[MediaInput, ...] = ()
     embeds: tuple[PromptEmbeds, ...] = ()  # in the order of their positions, where ids are zeros
     opening: str = ""  # what the template puts into the model's mouth, if its thoughts are known
 
@@ -44,14 +45,14 @@ def render_prompt(
     variables: Mapping[str, Any] | None = None,
     seconds: float = TEMPLATE_SECONDS,
     given: list[int] | None = None,
-    images: bool = False,
+    media: MediaKind | None = None,
     marked: Marked | None = None,
 ) -> ChatPrompt:
     """Returns a conversation as a prompt; otherwise as :func:`render_chat`.
 
     Args:
         given: the prompt's ids: the messages are checked, and not rendered.
-        images, marked: as in :func:`render_chat`.
+        media, marked: as in :func:`render_chat`.
     """
     render = partial(
         render_chat,
@@ -65,7 +66,7 @@ def render_prompt(
             "openai" if formats.tools is None else formats.tools.id_style,
             formats.content,
         ),
-        images=images,
+        media=media,
         marked=marked,
     )
     if given is None:
@@ -75,12 +76,12 @@ def render_prompt(
             continue_final_message=continue_final_message,
         )
     else:
-        plain_messages(messages, images=images)
+        plain_messages(messages, media=media)
         ids = given
     if formats.reasoning is None or not (add_generation_prompt or continue_final_message):
         return ChatPrompt(ids)
     if continue_final_message:
-        last = plain_messages(messages, images=images)[-1]
+        last = plain_messages(messages, media=media)[-1]
         said = text_of(last["content"])
         return ChatPrompt(ids, opening=said if marked is None else marked.without(said))
     key = repr((chat_template, bool(tools), sorted((variables or {}).items())))

@@ -16,7 +16,7 @@ from fake_stream import Stream
 from rayfin.actors.config import BatchLimits, EngineConfig
 from rayfin.actors.errors import DeadlineExceeded, InvalidRequest, RequestQuarantined
 from rayfin.actors.guidance import Guidance
-from rayfin.actors.images.image_input import ImageInput
+from rayfin.actors.media.media_input import MediaInput
 from rayfin.actors.messages import (
     AdapterRef,
     BeamParams,
@@ -77,7 +77,7 @@ class Harness:
         pin: Pin | None = None,
         background: bool = False,
         adapter: AdapterRef | None = None,
-        images: tuple[ImageInput, ...] = (),
+        images: tuple[MediaInput, ...] = (),
     ) -> Stream:
         """Hands a request to the engine; a number is the length of a prompt of its own."""
         seed = self.num_added

@@ -17,15 +17,17 @@ from transformers import (
 )
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.images.image_input import VIRTUAL_TOKENS
-from rayfin.actors.images.processor import ImageProcessor, put_images
-from rayfin.actors.images.virtual_ids import put_virtual_ids
+from rayfin.actors.media.image_processor import ImageProcessor
+from rayfin.actors.media.media_input import VIRTUAL_TOKENS
+from rayfin.actors.media.processed import put_media
+from rayfin.actors.media.virtual_ids import put_virtual_ids
 
 SPECIAL = (
     *("<pad>", "<s>", "</s>", "<image>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"),
     *("<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
     *("<img>", "</img>", "[IMG_BREAK]", "[IMG_END]", "<start_of_image>", "<end_of_image>"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+    *("[INST]", "[/INST]", "[BEGIN_AUDIO]", "[TRANSCRIBE]", "<|audio_bos|>", "<|audio_eos|>"),
 )
 PAD, BOS, EOS, IMAGE, VISION_START, VISION_END, VIDEO = range(7)
 VOCAB = 512
@@ -448,9 +450,7 @@ class VisionModel:
     def __init__(self, family: str, folder: Path, seed: int = 0) -> None:
         self.family, self.folder = family, folder
         self.model = make_vision_model(family, folder, seed)
-        processor = ImageProcessor.load(EngineArgs(model=str(folder)))
-        assert processor is not None
-        self.processor = processor
+        self.processor = ImageProcessor.load(EngineArgs(model=str(folder)))
         self._said: dict[Any, list[int]] = {}  # what was asked -> what transformers said
 
     def prompt(self, *parts: Sequence[int] | Image.Image) -> tuple[list[int], Any]:
@@ -463,7 +463,7 @@ class VisionModel:
                 images.append(self.processor.process(part))
             else:
                 ids += part
-        whole, inputs = put_images(ids, images, IMAGE, "prompt", self.processor.place_id)
+        whole, inputs = put_media(ids, images, IMAGE, "prompt", self.processor.place_id)
         return put_virtual_ids(np.array(whole, np.int32), inputs, IMAGE).tolist(), inputs
 
     def greedy(self, ids: Sequence[int], images: Any, max_tokens: int, **more: Any) -> list[int]:
@@ -471,7 +471,7 @@ class VisionModel:
 
         It is asked once for the same prompt, images and settings.
         """
-        shown = [np.asarray(own).tobytes() for image in images for own in image.pixels.values()]
+        shown = [np.asarray(own).tobytes() for image in images for own in image.arrays.values()]
         key = (tuple(ids), tuple(shown), max_tokens, *more.items())
         if key not in self._said:
             self._said[key] = self._generate(ids, images, max_new_tokens=max_tokens, **more)
@@ -481,8 +481,8 @@ class VisionModel:
         plain = torch.tensor([[IMAGE if token < VIRTUAL_TOKENS else token for token in ids]])
         fields: dict[str, Any] = {}
         if images:
-            for name in images[0].pixels:
-                arrays = [np.array(image.pixels[name]) for image in images]
+            for name in images[0].arrays:
+                arrays = [np.array(image.arrays[name]) for image in images]
                 axis = 1 if self.family in ("idefics3", "smolvlm") else 0
                 fields[name] = torch.from_numpy(np.concatenate(_padded(arrays), axis))
             if self.family.startswith("qwen"):

@@ -57,17 +57,17 @@ class DecoderCache:
         device: torch.device,
         config: Mapping[str, Any],
         *,
-        images: bool = False,
+        media: bool = False,
     ) -> "DecoderCache | None":
         """The place of what these settings load; None, with a line, where it is not kept.
 
         Args:
             config: the values of the model's configuration.
-            images: the model reads images.
+            media: the model reads images, or hears.
         """
         if args.weights_cache is None:
             return None
-        why, kernels, folder = _why_not(args, device, images=images), layout(), _folder(args)
+        why, kernels, folder = _why_not(args, device, media=media), layout(), _folder(args)
         if why is None and kernels is None:
             why = "without compiled kernels none are packed"
         files = None if folder is None else _files(folder)
@@ -141,15 +141,15 @@ class DecoderCache:
             return None
 
 
-def _why_not(args: EngineArgs, device: torch.device, *, images: bool) -> str | None:
+def _why_not(args: EngineArgs, device: torch.device, *, media: bool) -> str | None:
     if device.type != "cpu":
         return f"the device is {device.type!r}"
     if args.load_format == "dummy":
         return "they are drawn at random"
     if args.serves_lora:
         return "adapters find their layers in the model itself"
-    if images:
-        return "the model reads images"
+    if media:
+        return "the model reads more than text"
     if args.enable_prompt_embeds:
         return "embeddings of prompts are compared with the model itself"
     if args.trust_remote_code:

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 from rayfin.actors.embeds.embeds_input import ROWS, EmbedsInput
-from rayfin.actors.images.image_input import VIRTUAL_TOKENS
+from rayfin.actors.media.media_input import VIRTUAL_TOKENS
 from rayfin.actors.messages import NewRequest, SchedulerInfo
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.observers import Observer
 from rayfin.actors.runner.step.batch import GivenInputs, StepInputs
-from rayfin.actors.runner.vision.pixels import fetch
+from rayfin.actors.runner.vision.arrays import fetch
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 
 

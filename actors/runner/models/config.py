@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
-from rayfin.actors.images.processor import reads_images
+from rayfin.actors.media.kinds import media_kind
 from rayfin.actors.pooling.recipe import PoolingRecipe
 
 if TYPE_CHECKING:  # with the classes of all families, which take seconds
@@ -96,7 +96,7 @@ def _refuse_unservable(config: "PretrainedConfig") -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     _refuse_unpageable(config)
-    if reads_images(config):
+    if media_kind(config) is not None:
         return
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
         raise UnsupportedModel(unsupported(config, "it is not a causal language model"), "model")

@@ -1,6 +1,5 @@
-"""Runs a model's vision tower once for each image, and keeps the embeddings of the last ones."""
+"""Runs a model's tower once for each image or clip, and keeps the embeddings of the last ones."""
 
-import inspect
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -12,30 +11,35 @@ import torch
 
 from rayfin.actors import failpoints
 from rayfin.actors.errors import RequestFailed
-from rayfin.actors.images.image_input import ImageInput
+from rayfin.actors.media.kinds import MediaKind
+from rayfin.actors.media.media_input import MediaInput
 from rayfin.actors.messages import ImageUsage, SchedulerInfo, StepResult
 from rayfin.actors.runner.observers import Observer
-from rayfin.actors.runner.vision.pixels import fetch
+from rayfin.actors.runner.vision.arrays import fetch
+from rayfin.actors.runner.vision.towers import find_tower
 
 
-class ImageEncoder(Observer):
-    """Embeddings of images by their digests: the least recently used ones go first.
+class MediaEncoder(Observer):
+    """Embeddings of images or clips by their digests: the least recently used ones go first.
 
     Args:
-        model: the base model of transformers, with ``get_image_features``.
+        model: the base model of transformers.
         max_bytes: of the embeddings that are kept.
+        kind: of what its tower reads.
+
+    Raises:
+        UnsupportedModel: it has no tower that can be run apart.
     """
 
-    def __init__(self, model: Any, max_bytes: int) -> None:
-        self._model = model
+    def __init__(self, model: Any, max_bytes: int, kind: MediaKind = "image") -> None:
+        self._model, self._tower = model, find_tower(model, kind)
         self.threads: int | None = None  # of torch while the tower runs; None: as they are
-        self._accepts = inspect.signature(model.get_image_features).parameters
         self._max_bytes = max_bytes
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self.num_bytes = 0  # of the embeddings kept
-        self.num_encoded = 0  # images that were computed
+        self.num_encoded = 0  # images and clips that were computed
         self._hits = self._evictions = 0  # since the last result ...
-        self._seconds: list[float] = []  # ... and of each image that was computed
+        self._seconds: list[float] = []  # ... and of each one that was computed
 
     def after(self, info: SchedulerInfo, result: StepResult) -> None:
         if self._hits or self._evictions or self._seconds:
@@ -45,47 +49,40 @@ class ImageEncoder(Observer):
             self._hits = self._evictions = 0
             self._seconds = []
 
-    def embeddings(self, image: ImageInput, count: int, *, begins: bool = True) -> torch.Tensor:
-        """The embeddings [count, 1 + L, hidden] of an image: inputs, and what L layers add to them.
+    def embeddings(self, media: MediaInput, count: int, *, begins: bool = True) -> torch.Tensor:
+        """The embeddings [count, 1 + L, hidden] of an image or clip: inputs, and what L layers add.
 
         Args:
             begins: the step has its first token.
 
         Raises:
-            RequestFailed: its pixels are gone, or its encoder gives another number.
+            RequestFailed: its arrays are gone, or its encoder gives another number.
         """
-        kept = self._kept.get(image.digest)
+        kept = self._kept.get(media.digest)
         if kept is not None:
-            self._kept.move_to_end(image.digest)
+            self._kept.move_to_end(media.digest)
             self._hits += begins
         else:
-            pixels = fetch(image.pixels)
+            arrays = fetch(media.arrays)
             started = time.perf_counter()
-            kept = self.encode(pixels)
+            kept = self.encode(arrays)
             if kept.is_cuda:  # so far its kernels are only queued
                 torch.cuda.synchronize(kept.device)
             self._seconds.append(time.perf_counter() - started)
             self.num_encoded += 1
-            self._keep(image.digest, kept)
+            self._keep(media.digest, kept)
             if failpoints.ACTIVE:
                 failpoints.ACTIVE.hit("runner.image")
         if len(kept) != count:
-            raise RequestFailed(f"an image has {len(kept)} embeddings for {count} tokens")
+            raise RequestFailed(f"an image or clip has {len(kept)} embeddings for {count} tokens")
         return kept
 
     @torch.inference_mode()
-    def encode(self, pixels: Mapping[str, np.ndarray]) -> torch.Tensor:
-        """The embeddings [N, 1 + L, hidden] of an image, by transformers' own code."""
-        model = self._model
-        fields = {
-            name: torch.from_numpy(np.array(array)).to(model.device)
-            for name, array in pixels.items()
-            if name in self._accepts
-        }
-        fields["pixel_values"] = fields["pixel_values"].to(model.dtype)
+    def encode(self, arrays: Mapping[str, np.ndarray]) -> torch.Tensor:
+        """The embeddings [N, 1 + L, hidden] of an image or clip, by transformers' own code."""
         # A language model on compiled kernels leaves one thread to torch, and the tower is torch's.
         with _torch_threads(self.threads):
-            output = model.get_image_features(**fields, return_dict=True)
+            output = self._tower(arrays, self._model.device, self._model.dtype)
         layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         return torch.stack([_joined(layer) for layer in layers], dim=1)
 
@@ -117,6 +114,6 @@ def _torch_threads(count: int | None) -> Iterator[None]:
 
 
 def _joined(found: Any) -> torch.Tensor:
-    """The rows [N, hidden] of an image, which some models give in parts."""
+    """The rows [N, hidden] of an image or clip, which some models give in parts."""
     parts = [found] if isinstance(found, torch.Tensor) else list(found)
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])

@@ -1,7 +1,7 @@
-"""Loads a vision-language model: its language model over pages, its tower as it is.
+"""Loads a model that reads images, or hears: its language model over pages, its tower as it is.
 
-A model is admitted by a probe, not by its name: one image, cut by chunks, must give the logits that
-the model's own forward gives.
+A model is admitted by a probe, not by its name: one image or clip, cut by chunks, must give the
+logits that the model's own forward gives.
 """
 
 import inspect
@@ -11,32 +11,33 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, PretrainedConfig
+from transformers import PretrainedConfig
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import UnsupportedModel
-from rayfin.actors.images.image_input import ImageInput
-from rayfin.actors.images.processor import (
-    GRID,
-    ImageProcessor,
-    ProcessedImage,
-    put_images,
-)
-from rayfin.actors.images.virtual_ids import put_virtual_ids
+from rayfin.actors.media.audio_processor import AudioProcessor, Samples
+from rayfin.actors.media.image_processor import GRID
+from rayfin.actors.media.kinds import MediaKind, media_kind
+from rayfin.actors.media.load import load_processor
+from rayfin.actors.media.media_input import MediaInput
+from rayfin.actors.media.processed import WORDS, MediaProcessor, ProcessedMedia, put_media
+from rayfin.actors.media.virtual_ids import put_virtual_ids
 from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.models.narrow import keep_narrow
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, set_attention
 from rayfin.actors.runner.models.replace import chunked_logits
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.models.weights import load_model
-from rayfin.actors.runner.vision.encoder import ImageEncoder
-from rayfin.actors.runner.vision.image_slots import ImageSlots, ModelRope
+from rayfin.actors.runner.vision.encoder import MediaEncoder
+from rayfin.actors.runner.vision.media_slots import MediaSlots, ModelRope
 from rayfin.actors.runner.vision.text_view import TextView
+from rayfin.actors.runner.vision.towers import model_class, tensors
 from rayfin.actors.runner.vision.vision_model import VisionModel
 from rayfin.actors.settings.choices import SeesAhead
 from rayfin.actors.settings.uncut import Uncut
 
 PROBE_SIZE = (70, 50)
+PROBE_CLIP = 0.4  # seconds
 PROBE_SLOT = 0
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Largest difference of logits, as a share of the largest one."""
@@ -50,19 +51,19 @@ ROUNDED = 0.5
 
 @dataclass(slots=True)
 class VisionParts:
-    """What a vision-language model has beside its language model."""
+    """What a model that reads images, or hears, has beside its language model."""
 
     model: Any  # transformers' whole model, as long as it is compared
     text: TextView | None
-    processor: ImageProcessor
-    encoder: ImageEncoder
-    slots: ImageSlots
+    processor: MediaProcessor
+    encoder: MediaEncoder
+    slots: MediaSlots
     cache_bytes: int  # of embeddings
     uncut: Uncut = Uncut()  # parts of prompts that no step cuts
 
     def around(self, text: StepModel) -> VisionModel:
         """The model whose language model is ``text``."""
-        return VisionModel(text, self.encoder, self.slots, self.processor.image_token_id)
+        return VisionModel(text, self.encoder, self.slots, self.processor.media_token_id)
 
     def release(self) -> None:
         """Frees the language model's modules; the tower stays."""
@@ -77,9 +78,9 @@ class VisionParts:
 def load_vision(
     args: EngineArgs, config: PretrainedConfig, device: torch.device, ranks: int
 ) -> tuple[TextView, VisionParts | None]:
-    """The language model, and the parts that read images unless it is to be served alone.
+    """The language model, and the parts that read media unless it is to be served alone.
 
-    ``require_equal_images`` is the caller's next step.
+    ``require_equal_media`` is the caller's next step.
 
     Raises:
         InvalidConfig: a file is missing or wrong.
@@ -90,9 +91,10 @@ def load_vision(
         raise UnsupportedModel(f"{name} cannot be shared by several devices", "model")
     if args.serves_lora:
         raise UnsupportedModel(f"{name} cannot be served with LoRA adapters", "enable_lora")
-    processor = ImageProcessor.load(args)
-    attention = {"text_config": ATTENTION, "vision_config": "sdpa", "": "sdpa"}
-    whole = load_model(args, config, device, attention, AutoModelForImageTextToText, narrow=True)
+    kind = media_kind(config) or "image"
+    processor = load_processor(args)
+    maker, attention = model_class(config, kind), _attention(config, kind)
+    whole = load_model(args, config, device, attention, maker, narrow=True)
     text = TextView(whole)
     set_attention(text, ATTENTION)  # type: ignore[arg-type]
     if processor is None:
@@ -102,20 +104,24 @@ def load_vision(
         if getattr(module, "is_causal", True) is False:
             module.is_causal = True  # type: ignore[assignment]
     base: Any = getattr(whole, "model", whole)
-    if not hasattr(base, "get_image_features"):
-        raise UnsupportedModel(f"{name} cannot be served: it has no image features", "model")
     rope = None
-    if hasattr(base, "get_rope_index"):
-        rope = ModelRope(base, processor.image_token_id)
+    if kind == "image" and hasattr(base, "get_rope_index"):
+        rope = ModelRope(base, processor.media_token_id)
     cache_bytes = int(args.mm_encoder_cache_gb * 2**30)
-    encoder = ImageEncoder(base, cache_bytes)
-    return text, VisionParts(whole, text, processor, encoder, ImageSlots(rope), cache_bytes)
+    encoder = MediaEncoder(base, cache_bytes, kind)
+    return text, VisionParts(whole, text, processor, encoder, MediaSlots(rope), cache_bytes)
 
 
-def require_equal_images(
+def _attention(config: PretrainedConfig, kind: MediaKind) -> dict[str, str]:
+    """The attention of each part: over pages in the language model."""
+    towers = ("vision_config",) if kind == "image" else tuple(config.sub_configs)
+    return {**dict.fromkeys((*towers, ""), "sdpa"), "text_config": ATTENTION}
+
+
+def require_equal_media(
     parts: VisionParts, paged: PagedModel, text: StepModel, *, rounded: bool = False
 ) -> None:
-    """Compares a prompt with an image, cut inside it, with the model's own forward.
+    """Compares a prompt with an image or clip, cut inside it, with the model's own forward.
 
     Then the language model's modules are freed, unless ``text`` runs them.
 
@@ -125,12 +131,11 @@ def require_equal_images(
     Raises:
         UnsupportedModel: the logits differ.
     """
-    name = type(parts.model).__name__
-    image = parts.processor.process(probe_image())
-    token = parts.processor.image_token_id
-    place = parts.processor.place_id
-    ids, images = put_images([5, 6, place, 7, 8, 9], [image], token, "model", place)
-    expected = _own_logits(parts, torch.tensor(ids, device=paged.device), image)
+    name, own = type(parts.model).__name__, parts.processor
+    media = own.process(_probe(own))
+    token, place = own.media_token_id, own.place_id
+    ids, images = put_media([5, 6, place, 7, 8, 9], [media], token, "model", place)
+    expected = _own_logits(parts, torch.tensor(ids, device=paged.device), media)
     virtual = put_virtual_ids(np.array(ids, np.int32), images, token)
     limit = ROUNDED if rounded else TOLERANCE.get(paged.dtype, 0.1)
     differences: list[float] = []
@@ -143,9 +148,9 @@ def require_equal_images(
             break
     else:
         raise UnsupportedModel(
-            f"{name} cannot be served with images: over pages its logits differ from its own "
-            f"forward by {min(differences):.1e} of the largest one (language_model_only serves its "
-            "text)",
+            f"{name} cannot be served with {WORDS[own.kind][1]}: over pages its logits differ from "
+            f"its own forward by {min(differences):.1e} of the largest one (language_model_only "
+            "serves its text)",
             "model",
         )
     parts.uncut = Uncut(ahead, images[0].length)
@@ -159,6 +164,16 @@ def _sights(model: Any) -> list[SeesAhead]:
     return ["nothing", "image", "prompt"] if both_ways else ["nothing"]
 
 
+def _probe(processor: MediaProcessor) -> Any:
+    return probe_clip(processor) if isinstance(processor, AudioProcessor) else probe_image()
+
+
+def probe_clip(processor: AudioProcessor) -> Samples:
+    """A short rising tone."""
+    t = np.arange(int(PROBE_CLIP * processor.rate), dtype=np.float32) / processor.rate
+    return (0.5 * np.sin(2 * np.pi * (300 + 2000 * t) * t)).astype(np.float32)
+
+
 def probe_image() -> Image.Image:
     """A small image in which no two places are alike."""
     width, height = PROBE_SIZE
@@ -168,18 +183,14 @@ def probe_image() -> Image.Image:
 
 
 @torch.inference_mode()
-def _own_logits(parts: VisionParts, ids: torch.Tensor, image: ProcessedImage) -> torch.Tensor:
+def _own_logits(parts: VisionParts, ids: torch.Tensor, media: ProcessedMedia) -> torch.Tensor:
     """Logits [T, V] of transformers' forward of the whole model."""
-    fields = {
-        name: torch.from_numpy(np.array(array)).to(ids.device)
-        for name, array in image.pixels.items()
-    }
-    fields["pixel_values"] = fields["pixel_values"].to(parts.model.dtype)
+    fields = tensors(media.arrays, ids.device, parts.model.dtype)
     if GRID in fields:
-        types = (ids == parts.processor.image_token_id).to(torch.int32)
+        types = (ids == parts.processor.media_token_id).to(torch.int32)
         fields["mm_token_type_ids"] = types.unsqueeze(0)
     if TYPES in inspect.signature(parts.model.forward).parameters:
-        is_image = (ids == parts.processor.image_token_id) & parts.processor.types_of_images
+        is_image = (ids == parts.processor.media_token_id) & parts.processor.types_of_images
         fields[TYPES] = is_image.to(torch.int64).unsqueeze(0)
     set_attention(parts.text, "eager")  # type: ignore[arg-type]
     try:
@@ -195,7 +206,7 @@ def _paged_logits(
     paged: PagedModel,
     text: StepModel,
     ids: np.ndarray,
-    images: tuple[ImageInput, ...],
+    images: tuple[MediaInput, ...],
 ) -> torch.Tensor:
     request = NewRequest(
         PROBE_SLOT, Sampling(), len(ids), history=ids, prompt_len=len(ids), images=images

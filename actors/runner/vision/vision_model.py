@@ -1,30 +1,30 @@
-"""A ``StepModel`` whose steps may hold parts of images."""
+"""A ``StepModel`` whose steps may hold parts of images or clips."""
 
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from rayfin.actors.images.image_input import VIRTUAL_TOKENS
+from rayfin.actors.media.media_input import VIRTUAL_TOKENS
 from rayfin.actors.messages import Int64Array
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.step.batch import GivenInputs, StepInputs
-from rayfin.actors.runner.vision.encoder import ImageEncoder
-from rayfin.actors.runner.vision.image_slots import ImageSlots
+from rayfin.actors.runner.vision.encoder import MediaEncoder
+from rayfin.actors.runner.vision.media_slots import MediaSlots
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 
 
 class VisionModel:
-    """Puts the embeddings of images into a step, then runs the language model over it.
+    """Puts the embeddings of images or clips into a step, then runs the language model over it.
 
     A step without them runs as that of a text model.
     """
 
     def __init__(
-        self, text: StepModel, encoder: ImageEncoder, slots: ImageSlots, image_token_id: int
+        self, text: StepModel, encoder: MediaEncoder, slots: MediaSlots, media_token_id: int
     ) -> None:
         self.text, self.encoder, self.slots = text, encoder, slots
-        self._image_token_id = image_token_id
+        self._media_token_id = media_token_id
 
     @property
     def layouts(self) -> list[KVLayout]:
@@ -45,7 +45,7 @@ class VisionModel:
             self._put_images(inputs)
         # Also without images: a draft may be copied from an earlier prompt that had some.
         virtual = inputs.input_ids < VIRTUAL_TOKENS
-        inputs.input_ids = inputs.input_ids.masked_fill(virtual, self._image_token_id)
+        inputs.input_ids = inputs.input_ids.masked_fill(virtual, self._media_token_id)
         return self.text.forward(inputs)
 
     def _put_images(self, inputs: StepInputs) -> None:

@@ -22,7 +22,7 @@ from rayfin.deployments.guidance.tool_choice import (
 from rayfin.deployments.requests.prompts import WrittenPrompt, read_prompts
 from rayfin.deployments.requests.settings import MAX_CHOICES
 from rayfin.deployments.text.checks import as_choice, as_list, missing
-from rayfin.deployments.text.messages import MAX_MESSAGES, has_named_image
+from rayfin.deployments.text.messages import MAX_MESSAGES, has_named_media
 
 GIVEN_PROMPT = "kv_transfer_params.prompt_token_ids"
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -141,8 +141,8 @@ class ChatCompletionRequest(_CompletionBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def ignored_fields(self) -> list[str]:
-        """Also an image's ``uuid``: its content names it, for another's could have that name."""
-        named = ["messages.content.uuid"] if has_named_image(self.messages) else []
+        """Also the ``uuid`` of media: their content names them, for others could have that name."""
+        named = ["messages.content.uuid"] if has_named_media(self.messages) else []
         return super().ignored_fields() + named
 
     def conversations(self) -> list[Any]:

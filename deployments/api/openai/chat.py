@@ -31,7 +31,7 @@ from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.http.json_body import renamed_paths
 from rayfin.deployments.http.sse import event
-from rayfin.deployments.requests.prompts import truncated
+from rayfin.deployments.requests.prompts import MEDIA, truncated
 from rayfin.deployments.text.messages import count_calls, plain_messages, text_of
 from rayfin.deployments.text.opening import ChatPrompt
 from rayfin.deployments.text.output import TextDelta
@@ -82,7 +82,7 @@ class ChatAdapter(CompletionAdapter):
                     "Either all or none of the conversations of a batch may end in a thought.", path
                 )
             side = body.truncation_side or "left"
-            whole = "images" if rendered.images else "prompt_embeds" if rendered.embeds else ""
+            whole = MEDIA if rendered.images else "prompt_embeds" if rendered.embeds else ""
             ids = truncated(rendered.ids, params, service.max_model_len, side, uncut=whole)
             param = path if given is None else GIVEN_PROMPT
             echo = self._echo(messages)
@@ -116,7 +116,7 @@ class ChatAdapter(CompletionAdapter):
         if mark_embeds(messages) is not None:
             message = "echo does not go with parts of type prompt_embeds: they are no text."
             raise InvalidRequest(message, "echo")
-        last = plain_messages(messages, images=self._service.media is not None)[-1]
+        last = plain_messages(messages, media=self._service.reads)[-1]
         return text_of(last["content"]) if last["role"] == self._role(messages) else ""
 
     async def _render(self, messages: Any, given: list[int] | None) -> ChatPrompt:

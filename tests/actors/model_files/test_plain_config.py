@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.images.processor import model_reads_images
+from rayfin.actors.media.kinds import model_media
 from rayfin.actors.model_files.files import find_file
 from rayfin.actors.model_files.plain_config import DECODERS, is_known_decoder
 from rayfin.actors.runner.models.config import load_config
@@ -34,11 +34,11 @@ def test_known_families_are_decoders_of_text(kind: str, tmp_path: Path) -> None:
     held = {"model_type": kind, "architectures": ["AnyForCausalLM"]}
     args = EngineArgs(model=folder_of(held, tmp_path))
     assert is_known_decoder(args)
-    assert not model_reads_images(args)
+    assert not model_media(args)
     load_config(args)  # refuses what is no decoder
     asked = EngineArgs(model=args.model, hf_overrides={"use_cache": True})
     assert not is_known_decoder(asked)
-    assert not model_reads_images(asked)  # as transformers has it
+    assert not model_media(asked)  # as transformers has it
 
 
 @pytest.mark.parametrize(

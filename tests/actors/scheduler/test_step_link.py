@@ -12,7 +12,7 @@ import ray
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import CallLost, EngineUnavailable, Fenced, RunnerGroupFailed, StepMissing
-from rayfin.actors.images.image_input import ImageInput
+from rayfin.actors.media.media_input import MediaInput
 from rayfin.actors.messages import NewRequest, Sampling, SchedulerInfo, StepResult
 from rayfin.actors.processes.local_socket import Acceptor
 from rayfin.actors.runner.step.step_socket import StepSocket
@@ -135,7 +135,7 @@ def test_why_a_step_failed(
 
 
 def test_arrays_in_the_object_store_do_not_go_by_it(link: StepLink) -> None:
-    image = ImageInput(b"digest", 0, 1, pixels="a reference")
+    image = MediaInput(b"digest", 0, 1, arrays="a reference")
     assert link.takes(step(0))
     assert link.takes(step(0, new_requests=[NewRequest(0, Sampling(), 9)]))
     assert not link.takes(step(0, new_requests=[NewRequest(0, Sampling(), 9, images=(image,))]))

@@ -16,7 +16,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from rayfin.actors.errors import EngineUnavailable, InvalidRequest, RequestFailed
-from rayfin.actors.images.image_input import ImageInput
+from rayfin.actors.media.media_input import MediaInput
 from rayfin.actors.messages import (
     Ended,
     EngineInfo,
@@ -163,7 +163,7 @@ async def client(
     client.close()
 
 
-def request(images: tuple[ImageInput, ...] = ()) -> EngineRequest:
+def request(images: tuple[MediaInput, ...] = ()) -> EngineRequest:
     prompt = np.array([1], np.int32)
     key = next(KEYS)
     return EngineRequest(f"r{key}", prompt, Sampling(), StopRules(9), key=key, images=images)
@@ -225,7 +225,7 @@ async def test_arrays_in_the_object_store_go_by_ray_and_so_does_their_abort(
     client: EnginePool, schedulers: list[Scheduler]
 ) -> None:
     await client.info()
-    image = ImageInput(b"digest", 0, 1, pixels="a reference")
+    image = MediaInput(b"digest", 0, 1, arrays="a reference")
     pictured, plain = request((image,)), request()
     reading = [asyncio.create_task(read(client, one)) for one in (pictured, plain)]
     (by_link,) = (await schedulers[0].heard()).requests

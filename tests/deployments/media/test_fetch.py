@@ -68,7 +68,7 @@ async def test_refused_addresses(url: str) -> None:
         await MediaFetcher(MediaSettings(timeout=5.0)).fetch(url, "messages[0]", LIMIT)
     assert refused.value.code == "media_url_refused" and refused.value.param == "messages[0]"
     assert str(refused.value) == (
-        "'messages[0]': this address of an image is refused. Send the image as a data: address."
+        "'messages[0]': this address is refused. Send the file as a data: address."
     )
 
 

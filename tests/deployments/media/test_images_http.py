@@ -18,12 +18,12 @@ from PIL import Image
 from inline_client import InlineClient
 from rayfin import LLM, BeamSearchParams, SamplingParams
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.images.image_input import VIRTUAL_TOKENS
+from rayfin.actors.media.media_input import VIRTUAL_TOKENS
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.api.responses.store import ResponseStore
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
 from rayfin.deployments.generation.service import OpenAIService
-from rayfin.deployments.media.parts import ImagePart
+from rayfin.deployments.media.parts import MediaPart
 from rayfin.deployments.media.reader import MediaReader
 from rayfin.deployments.media.settings import MediaSettings
 from rayfin.deployments.text.parsing.detect import detect
@@ -226,7 +226,7 @@ async def test_tokenize_expands(client: httpx.AsyncClient, tiny: VisionModel) ->
 
 async def test_a_written_place_is_text(client: httpx.AsyncClient, tiny: VisionModel) -> None:
     """What a user writes is never a place of an image."""
-    content = f"{tiny.processor.image_token} hello"
+    content = f"{tiny.processor.token} hello"
     body = {**CHAT, "messages": [{"role": "user", "content": content}]}
     reply = await client.post("/v1/chat/completions", json=body)
     assert reply.status_code == 200 and IMAGE not in reply.json()["prompt_token_ids"]
@@ -309,13 +309,13 @@ async def test_bytes_are_decoded_off_the_event_loop(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: set[str] = set()
-    real = ImagePart.file
+    real = MediaPart.file
 
-    def file(part: ImagePart) -> bytes:
+    def file(part: MediaPart) -> bytes:
         threads.add(threading.current_thread().name)
         return real(part)
 
-    monkeypatch.setattr(ImagePart, "file", file)
+    monkeypatch.setattr(MediaPart, "file", file)
     body = {**CHAT, "messages": [{"role": "user", "content": [GOOD, GOOD]}]}
     assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
     assert threads and all(name.startswith("media") for name in threads)
@@ -412,7 +412,7 @@ def test_llm_methods_without_images(llm: LLM) -> None:
 def test_llm(llm: LLM, tiny: VisionModel) -> None:
     params = SamplingParams(temperature=0, max_tokens=OUTPUT)
     prompt, tokens = expected(tiny, "what ", picture(1), " is")
-    place = tiny.processor.image_token
+    place = tiny.processor.token
     if tiny.family.startswith("qwen"):
         place = f"<|vision_start|>{place}<|vision_end|>"
     data = {"prompt": f"what {place} is", "multi_modal_data": {"image": picture(1)}}

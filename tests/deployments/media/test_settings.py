@@ -12,7 +12,7 @@ from PIL import Image
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, InvalidRequest
 from rayfin.deployments import app
-from rayfin.deployments.http.body_limits import MAX_BODY_BYTES, MAX_IMAGES_BODY_BYTES
+from rayfin.deployments.http.body_limits import MAX_BODY_BYTES, MAX_MEDIA_BODY_BYTES
 from rayfin.deployments.media.reader import MediaReader
 from rayfin.deployments.media.settings import MediaSettings
 from rayfin.deployments.serve.server_args import ServerArgs
@@ -120,4 +120,4 @@ def test_bodies_may_be_larger_where_images_are_read(
         (reading, ServerArgs()),
     ):
         app.bind_app(server, engine)
-    assert edges == [MAX_IMAGES_BODY_BYTES, 1000, MAX_BODY_BYTES]
+    assert edges == [MAX_MEDIA_BODY_BYTES, 1000, MAX_BODY_BYTES]

@@ -14,11 +14,11 @@ from rayfin.actors import failpoints
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InjectedFault, RequestFailed
 from rayfin.actors.failpoints import Failpoints
-from rayfin.actors.images.image_input import ImageInput
+from rayfin.actors.media.media_input import MediaInput
 from rayfin.actors.messages import StepResult
 from rayfin.actors.runner.loading import load
 from rayfin.actors.runner.models.narrow import NarrowWeight
-from rayfin.actors.runner.vision.encoder import ImageEncoder
+from rayfin.actors.runner.vision.encoder import MediaEncoder
 from vision_models import VisionModel, picture
 
 
@@ -27,12 +27,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
     return VisionModel("llava", tmp_path_factory.mktemp("llava"))
 
 
-def image_of(tiny: VisionModel, seed: int) -> tuple[ImageInput, int]:
+def image_of(tiny: VisionModel, seed: int) -> tuple[MediaInput, int]:
     made = tiny.processor.process(picture(seed))
-    return ImageInput(made.digest, 0, len(made.ids), made.pixels), len(made.ids)
+    return MediaInput(made.digest, 0, len(made.ids), made.arrays), len(made.ids)
 
 
-def used(encoder: ImageEncoder) -> Any:
+def used(encoder: MediaEncoder) -> Any:
     """What the next result says of images."""
     info: Any = None
     result = StepResult(0, 0, np.zeros((1, 1), np.int32))
@@ -43,10 +43,10 @@ def used(encoder: ImageEncoder) -> Any:
 def test_the_least_recently_used_goes_first(tiny: VisionModel) -> None:
     first, second, third = (image_of(tiny, seed) for seed in (1, 2, 3))
     base = tiny.model.model
-    one = ImageEncoder(base, 2**30).embeddings(*first)
-    encoder = ImageEncoder(base, 2 * one.nbytes)
+    one = MediaEncoder(base, 2**30).embeddings(*first)
+    encoder = MediaEncoder(base, 2 * one.nbytes)
     for image in (first, second, first, third, first):
-        assert torch.equal(encoder.embeddings(*image), ImageEncoder(base, 0).embeddings(*image))
+        assert torch.equal(encoder.embeddings(*image), MediaEncoder(base, 0).embeddings(*image))
     assert encoder.num_encoded == 3 and encoder.num_bytes == 2 * one.nbytes
     usage = used(encoder)
     assert (usage.hits, usage.evictions, len(usage.seconds)) == (2, 1, 3)
@@ -58,14 +58,14 @@ def test_the_least_recently_used_goes_first(tiny: VisionModel) -> None:
 def test_another_number_of_embeddings_fails_the_request(tiny: VisionModel) -> None:
     image, count = image_of(tiny, 1)
     with pytest.raises(RequestFailed, match=f"{count} embeddings for {count + 1} tokens"):
-        ImageEncoder(tiny.model.model, 0).embeddings(image, count + 1)
+        MediaEncoder(tiny.model.model, 0).embeddings(image, count + 1)
 
 
 def test_a_fault_strikes_once_an_image_is_encoded(
     tiny: VisionModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failpoints, "ACTIVE", Failpoints("runner.image=raise"))
-    encoder = ImageEncoder(tiny.model.model, 2**30)
+    encoder = MediaEncoder(tiny.model.model, 2**30)
     with pytest.raises(InjectedFault):
         encoder.embeddings(*image_of(tiny, 1))
     encoder.embeddings(*image_of(tiny, 1))  # it has them now
@@ -83,7 +83,7 @@ def test_the_tower_runs_on_its_own_number_of_threads(
         return own(pixel_values=pixel_values, **fields)
 
     monkeypatch.setattr(base, "get_image_features", watched)
-    encoder, before = ImageEncoder(base, 0), torch.get_num_threads()
+    encoder, before = MediaEncoder(base, 0), torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         encoder.threads = 2
@@ -115,7 +115,7 @@ def test_a_tower_keeps_the_16_bits_of_its_checkpoint(tiny: VisionModel, tmp_path
     assert {weight.numbers().dtype for weight in weights} == {torch.bfloat16}
     before = encoder.embeddings(image, count)
     wide = make.from_pretrained(tmp_path, dtype=torch.float32)
-    assert torch.equal(ImageEncoder(wide.model, 0).embeddings(image, count), before)
+    assert torch.equal(MediaEncoder(wide.model, 0).embeddings(image, count), before)
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.write(bytes((tmp_path / "model.safetensors").stat().st_size))
     encoder.clear()

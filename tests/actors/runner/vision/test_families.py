@@ -217,7 +217,7 @@ def test_an_image_is_encoded_once(llava: VisionModel, served: Make, request_of: 
 def test_lost_pixels_fail_one_request(llava: VisionModel, served: Make, request_of: Make) -> None:
     engine = served(llava.folder)
     lost = llava.prompt(BEFORE, picture(5), AFTER)
-    broken = (replace(lost[1][0], pixels={"pixel_values": lost[1][0].pixels["pixel_values"][0]}),)
+    broken = (replace(lost[1][0], arrays={"pixel_values": lost[1][0].arrays["pixel_values"][0]}),)
     good = llava.prompt(AFTER, picture(6))
     tokens = engine.run(_request(request_of, 0, (lost[0], broken)), _request(request_of, 1, good))
     assert engine.reasons[0] == "error" and tokens[1] == llava.greedy(*good, OUTPUT)
@@ -229,7 +229,7 @@ def test_images_that_no_step_holds(made: Make, served: Make, engine_args: Make) 
     with pytest.raises(InvalidConfig, match="max_batch_tokens .19. must be at least 20"):
         served(tiny.folder, max_batch_tokens=19, max_decoding_batch=4)
     config = served(tiny.folder, **_settings(tiny, 20)).config
-    info = EngineInfo("a", config.max_model_len, 512, 99, 4, image_token_id=3, uncut=config.uncut)
+    info = EngineInfo("a", config.max_model_len, 512, 99, 4, media_token_id=3, uncut=config.uncut)
     ids, (image,) = tiny.prompt(BEFORE, picture(1), AFTER)
     plain = [max(token, 3) for token in ids]
     settings: dict[str, Any] = {"request_id": "a", "eos_token_ids": [EOS]}
@@ -248,14 +248,14 @@ def test_gemma_without_a_processor_reads_text(
     for name in ("preprocessor_config.json", "processor_config.json"):
         (tmp_path / "text" / name).unlink()
     engine = served(tmp_path / "text")
-    assert engine.config.image_token_id is None
+    assert engine.config.media_token_id is None
     prompt = tiny.prompt(BEFORE, AFTER)
     assert engine.run(_request(request_of, 0, prompt))[0] == tiny.greedy(*prompt, OUTPUT)
 
 
 def test_text_only_on_request(llava: VisionModel, served: Make, request_of: Make) -> None:
     engine = served(llava.folder, language_model_only=True)
-    assert engine.config.image_token_id is None
+    assert engine.config.media_token_id is None
     prompt = llava.prompt(BEFORE, AFTER)
     assert engine.run(_request(request_of, 0, prompt))[0] == llava.greedy(*prompt, OUTPUT)
 

@@ -9,8 +9,8 @@ from rayfin.actors.errors import RequestFailed
 from rayfin.actors.timing import PIXELS_SECONDS
 
 
-def fetch(arrays: Any, what: str = "an image") -> Mapping[str, np.ndarray]:
-    """The arrays that ``ImageInput.pixels``, say, stands for; ``what`` names them in errors.
+def fetch(arrays: Any, what: str = "an image or clip") -> Mapping[str, np.ndarray]:
+    """The arrays that ``MediaInput.arrays``, say, stands for; ``what`` names them in errors.
 
     Raises:
         RequestFailed: the process that had them is gone.

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.images.image_input import VIRTUAL_TOKENS
-from rayfin.actors.images.processor import ProcessedImage, digest, put_images
-from rayfin.actors.images.virtual_ids import put_virtual_ids, virtual_ids
+from rayfin.actors.media.media_input import VIRTUAL_TOKENS
+from rayfin.actors.media.processed import ProcessedMedia, digest, put_media
+from rayfin.actors.media.virtual_ids import put_virtual_ids, virtual_ids
 from vision_models import IMAGE, VisionModel, picture
 
 
@@ -32,8 +32,8 @@ def test_digest_sees_names_types_shapes_and_bytes() -> None:
 
 
 def test_places_are_filled_in_order() -> None:
-    images = [ProcessedImage(name, {}, [7, IMAGE, 8, IMAGE, 9]) for name in (b"a", b"b")]
-    ids, inputs = put_images([5, IMAGE, 6, IMAGE], images, IMAGE, "messages")
+    images = [ProcessedMedia(name, {}, [7, IMAGE, 8, IMAGE, 9]) for name in (b"a", b"b")]
+    ids, inputs = put_media([5, IMAGE, 6, IMAGE], images, IMAGE, "messages")
     assert [(image.digest, image.start, image.length) for image in inputs] == [
         (b"a", 2, 3),
         (b"b", 8, 3),
@@ -45,7 +45,7 @@ def test_places_are_filled_in_order() -> None:
     assert virtual[[8, 10]].tolist() == virtual_ids(b"b", 2).tolist()
     for count in (0, 1, 3):
         with pytest.raises(InvalidRequest, match="places for 2 images"):
-            put_images([5, IMAGE, 6, IMAGE], (images * 2)[:count], IMAGE, "messages")
+            put_media([5, IMAGE, 6, IMAGE], (images * 2)[:count], IMAGE, "messages")
 
 
 def test_equal_pictures_have_equal_tokens(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Images and embeddings of offline prompts, and prompts in all the forms that ``LLM`` takes."""
+"""Media and embeddings of offline prompts, and prompts in all the forms that ``LLM`` takes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +9,9 @@ import numpy as np
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.embeds.prompt_embeds import PromptEmbeds
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.images.processor import ImageProcessor
+from rayfin.actors.media.kinds import MediaKind
+from rayfin.actors.media.load import load_processor
+from rayfin.actors.media.processed import WORDS
 from rayfin.actors.messages import EngineInfo, Int32Array
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.embeds.parts import mark_embeds, place_embeds, read_parts_now
@@ -24,17 +26,18 @@ from rayfin.deployments.requests.prompts import (
     read_prompts,
     truncated,
 )
+from rayfin.deployments.text.messages import READS
 from rayfin.deployments.text.opening import ChatPrompt
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 DATA = "multi_modal_data"
 
 
-class OfflineImages:
-    """Puts the images of prompts in place; of a model that reads text only it refuses them."""
+class OfflineMedia:
+    """Puts images or clips of prompts in place; those that a model does not read are refused."""
 
     def __init__(self, args: EngineArgs, settings: MediaSettings, *, remote: bool) -> None:
-        processor = ImageProcessor.load(args)
+        processor = load_processor(args)
         self.media: MediaReader | None = None
         put = None
         if remote:
@@ -48,30 +51,30 @@ class OfflineImages:
     def place(
         self, prompts: Sequence[WrittenPrompt], tokens: Sequence[list[int]]
     ) -> tuple[list[WrittenPrompt], list[list[int]]]:
-        """Replaces the image tokens of prompts by those of their pictures."""
+        """Replaces the places of images or clips in prompts by their tokens."""
         placed = [self._place(*each) for each in zip(prompts, tokens, strict=True)]
         return [prompt for prompt, _ in placed], [ids for _, ids in placed]
 
     def chat(
         self, render: Callable[..., ChatPrompt], messages: Any, info: EngineInfo
     ) -> ChatPrompt:
-        """A conversation as a prompt, with its images and embeddings in their places.
+        """A conversation as a prompt, with its media and embeddings in their places.
 
         Args:
             render: ``render_prompt`` without the messages, and without what they have.
         """
-        shows = self.media is not None
+        reads = None if self.media is None else self.media.kind
         marked = mark_embeds(messages)
         if marked is not None:
             rows = read_parts_now(marked, self._embeds, info, tensor_of)
-            prompt = render(marked.messages, images=shows, marked=marked)
+            prompt = render(marked.messages, media=reads, marked=marked)
             ids, placed = place_embeds(prompt.ids, rows)
             return replace(prompt, ids=ids, embeds=placed)
-        prompt = render(messages, images=shows)
-        images = [] if self.media is None else self.media.read_now(messages, "messages")
-        if self.media is None or not images:
+        prompt = render(messages, media=reads)
+        media = [] if self.media is None else self.media.read_now(messages, "messages")
+        if self.media is None or not media:
             return prompt
-        ids, inputs = self.media.place(prompt.ids, images, "messages")
+        ids, inputs = self.media.place(prompt.ids, media, "messages")
         return replace(prompt, ids=ids, images=inputs)
 
     def embeds(
@@ -99,22 +102,24 @@ class OfflineImages:
 
     def shown(self, prompt: Int32Array) -> list[int]:
         """The ids of a prompt as users see them; embeddings are -1 in them."""
-        token = -1 if self.media is None else self.media.image_token_id
+        token = -1 if self.media is None else self.media.media_token_id
         ids: list[int] = np.where(prompt < 0, token, prompt).tolist()
         return ids
 
     def _place(self, prompt: WrittenPrompt, ids: list[int]) -> tuple[WrittenPrompt, list[int]]:
-        if not prompt.pictures:
+        if not prompt.given:
             return prompt, ids
         param = f"{prompt.param}.{DATA}"
-        if self.media is None:
+        if self.media is None or self.media.kind != prompt.kind:
+            words = WORDS[prompt.kind][1].capitalize()
+            reads = None if self.media is None else self.media.kind
             raise InvalidRequest(
-                "Images are not supported: this model reads text only.",
+                f"{words} are not supported: this model reads {READS[reads]} only.",
                 param,
                 "unsupported_content",
             )
-        images = self.media.read_pictures(prompt.pictures, f"{param}.image")
-        whole, inputs = self.media.place(ids, images, param)
+        media = self.media.read_given(prompt.given, f"{param}.{prompt.kind}")
+        whole, inputs = self.media.place(ids, media, param)
         return replace(prompt, images=inputs), whole
 
 
@@ -129,31 +134,31 @@ def list_prompts(prompts: Any, *, embeds: bool = False) -> list[WrittenPrompt]:
         return []
     several = not isinstance(items, str | Mapping) and not isinstance(items[0], int)
     each = items if several else [items]
-    pictures = [_pictures(item, place) for place, item in enumerate(each)]
+    media = [_media(item, place) for place, item in enumerate(each)]
     tensors = [_tensor(item, place) if embeds else None for place, item in enumerate(each)]
     texts = [_text_side(*both) for both in zip(each, tensors, strict=True)]
     written = read_prompts(texts if several else texts[0], mixed=True)
-    parts = zip(written, pictures, tensors, strict=True)
-    return [replace(one, pictures=own, tensor=tensor) for one, own, tensor in parts]
+    parts = zip(written, media, tensors, strict=True)
+    return [replace(one, given=own, kind=kind, tensor=tensor) for one, (kind, own), tensor in parts]
 
 
 def list_texts(prompts: Any) -> list[WrittenPrompt]:
-    """Reads prompts as `list_prompts` does, for methods that take no images.
+    """Reads prompts as `list_prompts` does, for methods that take no media.
 
     Raises:
-        InvalidRequest: a prompt has images.
+        InvalidRequest: a prompt has some.
     """
     listed = list_prompts(prompts)
     for place, prompt in enumerate(listed):
-        if prompt.pictures:
+        if prompt.given:
             path = f"prompt[{place}].{DATA}"
-            message = f"{path}: only generate and chat support images."
+            message = f"{path}: only generate and chat support {WORDS[prompt.kind][1]}."
             raise InvalidRequest(message, path, "unsupported_content")
     return listed
 
 
 def _text_side(item: Any, tensor: Tensor | None) -> Any:
-    """A prompt without its images and embeddings, for which ids of 0 stand."""
+    """A prompt without its media and embeddings, for which ids of 0 stand."""
     if not isinstance(item, Mapping):
         return item
     if tensor is None:
@@ -196,17 +201,29 @@ def tensor_of(value: Any) -> Tensor:
     return Tensor(value, name)
 
 
-def _pictures(prompt: Any, place: int) -> tuple[Any, ...]:
+def _media(prompt: Any, place: int) -> tuple[MediaKind, tuple[Any, ...]]:
+    """The images or clips of a prompt: one, or a list."""
     data = prompt.get(DATA) if isinstance(prompt, Mapping) else None
     if data is None:
-        return ()
+        return "image", ()
     path = f"prompt[{place}].{DATA}"
-    if not isinstance(data, Mapping) or not data.keys() <= {"image"}:
-        raise InvalidRequest(f"{path} has images only, as 'image'.", path, "unsupported_content")
+    if not isinstance(data, Mapping) or data.keys() not in ({"image"}, {"audio"}, set()):
+        raise InvalidRequest(
+            f"{path} has images as 'image', or clips as 'audio'.", path, "unsupported_content"
+        )
+    if (clips := data.get("audio")) is not None:
+        return "audio", _clips(clips)
     images = data.get("image")
     if images is None:
-        return ()
-    return tuple(images) if isinstance(images, list | tuple) else (images,)
+        return "image", ()
+    return "image", tuple(images) if isinstance(images, list | tuple) else (images,)
+
+
+def _clips(given: Any) -> tuple[Any, ...]:
+    """A list of clips, or one: samples, or a pair of them and their rate."""
+    if isinstance(given, list) and not (given and isinstance(given[0], int | float)):
+        return tuple(given)
+    return (given,)
 
 
 def _plain(items: Any) -> list[Any]:

@@ -1,22 +1,22 @@
-"""An image of a prompt, as messages carry it."""
+"""An image or a clip of audio in a prompt, as messages carry it."""
 
 from dataclasses import dataclass
 from typing import Any
 
 VIRTUAL_TOKENS = -1
-"""Ids below this are tokens of images: which ones they are depends on the image alone."""
+"""Ids below this are tokens of media: which ones they are depends on the image or clip alone."""
 
 
 @dataclass(slots=True, frozen=True)
-class ImageInput:
-    """An image of a prompt: which of its tokens are the image's, and what its encoder reads.
+class MediaInput:
+    """An image or clip of a prompt: which tokens are its own, and what its encoder reads.
 
-    ``pixels`` goes from the ingress to the runner unread: the arrays themselves, by the names that
+    ``arrays`` go from the ingress to the runner unread: the arrays themselves, by the names that
     the model gives them, or a Ray reference to them.
     """
 
     digest: bytes  # of what the encoder reads; the same image has the same one
     start: int  # position of its first token in the prompt ...
     length: int  # ... and the tokens up to its last one, ordinary ones between them included
-    pixels: Any
+    arrays: Any
     grid: tuple[int, ...] = ()  # patches in time, height and width, where positions depend on them

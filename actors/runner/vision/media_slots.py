@@ -1,4 +1,4 @@
-"""The images of the running requests, by slot, and the positions of the tokens around them."""
+"""Images and clips of the running requests, by slot, and positions of the tokens around them."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -6,22 +6,22 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from rayfin.actors.images.image_input import VIRTUAL_TOKENS, ImageInput
+from rayfin.actors.media.media_input import VIRTUAL_TOKENS, MediaInput
 from rayfin.actors.messages import Int32Array, Int64Array, NewRequest, SchedulerInfo
 from rayfin.actors.runner.observers import Observer
 from rayfin.actors.settings.choices import SeesAhead
 
 
 class Placed(NamedTuple):
-    """An image and the positions [N] of the tokens that stand for its embeddings, rising."""
+    """An image or clip, and the positions [N] of tokens that stand for its embeddings, rising."""
 
-    image: ImageInput
+    image: MediaInput
     at: Int64Array
 
 
 @dataclass(frozen=True, slots=True)
-class SlotImages:
-    """The images of one request."""
+class SlotMedia:
+    """The images and clips of one request."""
 
     placed: tuple[Placed, ...]
     rope: Int64Array | None  # [3, P] of the prompt's tokens, in time, height and width
@@ -51,22 +51,22 @@ class SlotImages:
 class RopeIndex(Protocol):
     """Gives the rotary positions [3, P] of a prompt [P] with ``images``."""
 
-    def __call__(self, prompt: Int32Array, images: tuple[ImageInput, ...]) -> Int64Array: ...
+    def __call__(self, prompt: Int32Array, images: tuple[MediaInput, ...]) -> Int64Array: ...
 
 
-class ImageSlots(Observer):
-    """Mirrors which running requests have images, by the diffs of steps."""
+class MediaSlots(Observer):
+    """Mirrors which running requests have images or clips, by the diffs of steps."""
 
     def __init__(self, rope_index: RopeIndex | None) -> None:
         self._rope_index = rope_index
         self.ahead: SeesAhead = "nothing"  # which later tokens those of a prompt see
-        self._slots: dict[int, SlotImages] = {}
+        self._slots: dict[int, SlotMedia] = {}
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    def get(self, slot: int) -> SlotImages | None:
-        """The images of the slot's request, if it has any."""
+    def get(self, slot: int) -> SlotMedia | None:
+        """Those of the slot's request, if it has any."""
         return self._slots.get(slot)
 
     def before(self, info: SchedulerInfo) -> None:
@@ -84,9 +84,9 @@ class ImageSlots(Observer):
     def close(self) -> None:
         self._slots.clear()
 
-    def _read(self, new: NewRequest) -> SlotImages:
+    def _read(self, new: NewRequest) -> SlotMedia:
         if not new.images:
-            return SlotImages((), None, whole=((0, new.prompt_len - 1),))
+            return SlotMedia((), None, whole=((0, new.prompt_len - 1),))
         assert new.history is not None
         prompt = new.history[: new.prompt_len]
         placed = []
@@ -99,10 +99,10 @@ class ImageSlots(Observer):
         elif self.ahead == "image":
             whole = [run for _, at in placed for run in _runs(at)]
         if self._rope_index is None:
-            return SlotImages(tuple(placed), None, whole=tuple(whole))
+            return SlotMedia(tuple(placed), None, whole=tuple(whole))
         rope = self._rope_index(prompt, new.images)
         delta = int(rope.max()) + 1 - len(prompt)
-        return SlotImages(tuple(placed), rope, delta, tuple(whole))
+        return SlotMedia(tuple(placed), rope, delta, tuple(whole))
 
 
 def _runs(at: Int64Array) -> list[tuple[int, int]]:
@@ -114,12 +114,12 @@ def _runs(at: Int64Array) -> list[tuple[int, int]]:
 class ModelRope:
     """``RopeIndex`` by the model's own ``get_rope_index``."""
 
-    def __init__(self, model: Any, image_token_id: int) -> None:
-        self._model, self._image_token_id = model, image_token_id
+    def __init__(self, model: Any, media_token_id: int) -> None:
+        self._model, self._media_token_id = model, media_token_id
 
-    def __call__(self, prompt: Int32Array, images: tuple[ImageInput, ...]) -> Int64Array:
+    def __call__(self, prompt: Int32Array, images: tuple[MediaInput, ...]) -> Int64Array:
         virtual = prompt < VIRTUAL_TOKENS
-        ids = torch.from_numpy(np.where(virtual, self._image_token_id, prompt).astype(np.int64))
+        ids = torch.from_numpy(np.where(virtual, self._media_token_id, prompt).astype(np.int64))
         positions, _ = self._model.get_rope_index(
             input_ids=ids.unsqueeze(0),
             mm_token_type_ids=torch.from_numpy(virtual.astype(np.int32)).unsqueeze(0),

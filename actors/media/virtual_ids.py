@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rayfin.actors.images.image_input import VIRTUAL_TOKENS, ImageInput
+from rayfin.actors.media.media_input import VIRTUAL_TOKENS, MediaInput
 from rayfin.actors.messages import Int32Array
 
 BITS = 30
@@ -24,12 +24,12 @@ def virtual_ids(digest: bytes, count: int) -> Int32Array:
 
 
 def put_virtual_ids(
-    prompt: Int32Array, images: Sequence[ImageInput], image_token_id: int
+    prompt: Int32Array, images: Sequence[MediaInput], media_token_id: int
 ) -> Int32Array:
     """The prompt [P] in which the tokens of images have ids of their own."""
     whole = prompt.copy()
     for image in images:
         own = whole[image.start : image.start + image.length]
-        places = own == image_token_id
+        places = own == media_token_id
         own[places] = virtual_ids(image.digest, int(places.sum()))
     return whole

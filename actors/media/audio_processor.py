@@ -1,0 +1,151 @@
+"""A clip of audio as its model's encoder reads it, and the tokens that stand for it in a prompt.
+
+Both come from transformers' processor of the model. A clip is processed alone, so what its encoder
+gets never depends on the clips beside it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.media.assemble import assembled
+from rayfin.actors.media.kinds import MediaKind
+from rayfin.actors.media.processed import ProcessedMedia, ReplacingText, as_arrays, processed
+
+Samples: TypeAlias = npt.NDArray[np.float32]
+"""A clip [N] in [-1, 1], of one channel at the processor's rate."""
+
+FOR_PROMPTS = {"num_audio_tokens", "audio_embed_sizes"}
+"""What audio processors give for the sake of the prompt alone."""
+
+CODE = "invalid_audio"
+TRANSCRIBE = "Transcribe the speech in this audio. Answer with the transcript alone."
+
+
+@dataclass(frozen=True, slots=True)
+class Transcription:
+    """How a model is asked to write down a clip."""
+
+    instruction: str = TRANSCRIBE
+    audio_first: bool = True  # the clip comes before the instruction
+    text: str | None = None  # the whole prompt around the clip's place; None: a chat with these two
+    language: str = ""  # in such a text behind its place, if the request names one: "lang:{}"
+    end: str = ""  # behind that
+
+
+class AudioProcessor:
+    """The audio side of a model's processor (``MediaProcessor``)."""
+
+    kind: MediaKind = "audio"
+    types_of_images = False
+
+    def __init__(self, processor: Any, settings: Mapping[str, Any]) -> None:
+        self._processor = processor
+        extractor, tokenizer = processor._audio_processor, processor.tokenizer
+        self.rate = int(extractor.sampling_rate)
+        """Samples a second of the clips that ``process`` takes."""
+        merged = processor._merge_kwargs(tokenizer_init_kwargs=tokenizer.init_kwargs, **settings)
+        self._options = {
+            "return_tensors": "np",
+            **merged["audio_kwargs"],
+            "sampling_rate": self.rate,
+        }
+        self.token = str(processor.audio_token)
+        self.place_id = self.media_token_id = int(tokenizer.convert_tokens_to_ids(self.token))
+        self.max_seconds = _longest(processor, self._options, self.rate)
+        """Of a clip that the processor does not cut; None: it cuts none."""
+        self._for_prompts = FOR_PROMPTS | set(processor.unused_input_names)
+        self._texts = ReplacingText(tokenizer)
+        self.transcription = _transcription(processor)
+
+    @classmethod
+    def load(cls, args: EngineArgs) -> "AudioProcessor":
+        """The processor of the model's folder; see ``assembled`` for what it raises."""
+        from transformers import AutoConfig, AutoFeatureExtractor
+        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+        auto: Any = AutoFeatureExtractor
+        hub: Any = {"trust_remote_code": args.trust_remote_code, **args.hub}
+        config = AutoConfig.from_pretrained(args.model, **hub)
+        extractor = auto.from_pretrained(args.model, **hub)
+        parts = {"feature_extractor": extractor, "audio_processor": extractor}
+        usual = PROCESSOR_MAPPING_NAMES.get(config.model_type)
+        inner = assembled(args, parts, lambda name: _own_class(name, config), usual)
+        return cls(inner, args.mm_processor_kwargs or {})
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template of a folder whose tokenizer has none."""
+        template = getattr(self._processor, "chat_template", None)
+        return template if isinstance(template, str) else None
+
+    def process(self, samples: Samples) -> ProcessedMedia:
+        """Makes the features of a clip; takes milliseconds to a second of a core.
+
+        Raises:
+            InvalidRequest: it is too long or too short for the model.
+        """
+        seconds = len(samples) / self.rate
+        if self.max_seconds is not None and seconds > self.max_seconds:
+            raise InvalidRequest(
+                f"This model hears clips of at most {self.max_seconds:g} seconds; this one has "
+                f"{seconds:.1f}.",
+                "audio",
+                CODE,
+            )
+        inner = self._processor
+        try:
+            *_, clips = inner.prepare_inputs_layout(audio=[samples], text=[self.token])
+            made, (text,) = inner._process_audio(clips, **self._options)
+        except (ValueError, TypeError, ZeroDivisionError, IndexError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise InvalidRequest(
+                f"This model's processor refuses the audio: {reason}", "audio", CODE
+            ) from error
+        ids = self._texts.ids(text)
+        if self.media_token_id not in ids:
+            raise InvalidRequest(
+                f"This audio is too short for the model: it has {seconds:.3f} seconds.",
+                "audio",
+                CODE,
+            )
+        return replace(processed(as_arrays(made, self._for_prompts), ids), seconds=seconds)
+
+
+def _longest(processor: Any, options: Mapping[str, Any], rate: int) -> float | None:
+    """Seconds behind which a processor cuts a clip off, saying nothing."""
+    longest = getattr(processor, "max_audio_len", None)
+    if longest is not None:
+        window = processor._audio_processor.chunk_length
+        return float(longest // window * window)
+    samples = getattr(processor._audio_processor, "n_samples", None)
+    if samples is None or options.get("truncation", True) is False:
+        return None
+    return float(samples / rate)
+
+
+def _own_class(kind: str | None, config: Any) -> Any:
+    """The class of a processor for audio where transformers' own makes no tokens of a clip."""
+    if kind != "VoxtralProcessor":
+        return None
+    from rayfin.actors.media.voxtral import voxtral_class
+
+    return voxtral_class(config.audio_config)
+
+
+def _transcription(processor: Any) -> Transcription:
+    own = getattr(processor, "transcription", None)
+    if isinstance(own, Transcription):
+        return own
+    instruction = getattr(processor, "default_transcription_prompt", None)
+    if not isinstance(instruction, str):
+        return Transcription()
+    # Where the processor puts the clip is seen in what it writes of an empty one.
+    (text,) = processor.apply_transcription_request([np.zeros(1, np.float32)], tokenize=False)
+    first = text.index(processor.audio_token) < text.index(instruction)
+    return Transcription(instruction, audio_first=first)

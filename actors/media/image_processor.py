@@ -1,0 +1,98 @@
+"""An image as its model's encoder reads it, and the tokens that stand for it in a prompt.
+
+Both come from transformers' processor of the model, on its path without torchvision. An image is
+processed alone, so what its encoder gets never depends on the images beside it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from PIL.Image import Image
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.media.assemble import assembled
+from rayfin.actors.media.kinds import MediaKind
+from rayfin.actors.media.processed import ProcessedMedia, ReplacingText, as_arrays, processed
+
+GRID = "image_grid_thw"
+FOR_PROMPTS = {"num_patches", "rows", "cols", "num_crops"}
+"""What image processors give for the sake of the prompt alone."""
+
+
+class ImageProcessor:
+    """The image side of a model's processor (``MediaProcessor``)."""
+
+    kind: MediaKind = "image"
+
+    def __init__(self, processor: Any, settings: Mapping[str, Any]) -> None:
+        self._processor = processor
+        tokenizer = self._processor.tokenizer
+        merged = self._processor._merge_kwargs(
+            tokenizer_init_kwargs=tokenizer.init_kwargs, **settings
+        )
+        self._options = {**merged["images_kwargs"], "return_tensors": "np"}
+        self.token = str(self._processor.image_token)
+        self.place_id = int(tokenizer.convert_tokens_to_ids(self.token))
+        """The token that a template has for an image ..."""
+        own = [token for token in processor.image_token_ids if token is not None]
+        self.media_token_id = int(own[0]) if len(own) == 1 else self.place_id
+        """... and the one that stands for each of its embeddings: mostly the same."""
+        self.types_of_images = bool(getattr(processor, "return_mm_token_type_ids", False))
+        self._for_prompts = FOR_PROMPTS | set(self._processor.unused_input_names)
+        self._texts = ReplacingText(tokenizer)
+
+    @classmethod
+    def load(cls, args: EngineArgs) -> "ImageProcessor":
+        """The processor of the model's folder; see ``assembled`` for what it raises."""
+        inner = assembled(args, {"image_processor": _read_part(args)}, _own_class)
+        return cls(inner, args.mm_processor_kwargs or {})
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template of older folders, which is in a file of the processor's."""
+        template = getattr(self._processor, "chat_template", None)
+        return template if isinstance(template, str) else None
+
+    def process(self, image: Image) -> ProcessedMedia:
+        """Scales and cuts an RGB image; takes milliseconds to seconds of a core.
+
+        Raises:
+            InvalidRequest: the model's processor refuses it.
+        """
+        inner = self._processor
+        try:
+            laid_out, *_ = inner.prepare_inputs_layout(images=[image], text=[self.token])
+            made, (text,) = inner._process_images(laid_out, **self._options)
+        except (ValueError, TypeError, ZeroDivisionError, IndexError) as error:
+            reason = str(error).partition("\n")[0]
+            raise InvalidRequest(
+                f"This model's processor refuses the image: {reason}", "image", "invalid_image"
+            ) from error
+        arrays = as_arrays(made, self._for_prompts)
+        grid = tuple(arrays[GRID][0].tolist()) if GRID in arrays else ()
+        return processed(arrays, self._texts.ids(text), grid)
+
+
+def _own_class(kind: str | None) -> Any:
+    """The class of a processor for images where transformers' own needs further packages."""
+    if kind == "PixtralProcessor":
+        from rayfin.actors.media.pixtral import PixtralProcessor
+
+        return PixtralProcessor
+    if kind == "SmolVLMProcessor":
+        from transformers.models.smolvlm import processing_smolvlm
+
+        # It wants the package even where no video needs a number in words.
+        module: Any = processing_smolvlm
+        if module.num2words is None:
+            module.num2words = str
+    return None
+
+
+def _read_part(args: EngineArgs) -> Any:
+    from transformers import AutoImageProcessor
+
+    auto: Any = AutoImageProcessor
+    hub: Any = {"trust_remote_code": args.trust_remote_code, **args.hub}
+    return auto.from_pretrained(args.model, backend="pil", **hub)

@@ -1,0 +1,152 @@
+"""Files and arrays of audio to clips of one channel, within limits. It takes a core: never on the
+event loop.
+
+``soundfile`` decodes, ``soxr`` changes the rate: both are the extra ``rayfin[audio]``.
+"""
+
+import importlib
+import io
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rayfin.actors.errors import InvalidConfig, InvalidRequest
+from rayfin.actors.media.audio_processor import CODE, Samples
+from rayfin.deployments.media.settings import MediaSettings
+
+FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")  # as soundfile calls them
+RATES = (1000, 384_000)  # samples a second
+BLOCK = 2**20  # numbers that are decoded at once
+
+
+def require_packages() -> None:
+    """Raises:
+    InvalidConfig: what decodes audio is not installed.
+    """
+    _package("soundfile"), _package("soxr")
+
+
+class Clips:
+    """Opens clips: files, or arrays of Python's.
+
+    Args:
+        rate: samples a second of the clips that it gives.
+    """
+
+    def __init__(self, settings: MediaSettings, rate: int) -> None:
+        self._max_seconds, self._rate = settings.max_seconds, rate
+
+    def decode(self, data: bytes, param: str) -> Samples:
+        """A file as a clip. Its length is checked before any sample is decoded, and while they are.
+
+        Raises:
+            InvalidRequest: no audio, broken, of another format, too long, or empty.
+        """
+        soundfile = _package("soundfile")
+        try:
+            with soundfile.SoundFile(io.BytesIO(data)) as file:
+                if file.format not in FORMATS:
+                    raise ValueError(file.format)
+                return self._read(file, param)
+        except (InvalidRequest, InvalidConfig):
+            raise
+        except Exception as error:  # of libsndfile, or of what a broken file makes of its numbers
+            raise InvalidRequest(
+                f"'{param}' is no audio that can be read; WAV, FLAC, OGG and MP3 are.", param, CODE
+            ) from error
+
+    def given(self, value: Any, param: str) -> Samples:
+        """Samples [N] or [channels, N], or a pair of them and their rate, as a clip.
+
+        Raises:
+            InvalidRequest: it is something else, too long, or empty.
+        """
+        rate: Any = self._rate
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], int | float):
+            value, rate = value
+        samples = _samples(value, param)
+        self._check(samples.shape[-1], rate, param)
+        mono = samples if samples.ndim == 1 else samples.mean(axis=0)
+        return self._finite(_resampled([mono], float(rate), self._rate), param)
+
+    def _read(self, file: Any, param: str) -> Samples:
+        self._check(file.frames, file.samplerate, param)
+        most, found = int(self._max_seconds * file.samplerate), 0
+
+        def blocks() -> Iterator[Samples]:
+            nonlocal found
+            size = max(1, BLOCK // file.channels)
+            while len(block := file.read(size, dtype="float32", always_2d=True)):
+                found += len(block)
+                self._check(min(found, most + 1), file.samplerate, param)
+                yield block.mean(axis=1)
+
+        clip = _resampled(blocks(), file.samplerate, self._rate)
+        self._check(found, file.samplerate, param)
+        return self._finite(clip, param)
+
+    def _check(self, frames: int, rate: float, param: str) -> None:
+        if not RATES[0] <= rate <= RATES[1]:
+            raise InvalidRequest(
+                f"'{param}' has {rate:g} samples a second; {RATES[0]} to {RATES[1]} are taken.",
+                param,
+                CODE,
+            )
+        if frames <= 0:
+            raise InvalidRequest(f"'{param}' is empty: it has no samples.", param, CODE)
+        if frames > self._max_seconds * rate:
+            raise InvalidRequest(
+                f"'{param}' has over {self._max_seconds:g} seconds of audio, the most that are "
+                "taken (max_audio_seconds).",
+                param,
+                CODE,
+            )
+
+    @staticmethod
+    def _finite(clip: Samples, param: str) -> Samples:
+        if not np.isfinite(clip).all():
+            raise InvalidRequest(f"'{param}' has samples that are no numbers.", param, CODE)
+        return clip
+
+
+def _resampled(blocks: Any, rate: float, wanted: int) -> Samples:
+    """The blocks [N] as one clip at the rate that is wanted."""
+    if math.isclose(rate, wanted):
+        return np.concatenate([np.asarray(block, np.float32) for block in blocks])
+    stream = _package("soxr").ResampleStream(rate, wanted, 1, dtype="float32")
+    parts = [stream.resample_chunk(np.ascontiguousarray(block, np.float32)) for block in blocks]
+    parts.append(stream.resample_chunk(np.zeros(0, np.float32), last=True))
+    return np.concatenate(parts)
+
+
+def _samples(value: Any, param: str) -> npt.NDArray[Any]:
+    """An array [N] or [channels, N] of floats; whole numbers are scaled as files have them."""
+    if hasattr(value, "detach"):  # a tensor of torch's
+        value = value.detach().cpu().numpy()
+    try:
+        samples = np.asarray(value)
+    except ValueError:  # rows of several lengths
+        samples = np.asarray(None)
+    if samples.ndim == 2 and samples.shape[0] > samples.shape[1]:  # as soundfile gives them
+        samples = samples.T
+    if samples.dtype.kind not in "fi" or samples.ndim not in (1, 2):
+        raise InvalidRequest(
+            f"'{param}' must be an array of samples, or a pair (array, samples a second).",
+            param,
+            "invalid_type",
+        )
+    if samples.dtype.kind == "i":
+        return samples.astype(np.float32) / np.float32(2 ** (8 * samples.itemsize - 1))
+    return samples.astype(np.float32)
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError) as error:  # OSError: without its library
+        raise InvalidConfig(
+            f"audio needs {name}, which is not installed: pip install 'rayfin[audio]'", "model"
+        ) from error

@@ -1,0 +1,127 @@
+"""Files and arrays of audio become clips of one channel, and what is none is refused."""
+
+import io
+import sys
+import tracemalloc
+import wave
+from typing import Any
+
+import numpy as np
+import pytest
+
+from audio_models import RATE, tone, wav
+from rayfin.actors.errors import InvalidConfig, InvalidRequest
+from rayfin.deployments.media.settings import MediaSettings
+from rayfin.deployments.media.sound import Clips, require_packages
+
+PATH = "messages[0].content[1].input_audio.data"
+
+
+def clips(seconds: float = 5.0) -> Clips:
+    return Clips(MediaSettings(max_seconds=seconds), RATE)
+
+
+@pytest.mark.parametrize(
+    ("form", "subtype", "error"),
+    [("WAV", "PCM_16", 1e-4), ("FLAC", "PCM_16", 1e-4), ("OGG", "VORBIS", 0.2), ("MP3", None, 0.2)],
+)
+def test_formats(form: str, subtype: str | None, error: float) -> None:
+    """Files that lose nothing give the samples; others nearly."""
+    clip = 0.5 * np.sin(np.arange(RATE) / 20).astype(np.float32)
+    read = clips().decode(wav(clip, form=form, subtype=subtype), PATH)
+    assert read.dtype == np.float32 and abs(len(read) - len(clip)) <= 2400
+    length = min(len(read), len(clip))
+    assert np.abs(read[:length] - clip[:length]).mean() < error
+
+
+@pytest.mark.parametrize("rate", [8000, 22050, 44100, 48000])
+def test_rates(rate: int) -> None:
+    """A tone stays that tone."""
+    t = np.arange(rate) / rate
+    read = clips().decode(wav(np.sin(2 * np.pi * 440 * t).astype(np.float32), rate), PATH)
+    assert abs(len(read) - RATE) <= 2
+    assert np.argmax(np.abs(np.fft.rfft(read[:RATE]))) in (439, 440, 441)
+
+
+def test_channels_are_mixed() -> None:
+    left, right = tone(1), tone(2)
+    read = clips().decode(wav(np.stack([left, right], 1), subtype="FLOAT"), PATH)
+    assert np.allclose(read, (left + right) / 2, atol=1e-6)
+
+
+def test_arrays() -> None:
+    clip = tone(1)
+    own = clips()
+    for given in (clip, (clip, RATE), clip.tolist(), np.stack([clip, clip]), (clip, float(RATE))):
+        assert np.allclose(own.given(given, PATH), clip, atol=1e-6)
+    whole = (clip * 32768).astype(np.int16)
+    assert np.allclose(own.given(whole, PATH), clip, atol=1e-4)
+    assert len(own.given((clip, 8000), PATH)) == 2 * len(clip)
+
+
+def header(**changes: int) -> bytes:
+    """A WAV file whose header says more than it has."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(changes.get("channels", 1))
+        out.setsampwidth(2)
+        out.setframerate(changes.get("rate", RATE))
+        out.writeframes(b"\0" * changes.get("size", 2000))
+    return file.getvalue()
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "nothing": (b"", "no audio that can be read"),
+    "text": (b"hello" * 100, "no audio that can be read"),
+    "a picture": (b"\x89PNG\r\n\x1a\n" + bytes(200), "no audio that can be read"),
+    "AIFF": (wav(tone(1), form="AIFF"), "no audio that can be read"),
+    "half a header": (wav(tone(1))[:20], "no audio that can be read"),
+    "half a FLAC": (wav(tone(1), form="FLAC")[:60], "is no audio|is empty"),
+    "no samples": (wav(tone(1)[:0]), "is empty"),
+    "too long": (wav(tone(1, 5.1)), "over 5 seconds"),
+    "too long, compressed": (wav(np.zeros(20 * RATE, np.float32), form="FLAC"), "over 5 seconds"),
+    "a strange rate": (header(rate=7), "7 samples a second"),
+    "not finite": (wav(np.full(100, np.nan, np.float32), subtype="FLOAT"), "no numbers"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files(name: str) -> None:
+    data, message = BAD[name]
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        clips().decode(data, PATH)
+    assert (refused.value.param, refused.value.code) == (PATH, "invalid_audio")
+    assert PATH in refused.value.message and "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "given", ["a.wav", b"RIFF", None, 3, np.zeros((2, 2, 2)), np.array(["x"]), [[1.0], [1.0, 2.0]]]
+)
+def test_bad_arrays(given: Any) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        clips().given(given, PATH)
+    assert (refused.value.param, refused.value.code) == (PATH, "invalid_type")
+
+
+def test_a_long_file_is_refused_before_it_is_decoded() -> None:
+    """An hour of silence is a small file."""
+    data = wav(np.zeros(3600 * 1000, np.int16), 1000, form="FLAC")
+    assert len(data) < 10**6
+    tracemalloc.start()
+    with pytest.raises(InvalidRequest, match="over 5 seconds"):
+        clips().decode(data, PATH)
+    assert tracemalloc.get_traced_memory()[1] < 2 * 10**6
+    tracemalloc.stop()
+
+
+def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("soundfile", "soxr"):
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, name, None)
+            with pytest.raises(InvalidConfig, match=rf"needs {name}.*rayfin\[audio\]"):
+                require_packages()
+    data = wav(tone(1))
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    with pytest.raises(InvalidConfig, match="pip install"):
+        clips().decode(data, PATH)
+    assert len(clips().given(tone(1), PATH)) == len(tone(1)), "its rate is the model's already"
