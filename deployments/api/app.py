@@ -9,6 +9,7 @@ from rayfin import __version__
 from rayfin.deployments.api.adapters import add_adapter_routes
 from rayfin.deployments.api.admin.routes import Operated, add_admin_routes
 from rayfin.deployments.api.anthropic.routes import add_message_routes
+from rayfin.deployments.api.audio.routes import add_audio_routes
 from rayfin.deployments.api.models import add_model_routes
 from rayfin.deployments.api.openai.bodies import (
     BatchChatRequest,
@@ -72,6 +73,7 @@ def build_api(
     add_adapter_routes(app, models)
     add_tokenize_routes(app, models)
     add_pooling_routes(app, models)
+    add_audio_routes(app, models)
     add_batch_routes(app, batches)
     add_status_routes(app, models)
     if service.edge.web:

@@ -13,6 +13,8 @@ from pydantic import BaseModel
 
 from rayfin.deployments.api.anthropic.bodies import MessagesRequest, PromptBody
 from rayfin.deployments.api.anthropic.replies import AnthropicMessage as AnthropicMessage
+from rayfin.deployments.api.audio.form import SPEECH
+from rayfin.deployments.api.audio.replies import Transcript
 from rayfin.deployments.api.openai.bodies import (
     BatchChatRequest,
     ChatCompletionRequest,
@@ -80,6 +82,8 @@ REPLIES: dict[str, type[BaseModel]] = {  # of handlers that write their reply
     "POST /v1/chat/completions": ChatCompletion,
     "POST /v1/chat/completions/batch": ChatCompletion,
     "POST /generative_scoring": Scores,
+    "POST /v1/audio/transcriptions": Transcript,
+    "POST /v1/audio/translations": Transcript,
     "POST /v1/responses": Response,
     "POST /v1/messages": AnthropicMessage,
     "POST /v1/embeddings": EmbeddingReply,
@@ -99,13 +103,18 @@ REPLIES: dict[str, type[BaseModel]] = {  # of handlers that write their reply
     "GET /v1/batches/{batch_id}": BatchObject,
     "POST /v1/batches/{batch_id}/cancel": BatchObject,
 }
-FORMS: dict[str, dict[str, Any]] = {"/v1/files": UPLOAD}
+FORMS: dict[str, dict[str, Any]] = {
+    "/v1/files": UPLOAD,
+    "/v1/audio/transcriptions": SPEECH,
+    "/v1/audio/translations": SPEECH,
+}
 QUERIES: dict[str, list[dict[str, Any]]] = {  # parameters, which handlers read
     "GET /v1/files": [limit(MAX_FILES_PAGE), AFTER, ORDER, PURPOSE],
     "GET /v1/batches": [limit(MAX_BATCHES_PAGE), AFTER],
 }
 STREAMED = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/invocations"),
+    "/v1/audio",
 )
 NEVER_STREAMED = ("/v1/messages/count_tokens", "/v1/chat/completions/batch")
 BODILESS = ("/health", "/live", "/ping")

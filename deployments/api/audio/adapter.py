@@ -1,0 +1,122 @@
+"""POST /v1/audio/transcriptions and /v1/audio/translations."""
+
+import json
+import logging
+import math
+import time
+import uuid
+from collections.abc import Iterable
+
+from starlette.requests import Request
+
+from rayfin.actors.errors import RayfinError
+from rayfin.deployments.api.audio.form import AudioForm
+from rayfin.deployments.api.audio.prompts import FILE, speech_prompt
+from rayfin.deployments.api.audio.replies import (
+    DurationUsage,
+    SpeechChoice,
+    SpeechDelta,
+    TokenUsage,
+    Transcript,
+    TranscriptDelta,
+    TranscriptDone,
+    VerboseTranscript,
+)
+from rayfin.deployments.generation.choice import Choice, Prompt
+from rayfin.deployments.generation.generation import Generation
+from rayfin.deployments.generation.plan import AnswerRules, plan_text
+from rayfin.deployments.generation.route import GenerationAdapter
+from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.http.caller import Caller
+from rayfin.deployments.http.errors import error_body
+from rayfin.deployments.http.json_body import ignored_header, rename_error_params
+from rayfin.deployments.http.sse import DONE, event
+from rayfin.deployments.media.reader import MediaReader
+from rayfin.deployments.text.output import TextDelta
+
+logger = logging.getLogger("rayfin.http")
+
+OBJECTS = {"transcribe": "transcription.chunk", "translate": "translation.chunk"}
+
+
+class TranscriptionAdapter(GenerationAdapter):
+    """One request to write down, or to translate, a clip.
+
+    Args:
+        media: the service's.
+    """
+
+    def __init__(self, service: OpenAIService, media: MediaReader, form: AudioForm) -> None:
+        self._service, self._media, self._form = service, media, form
+        self._frame = {
+            "id": f"trsc-{uuid.uuid4().hex}",
+            "object": OBJECTS[form.task],
+            "created": int(time.time()),
+            "model": service.served_name(form.model),
+        }
+        self.streamed = form.stream
+        if form.response_format == "text":
+            self.media_type = "text/plain; charset=utf-8"
+
+    async def prepare(self, request: Request) -> Generation:
+        form, service = self._form, self._service
+        with rename_error_params({"max_tokens": "max_completion_tokens"}):
+            params = form.sampling_params(service.sampling_defaults)
+            prompt = await speech_prompt(service, self._media, form)
+            self._seconds = prompt.seconds
+            caller = Caller.of(request)
+            self._generation = await Generation.prepare(
+                service,
+                [Prompt(prompt.chat.ids, FILE, images=prompt.chat.images)],
+                params,
+                request_id=str(self._frame["id"]),
+                priority=0,
+                caller=caller,
+                plan=await plan_text(service, AnswerRules(), caller.tenant),
+            )
+        self._generation.headers |= ignored_header([*form.ignored, *prompt.unread])
+        return self._generation
+
+    def reply(self, generation: Generation) -> str:
+        text, form = "".join(generation.choices[0].text), self._form
+        if form.response_format == "text":
+            return text
+        usage = DurationUsage(seconds=math.ceil(self._seconds))
+        if form.response_format == "json":
+            return Transcript(text=text, usage=usage).model_dump_json()
+        return VerboseTranscript(
+            task=form.task,
+            language=form.language,
+            duration=round(self._seconds, 3),
+            text=text,
+            usage=usage,
+        ).model_dump_json()
+
+    def events(self, choice: Choice, delta: TextDelta) -> list[str]:
+        if not delta.text:
+            return []
+        written = SpeechChoice(delta=SpeechDelta(content=delta.text))
+        chunk = TranscriptDelta(**self._frame, choices=[written], delta=delta.text)
+        return [event(chunk.model_dump_json())]
+
+    def closing(self) -> Iterable[str]:
+        choice, used = self._generation.choices[0], self._generation.usage()
+        ended = SpeechChoice(delta=SpeechDelta(content=""), finish_reason=choice.finish_reason)
+        usage = TokenUsage(
+            input_tokens=used.prompt_tokens,
+            output_tokens=used.completion_tokens,
+            total_tokens=used.total_tokens,
+            prompt_tokens=used.prompt_tokens,
+            completion_tokens=used.completion_tokens,
+        )
+        done = TranscriptDone(
+            **self._frame, choices=[ended], text="".join(choice.text), usage=usage
+        )
+        yield event(done.model_dump_json())
+        yield DONE
+
+    def failure(self, error: Exception) -> Iterable[str]:
+        if not isinstance(error, RayfinError):
+            logger.exception("A stream failed")
+        yield event(json.dumps(error_body(error)))
+        yield DONE

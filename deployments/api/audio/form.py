@@ -1,0 +1,185 @@
+"""The form of a request to write down speech: OpenAI's fields, and vLLM's beside them."""
+
+import asyncio
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, cast, get_args
+
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+
+from rayfin.actors.errors import ClientGone, InvalidRequest
+from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.generation.bodies import GenerationBody
+
+Task: TypeAlias = Literal["transcribe", "translate"]
+ResponseFormat: TypeAlias = Literal["json", "text", "verbose_json"]
+
+MAX_FIELDS = 64
+MAX_FIELD_BYTES = 64 * 1024
+LANGUAGE = re.compile(r"[A-Za-z]{2,32}(-[A-Za-z0-9]{1,8})*")
+FLOATS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty")
+NUMBERS: dict[str, type[int] | type[float]] = {
+    **dict.fromkeys((*FLOATS, "repetition_penalty"), float),
+    **dict.fromkeys(("top_k", "seed", "max_completion_tokens"), int),
+}
+BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+WORDS = ("model", "language", "to_language", "prompt", "response_format")
+SWITCHES = ("stream", "stream_include_usage", "stream_continuous_usage_stats")
+TIMES = ("timestamp_granularities[]", "timestamp_granularities", "include[]", "include")
+"""Fields that ask for times of words or for log probabilities, which these models do not give."""
+
+TEXT = {"type": "string"}
+SPEECH: dict[str, Any] = {
+    "type": "object",
+    "required": ["file"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "response_format": {"enum": list(get_args(ResponseFormat))},
+        **dict.fromkeys((name for name in WORDS if name != "response_format"), TEXT),
+        **{
+            name: {"type": "integer" if kind is int else "number"} for name, kind in NUMBERS.items()
+        },
+        **dict.fromkeys(SWITCHES, {"type": "boolean"}),
+    },
+}
+"""The form of both routes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AudioForm:
+    """A request to write down speech."""
+
+    task: Task
+    data: bytes  # of the file
+    model: str | None = None
+    language: str | None = None  # of the speech
+    to_language: str | None = None  # of a translation; None: English
+    prompt: str = ""  # a hint of the client's
+    response_format: ResponseFormat = "json"
+    stream: bool = False
+    numbers: dict[str, int | float]
+    ignored: list[str]
+
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+        """The sampling settings: greedy, unless the form has a temperature.
+
+        Raises:
+            InvalidRequest: a value is out of range.
+        """
+        numbers: dict[str, Any] = {"temperature": 0.0, **self.numbers}
+        limit = numbers.pop("max_completion_tokens", None)
+        return GenerationBody(**numbers).sampling_params(defaults, limit)
+
+
+async def read_form(request: Request, task: Task) -> AudioForm:
+    """The fields of a multipart form; how large it may be is ``BodyLimits``'s.
+
+    Raises:
+        HTTPException: 415 another media type.
+        InvalidRequest: a field is missing, is there twice, or has a bad value.
+        ClientGone: the client left while sending.
+    """
+    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise HTTPException(415, "The Content-Type must be multipart/form-data.")
+    form_of = request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES)
+    try:
+        async with form_of as form:
+            return await _read(form, task)
+    except ClientDisconnect:
+        raise ClientGone from None
+
+
+async def _read(form: FormData, task: Task) -> AudioForm:
+    file = form.get("file")
+    if not isinstance(file, UploadFile):
+        raise InvalidRequest("file must be a file.", "file", "missing_required_parameter")
+    fields = _fields(form)
+    for name in TIMES:
+        if fields.pop(name, ""):
+            raise InvalidRequest(
+                f"{name} is not supported: models that are served here give no times and no log "
+                "probabilities of words.",
+                name,
+                "unsupported_parameter",
+            )
+    words = {name: fields.pop(name, "") for name in WORDS}
+    numbers = {name: _number(name, fields.pop(name)) for name in NUMBERS if name in fields}
+    switches = {name: _switch(name, fields.pop(name, "false")) for name in SWITCHES}
+    form_of_reply = _response_format(words["response_format"] or "json", switches["stream"])
+    return AudioForm(
+        task=task,
+        data=await asyncio.to_thread(file.file.read),
+        model=words["model"] or None,
+        language=_language("language", words["language"]),
+        to_language=_language("to_language", words["to_language"]),
+        prompt=words["prompt"],
+        response_format=form_of_reply,
+        stream=switches["stream"],
+        numbers=numbers,
+        ignored=sorted(fields),
+    )
+
+
+def _fields(form: FormData) -> dict[str, str]:
+    """The fields beside the file.
+
+    Raises:
+        InvalidRequest: one is there twice, or is a file.
+    """
+    fields: dict[str, str] = {}
+    for name, value in form.multi_items():
+        if name == "file":
+            continue
+        shown = name[:64]
+        if not isinstance(value, str):
+            raise InvalidRequest(f"{shown} must not be a file.", shown, "invalid_type")
+        if name in fields and name not in TIMES:
+            raise InvalidRequest(f"The field {shown!r} is there twice.", shown, "duplicate_key")
+        fields[name] = value
+    return fields
+
+
+def _number(name: str, written: str) -> int | float:
+    try:
+        value = NUMBERS[name](written)
+        if not math.isfinite(value):
+            raise ValueError
+        return value
+    except (ValueError, OverflowError):
+        kind = "a whole number" if NUMBERS[name] is int else "a number"
+        raise InvalidRequest(
+            f"{name} must be {kind}, got {written[:32]!r}.", name, "invalid_type"
+        ) from None
+
+
+def _switch(name: str, written: str) -> bool:
+    if (value := BOOLEANS.get(written.lower())) is None:
+        raise InvalidRequest(
+            f"{name} must be true or false, got {written[:32]!r}.", name, "invalid_type"
+        )
+    return value
+
+
+def _language(name: str, written: str) -> str | None:
+    if written and not LANGUAGE.fullmatch(written):
+        raise InvalidRequest(
+            f"{name} must be a language such as 'en', got {written[:32]!r}.", name, "invalid_value"
+        )
+    return written or None
+
+
+def _response_format(written: str, stream: bool) -> ResponseFormat:
+    name, known = "response_format", get_args(ResponseFormat)
+    if written not in known:
+        raise InvalidRequest(
+            f"{name} must be one of {', '.join(known)}, got {written[:32]!r}: models that are "
+            "served here give no times.",
+            name,
+            "unsupported_value",
+        )
+    if stream and written != "json":
+        raise InvalidRequest(f"A stream has {name} json.", name, "unsupported_value")
+    return cast(ResponseFormat, written)

@@ -1,0 +1,25 @@
+"""Speech over HTTP: /v1/audio/transcriptions and /v1/audio/translations."""
+
+from fastapi import FastAPI, Request, Response
+
+from rayfin.deployments.api.audio.adapter import TranscriptionAdapter
+from rayfin.deployments.api.audio.form import Task, read_form
+from rayfin.deployments.generation.route import GenerationRoute
+from rayfin.deployments.generation.service import ServedModels
+
+
+def add_audio_routes(app: FastAPI, models: ServedModels) -> None:
+    """Adds the routes of models that hear."""
+
+    async def answer(request: Request, task: Task) -> Response:
+        form = await read_form(request, task)
+        service, media = await models.resolve_hearing(request, form.model)
+        return await GenerationRoute(TranscriptionAdapter(service, media, form)).answer(request, {})
+
+    @app.post("/v1/audio/transcriptions")
+    async def transcriptions(request: Request) -> Response:
+        return await answer(request, "transcribe")
+
+    @app.post("/v1/audio/translations")
+    async def translations(request: Request) -> Response:
+        return await answer(request, "translate")

@@ -1,0 +1,237 @@
+"""Speech over HTTP: the prompt is the processor's own, the answer transformers' own."""
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from audio_models import FAMILIES, AudioModel, tone, wav
+from inline_client import InlineClient
+from rayfin import LLM
+from rayfin.deployments.api.app import build_api
+from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.media.reader import MediaReader
+from rayfin.deployments.media.settings import MediaSettings
+from rayfin.deployments.text.parsing.detect import detect
+from rayfin.deployments.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.anyio
+
+SETTINGS = {"device": "cpu", "threads": 1, "kv_cache_memory": 10**6, "max_decoding_batch": 4}
+OUTPUT = 6
+CLIP = tone(1, 0.8)
+FILE = wav(CLIP, subtype="FLOAT")
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AudioModel:
+    return AudioModel(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: AudioModel) -> Iterator[LLM]:
+    with LLM(str(tiny.folder), **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture
+async def client(tiny: AudioModel, llm: LLM) -> AsyncIterator[httpx.AsyncClient]:
+    tokenizer = Tokenizer.load(tiny.folder)
+    template = None if tokenizer.inner.chat_template else tiny.processor.chat_template
+    engine: Any = InlineClient(llm._engine)
+    service = OpenAIService(
+        client=engine,
+        tokenizer=tokenizer,
+        model_names=["tiny"],
+        max_model_len=llm._engine.info.max_model_len,
+        chat_template=template,
+        formats=detect(tokenizer, template),
+        media=MediaReader(tiny.processor, MediaSettings(urls=False, max_bytes=10**6)),
+    )
+    transport = httpx.ASGITransport(build_api(service), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        client.engine = engine  # type: ignore[attr-defined]
+        yield client
+
+
+TEXTS = {  # what is around the clip of a transcription, and of a translation
+    "qwen2_audio": (
+        ("user: ", "Transcribe the speech in this audio. Answer with the transcript alone."),
+        "\nassistant: ",
+    ),
+    "voxtral": (("<s>[INST][BEGIN_AUDIO]", "[/INST]"), "[TRANSCRIBE]"),
+    "glmasr": (("user: ", "Please transcribe this audio into text"), "\nassistant: "),
+    "audioflamingo3": (("user: Transcribe the input speech.", ""), "\nassistant: "),
+}
+
+
+def expected(tiny: AudioModel, *parts: Any) -> tuple[list[int], str]:
+    """The tokens that an engine gets, and the text of transformers' answer."""
+    tokenizer = Tokenizer.load(tiny.folder)
+    written = [tokenizer.encode(own, False) if isinstance(own, str) else own for own in parts]
+    ids, clips = tiny.prompt(*written)
+    return ids, tokenizer.decode(tiny.greedy(ids, clips, OUTPUT), True)
+
+
+def fields(**more: Any) -> dict[str, Any]:
+    return {"model": "tiny", "max_completion_tokens": str(OUTPUT), **more}
+
+
+async def post(client: httpx.AsyncClient, task: str = "transcriptions", **more: Any) -> Any:
+    files = {"file": ("speech.wav", FILE, "audio/wav")}
+    return await client.post(f"/v1/audio/{task}", data=fields(**more), files=files)
+
+
+async def test_transcription(client: httpx.AsyncClient, tiny: AudioModel) -> None:
+    """The clip in the processor's own prompt, greedily; usage says how long it is."""
+    (before, behind), end = TEXTS[tiny.family]
+    ids, text = expected(tiny, before, CLIP, behind + end)
+    reply = await post(client)
+    assert reply.status_code == 200, reply.text
+    assert reply.json() == {"text": text, "usage": {"type": "duration", "seconds": 1}}
+    engine: Any = client.engine  # type: ignore[attr-defined]
+    assert engine.seen[-1].prompt.tolist() == ids
+
+
+async def test_the_processors_own_prompt(client: httpx.AsyncClient, tiny: AudioModel) -> None:
+    """As transformers' processor writes it, for the families that have one."""
+    inner = tiny.processor._processor
+    if not hasattr(inner, "apply_transcription_request"):
+        pytest.skip("it has none")
+    made = inner.apply_transcription_request([CLIP])
+    await post(client)
+    engine: Any = client.engine  # type: ignore[attr-defined]
+    seen = engine.seen[-1].prompt
+    assert [max(token, 3) if token < 0 else token for token in seen.tolist()] == made["input_ids"][
+        0
+    ].tolist()
+
+
+async def test_language_and_hint(client: httpx.AsyncClient, tiny: AudioModel) -> None:
+    (before, behind), end = TEXTS[tiny.family]
+    reply = await post(client, language="de", prompt="Names: Ada <|AUDIO|>")
+    assert reply.status_code == 200, reply.text
+    engine: Any = client.engine  # type: ignore[attr-defined]
+    shown = [token for token in engine.seen[-1].prompt.tolist() if token >= 0]
+    text = Tokenizer.load(tiny.folder).decode(shown, False)
+    if tiny.family == "voxtral":
+        assert text == f"{before}{behind}lang:de{end}"
+        assert reply.headers["x-rayfin-ignored-fields"] == "prompt"
+    else:
+        hint = " The language of the speech is de.\nNames: Ada <|AUDIO|>"
+        assert text == (before + behind).rstrip() + hint + end
+        assert len(engine.seen[-1].images) == 1
+        assert "x-rayfin-ignored-fields" not in reply.headers
+
+
+async def test_translation(client: httpx.AsyncClient, tiny: AudioModel) -> None:
+    reply = await post(client, "translations", response_format="verbose_json")
+    answer = reply.json()
+    assert (answer["task"], answer["duration"], answer["language"]) == ("translate", 0.8, None)
+    engine: Any = client.engine  # type: ignore[attr-defined]
+    shown = [token for token in engine.seen[-1].prompt.tolist() if token >= 0]
+    text = Tokenizer.load(tiny.folder).decode(shown, False)
+    assert "Translate the speech in this audio into English." in text
+
+
+async def test_formats(client: httpx.AsyncClient) -> None:
+    plain = (await post(client)).json()
+    text = await post(client, response_format="text")
+    assert text.text == plain["text"] and text.headers["content-type"].startswith("text/plain")
+    verbose = (await post(client, response_format="verbose_json", language="en")).json()
+    usage = {"type": "duration", "seconds": 1}
+    own = {"task": "transcribe", "language": "en", "duration": 0.8, "usage": usage}
+    assert {name: verbose[name] for name in own} == own
+
+
+async def test_stream(client: httpx.AsyncClient) -> None:
+    """Events of OpenAI's that hold vLLM's members too."""
+    whole = (await post(client)).json()["text"]
+    reply = await post(client, stream="true")
+    lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    *deltas, done = map(json.loads, lines[:-1])
+    assert "".join(own["delta"] for own in deltas) == whole == done["text"]
+    assert "".join(own["choices"][0]["delta"]["content"] for own in deltas) == whole
+    assert {own["object"] for own in [*deltas, done]} == {"transcription.chunk"}
+    assert done["choices"][0]["finish_reason"] in ("length", "stop")
+    assert done["usage"]["output_tokens"] <= OUTPUT
+    assert (
+        done["usage"]["total_tokens"]
+        == done["usage"]["prompt_tokens"] + (done["usage"]["completion_tokens"])
+    )
+
+
+async def test_openais_client(client: httpx.AsyncClient) -> None:
+    theirs = openai.AsyncOpenAI(base_url="http://test/v1", api_key="-", http_client=client)
+    upload = ("speech.wav", FILE)
+    limit: Any = {"max_completion_tokens": OUTPUT}
+    made = await theirs.audio.transcriptions.create(model="tiny", file=upload, extra_body=limit)
+    assert made.text == (await post(client)).json()["text"]
+    stream = await theirs.audio.transcriptions.create(
+        model="tiny", file=upload, stream=True, extra_body=limit
+    )
+    events = [own async for own in stream]
+    assert events[-1].type == "transcript.text.done" and events[-1].text == made.text
+    translated = await theirs.audio.translations.create(model="tiny", file=upload, extra_body=limit)
+    assert isinstance(translated.text, str)
+
+
+BAD: dict[str, tuple[dict[str, Any], str, str]] = {  # fields, param, code
+    "a number": ({"temperature": "warm"}, "temperature", "invalid_type"),
+    "out of range": ({"temperature": "-1"}, "temperature", "decimal_below_min_value"),
+    "no tokens": ({"max_completion_tokens": "0"}, "max_completion_tokens",
+        "integer_below_min_value"),
+    "subtitles": ({"response_format": "srt"}, "response_format", "unsupported_value"),
+    "text in a stream": ({"response_format": "text", "stream": "true"}, "response_format",
+        "unsupported_value"),
+    "times": ({"timestamp_granularities[]": "word"}, "timestamp_granularities[]",
+        "unsupported_parameter"),
+    "a language": ({"language": "<s>"}, "language", "invalid_value"),
+    "a switch": ({"stream": "perhaps"}, "stream", "invalid_type"),
+    "twice": ({"prompt": ["a", "b"]}, "prompt", "duplicate_key"),
+    "another model": ({"model": "gpt-7"}, "model", "model_not_found"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_bad_fields(client: httpx.AsyncClient, name: str) -> None:
+    more, param, code = BAD[name]
+    reply = await post(client, **more)
+    error = reply.json()["error"]
+    assert reply.status_code in (400, 404), error
+    assert (error["param"], error["code"]) == (param, code)
+
+
+async def test_bad_files(client: httpx.AsyncClient) -> None:
+    for data, code in ((b"hello", "invalid_audio"), (b"\0" * (10**6 + 1), "invalid_audio")):
+        files = {"file": ("a.wav", data)}
+        reply = await client.post("/v1/audio/transcriptions", data=fields(), files=files)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"], error["code"]) == (400, "file", code)
+    reply = await client.post("/v1/audio/transcriptions", data=fields(), files={"x": b"a"})
+    assert reply.json()["error"]["param"] == "file"
+    reply = await client.post("/v1/audio/transcriptions", json=fields())
+    assert reply.status_code == 415
+
+
+async def test_unknown_fields_are_named(client: httpx.AsyncClient) -> None:
+    reply = await post(client, hotwords="Ada")
+    assert reply.headers["x-rayfin-ignored-fields"] == "hotwords"
+
+
+@pytest.mark.parametrize("task", ["transcriptions", "translations"])
+async def test_models_of_text(http: httpx.AsyncClient, task: str) -> None:
+    files = {"file": ("speech.wav", FILE)}
+    reply = await http.post(f"/v1/audio/{task}", files=files)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (404, "model_not_supported")
+    assert "/v1/chat/completions" in error["message"]
