@@ -1,0 +1,85 @@
+"""A model that hears behind the whole server: clips cross Ray's object store."""
+
+import base64
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from audio_models import AudioModel, tone, wav
+from rayfin import LLM, SamplingParams
+from rayfin.actors.config import EngineArgs
+from rayfin.deployments.app import bind_app
+from rayfin.deployments.serve.server_args import ServerArgs
+
+OUTPUT = 8
+FILE = wav(tone(1, 0.9), form="FLAC")
+PART = {
+    "type": "input_audio",
+    "input_audio": {"data": base64.b64encode(FILE).decode(), "format": "flac"},
+}
+ASKED: Any = [{"role": "user", "content": [PART, {"type": "text", "text": "What is it?"}]}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("voxtral")
+    AudioModel("voxtral", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hearing(
+    folder: Path, settings: dict[str, Any], served: str, deploy: Callable[..., Any]
+) -> Iterator[Any]:
+    args = EngineArgs(**{**settings, "model": str(folder)})
+    server = ServerArgs(served_model_name=["tiny"], max_audio_seconds=2.0)
+    return deploy(bind_app(server, args), "audio", served, "/hearing")
+
+
+@pytest.fixture(scope="module")
+def client(hearing: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{hearing.url}/v1", api_key="-", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def here(folder: Path, settings: dict[str, Any]) -> Iterator[LLM]:
+    with LLM(**{**settings, "model": str(folder)}) as llm:
+        yield llm
+
+
+def test_chat(client: openai.OpenAI, here: LLM, hearing: Any) -> None:
+    """As in one process; a second question about the clip finds its pages."""
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT)
+    (expected,) = here.chat(ASKED, params, use_tqdm=False)
+    answers = [
+        client.chat.completions.create(
+            model="tiny", messages=ASKED, temperature=0, max_tokens=OUTPUT
+        )
+        for _ in range(2)
+    ]
+    for answer in answers:
+        assert answer.choices[0].message.content == expected.outputs[0].text
+        assert answer.usage and answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+    used = answers[1].usage
+    assert used and used.prompt_tokens_details and used.prompt_tokens_details.cached_tokens
+    assert hearing.idle().images_encoded == 1
+
+
+def test_transcription(client: openai.OpenAI) -> None:
+    limit: Any = {"max_completion_tokens": OUTPUT}
+    asked: Any = {"model": "tiny", "file": ("speech.flac", FILE), "extra_body": limit}
+    whole = client.audio.transcriptions.create(**asked)
+    events = list(client.audio.transcriptions.create(**asked, stream=True))
+    assert events[-1].type == "transcript.text.done" and events[-1].text == whole.text
+    assert len(events) > 1
+
+
+def test_refusals(client: openai.OpenAI) -> None:
+    too_long = ("speech.wav", wav(tone(1, 2.5)))
+    for file, said in ((too_long, "over 2 seconds"), (("a.mp3", b"hello"), "no audio")):
+        with pytest.raises(openai.BadRequestError, match=said) as refused:
+            client.audio.transcriptions.create(model="tiny", file=file)
+        assert refused.value.code == "invalid_audio" and refused.value.param == "file"
