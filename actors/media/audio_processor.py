@@ -4,7 +4,8 @@ Both come from transformers' processor of the model. A clip is processed alone, 
 gets never depends on the clips beside it.
 """
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -27,15 +28,24 @@ CODE = "invalid_audio"
 TRANSCRIBE = "Transcribe the speech in this audio. Answer with the transcript alone."
 
 
+ASR_TEXT = "<asr_text>"
+"""What Qwen3-ASR writes between the language that it hears and the text."""
+
+
 @dataclass(frozen=True, slots=True)
 class Transcription:
-    """How a model is asked to write down a clip."""
+    """How a model is asked to write down a clip: by an instruction in a chat, or in its own form.
+
+    ``write`` makes such a form: the text of a prompt with the clip's place, of the language of the
+    speech or None, and of a client's hint. It raises ValueError for a language that it does not
+    know.
+    """
 
     instruction: str = TRANSCRIBE
     audio_first: bool = True  # the clip comes before the instruction
-    text: str | None = None  # the whole prompt around the clip's place; None: a chat with these two
-    language: str = ""  # in such a text behind its place, if the request names one: "lang:{}"
-    end: str = ""  # behind that
+    write: Callable[[str | None, str], str] | None = None
+    takes_hint: bool = True
+    mark: str = ""  # in answers: what is before it is the language
 
 
 class AudioProcessor:
@@ -51,7 +61,7 @@ class AudioProcessor:
         """Samples a second of the clips that ``process`` takes."""
         merged = processor._merge_kwargs(tokenizer_init_kwargs=tokenizer.init_kwargs, **settings)
         self._options = {
-            "return_tensors": "np",
+            "return_tensors": "pt",
             **merged["audio_kwargs"],
             "sampling_rate": self.rate,
         }
@@ -123,8 +133,11 @@ def _longest(processor: Any, options: Mapping[str, Any], rate: int) -> float | N
     if longest is not None:
         window = processor._audio_processor.chunk_length
         return float(longest // window * window)
-    samples = getattr(processor._audio_processor, "n_samples", None)
-    if samples is None or options.get("truncation", True) is False:
+    extractor = processor._audio_processor
+    samples = getattr(extractor, "n_samples", None)
+    usual = inspect.signature(extractor.__call__).parameters.get("truncation")
+    cuts = options.get("truncation", usual is not None and usual.default)
+    if samples is None or not cuts:
         return None
     return float(samples / rate)
 
@@ -142,10 +155,21 @@ def _transcription(processor: Any) -> Transcription:
     own = getattr(processor, "transcription", None)
     if isinstance(own, Transcription):
         return own
+    request = getattr(processor, "apply_transcription_request", None)
+    if request is None or not processor.chat_template:
+        return Transcription()
+    clip = [np.zeros(1, np.float32)]  # what the processor writes around one depends on none
+
+    def write(language: str | None, hint: str) -> str:
+        texts = request(clip, language=language, prompt=hint or None, tokenize=False)
+        return str(texts[0])
+
+    if "language" in inspect.signature(request).parameters:
+        mark = ASR_TEXT if ASR_TEXT in write("en", "") else ""
+        return Transcription(write=write, mark=mark)
     instruction = getattr(processor, "default_transcription_prompt", None)
     if not isinstance(instruction, str):
         return Transcription()
-    # Where the processor puts the clip is seen in what it writes of an empty one.
-    (text,) = processor.apply_transcription_request([np.zeros(1, np.float32)], tokenize=False)
+    (text,) = request(clip, tokenize=False)
     first = text.index(processor.audio_token) < text.index(instruction)
     return Transcription(instruction, audio_first=first)

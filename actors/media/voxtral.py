@@ -26,6 +26,11 @@ PARTS = (
 )
 
 
+def _write(language: str | None, _: str) -> str:
+    behind = f"lang:{language}" if language else ""
+    return f"<s>[INST]{BEGIN_AUDIO}{AUDIO}[/INST]{behind}[TRANSCRIBE]"
+
+
 class VoxtralProcessor(ProcessorMixin):
     """Windows of a clip, each a fixed number of tokens. The last one is padded.
 
@@ -35,9 +40,7 @@ class VoxtralProcessor(ProcessorMixin):
 
     audio_kwargs = {"truncation": False, "padding": True, "return_tensors": "np"}
     window_tokens = 0
-    transcription = Transcription(
-        text=f"<s>[INST]{BEGIN_AUDIO}{AUDIO}[/INST]", language="lang:{}", end="[TRANSCRIBE]"
-    )
+    transcription = Transcription(write=_write, takes_hint=False)
 
     def __init__(self, feature_extractor: Any = None, tokenizer: Any = None, **_: Any) -> None:
         parts = (feature_extractor, tokenizer)

@@ -16,7 +16,7 @@ from rayfin.actors.media.media_input import VIRTUAL_TOKENS
 from rayfin.actors.media.processed import put_media
 from rayfin.actors.media.virtual_ids import put_virtual_ids
 from rayfin.actors.runner.vision.towers import model_class
-from vision_models import PAD, TEMPLATE, TEXT, make_tokenizer
+from vision_models import EOS, PAD, TEMPLATE, TEXT, make_tokenizer
 
 AUDIO = 3  # the id of the token for a clip
 RATE = 16000
@@ -40,6 +40,12 @@ QWEN_TOWER = {OLD_NAMES.get(name, name): value for name, value in TOWER.items()}
 GLM_TOWER = {name: TOWER[name] for name in TOWER if name != "max_source_positions"} | {
     "intermediate_size": 96,
     "max_position_embeddings": 100,
+}
+
+ASR_TOWER = {name: QWEN_TOWER[name] for name in QWEN_TOWER if name != "max_source_positions"} | {
+    "output_dim": 32,
+    "downsample_hidden_size": 8,
+    "n_window_infer": 200,
 }
 
 FAMILIES: dict[str, tuple[dict[str, Any], str, str, int]] = {
@@ -85,7 +91,29 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, str, int]] = {
         "<sound>",
         1,
     ),
+    "qwen3_asr": (
+        {
+            "audio_config": {"model_type": "qwen3_asr_encoder", **ASR_TOWER},
+            "text_config": {"model_type": "qwen3", **TEXT},
+            "audio_token_id": AUDIO,
+            "pad_token_id": PAD,
+            "eos_token_id": EOS,
+            "tie_word_embeddings": False,
+        },
+        "Qwen3ASRProcessor",
+        "<|audio_pad|>",
+        30,
+    ),
 }
+EXTRACTORS = {"qwen3_asr": "Qwen3ASRFeatureExtractor"}
+NAMED = {
+    "qwen3_asr": {
+        "audio_token": "<|audio_pad|>",
+        "audio_bos_token": "<|audio_bos|>",
+        "audio_eos_token": "<|audio_eos|>",
+    }
+}
+"""Tokens that a family's tokenizer has as attributes."""
 
 
 def make_audio_model(family: str, folder: Path, seed: int = 0) -> Any:
@@ -101,13 +129,13 @@ def make_audio_model(family: str, folder: Path, seed: int = 0) -> Any:
             elif parameter.dim() >= 2 and parameter.std() < 0.1:
                 parameter.normal_(0.0, 0.2)
     model.save_pretrained(folder)
-    tokenizer = make_tokenizer(token)
+    tokenizer = make_tokenizer(token, NAMED.get(family))
     if family != "voxtral":
         template = TEMPLATE.replace("part.type == 'image'", "part.type == 'audio'")
         tokenizer.chat_template = template.replace("PLACE", token)
     tokenizer.save_pretrained(folder)
     extractor = {
-        "feature_extractor_type": "WhisperFeatureExtractor",
+        "feature_extractor_type": EXTRACTORS.get(family, "WhisperFeatureExtractor"),
         "processor_class": processor,
         "feature_size": MELS,
         "sampling_rate": RATE,
@@ -170,7 +198,7 @@ class AudioModel:
         plain = torch.tensor([[AUDIO if token < VIRTUAL_TOKENS else token for token in ids]])
         names = clips[0].arrays if clips else ()
         fields = {
-            name: torch.from_numpy(np.concatenate([clip.arrays[name] for clip in clips]))
+            name: torch.from_numpy(np.concatenate(_padded([clip.arrays[name] for clip in clips])))
             for name in names
         }
         output = self.model.generate(
@@ -183,3 +211,9 @@ class AudioModel:
         )
         tokens: list[int] = output[0, plain.shape[1] :].tolist()
         return tokens
+
+
+def _padded(arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """Arrays [..., F] with as many frames as the longest one."""
+    most = max(own.shape[-1] for own in arrays)
+    return [np.pad(own, [(0, 0)] * (own.ndim - 1) + [(0, most - own.shape[-1])]) for own in arrays]

@@ -89,6 +89,9 @@ def load_vision(
     name = ", ".join(config.architectures or [type(config).__name__])
     if ranks > 1:
         raise UnsupportedModel(f"{name} cannot be shared by several devices", "model")
+    if getattr(config, "has_lora_adapter", False):
+        why = "its checkpoint has an adapter for audio, which is not applied"
+        raise UnsupportedModel(f"{name} cannot be served: {why}", "model")
     if args.serves_lora:
         raise UnsupportedModel(f"{name} cannot be served with LoRA adapters", "enable_lora")
     kind = media_kind(config) or "image"

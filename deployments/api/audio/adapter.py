@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from rayfin.actors.errors import RayfinError
 from rayfin.deployments.api.audio.form import AudioForm
+from rayfin.deployments.api.audio.heard import HeardText
 from rayfin.deployments.api.audio.prompts import FILE, speech_prompt
 from rayfin.deployments.api.audio.replies import (
     DurationUsage,
@@ -64,6 +65,8 @@ class TranscriptionAdapter(GenerationAdapter):
             params = form.sampling_params(service.sampling_defaults)
             prompt = await speech_prompt(service, self._media, form)
             self._seconds = prompt.seconds
+            known = form.language is not None or form.task == "translate"
+            self._heard = HeardText("" if known else prompt.asked.mark)
             caller = Caller.of(request)
             self._generation = await Generation.prepare(
                 service,
@@ -78,7 +81,9 @@ class TranscriptionAdapter(GenerationAdapter):
         return self._generation
 
     def reply(self, generation: Generation) -> str:
-        text, form = "".join(generation.choices[0].text), self._form
+        form = self._form
+        self._heard.push("".join(generation.choices[0].text), last=True)
+        text = self._heard.text
         if form.response_format == "text":
             return text
         usage = DurationUsage(seconds=math.ceil(self._seconds))
@@ -86,17 +91,18 @@ class TranscriptionAdapter(GenerationAdapter):
             return Transcript(text=text, usage=usage).model_dump_json()
         return VerboseTranscript(
             task=form.task,
-            language=form.language,
+            language=form.language or self._heard.language,
             duration=round(self._seconds, 3),
             text=text,
             usage=usage,
         ).model_dump_json()
 
     def events(self, choice: Choice, delta: TextDelta) -> list[str]:
-        if not delta.text:
+        text = self._heard.push(delta.text, last=delta.finish_reason is not None)
+        if not text:
             return []
-        written = SpeechChoice(delta=SpeechDelta(content=delta.text))
-        chunk = TranscriptDelta(**self._frame, choices=[written], delta=delta.text)
+        written = SpeechChoice(delta=SpeechDelta(content=text))
+        chunk = TranscriptDelta(**self._frame, choices=[written], delta=text)
         return [event(chunk.model_dump_json())]
 
     def closing(self) -> Iterable[str]:
@@ -109,9 +115,8 @@ class TranscriptionAdapter(GenerationAdapter):
             prompt_tokens=used.prompt_tokens,
             completion_tokens=used.completion_tokens,
         )
-        done = TranscriptDone(
-            **self._frame, choices=[ended], text="".join(choice.text), usage=usage
-        )
+        text = self._heard.text
+        done = TranscriptDone(**self._frame, choices=[ended], text=text, usage=usage)
         yield event(done.model_dump_json())
         yield DONE
 

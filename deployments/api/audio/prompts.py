@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.media.audio_processor import AudioProcessor, Transcription
 from rayfin.deployments.api.audio.form import AudioForm
 from rayfin.deployments.generation.prompts import chat_prompt
@@ -19,6 +20,7 @@ class SpeechPrompt(NamedTuple):
 
     chat: ChatPrompt
     seconds: float
+    asked: Transcription
     unread: tuple[str, ...] = ()  # fields of the form that such a prompt has no place for
 
 
@@ -35,16 +37,32 @@ async def speech_prompt(
     part = PlacedPart({"type": "input_audio", "input_audio": form.data}, FILE)
     read = await media.read([{"role": "user", "content": [part]}], FILE)
     seconds = read[0].seconds
-    if form.task == "transcribe" and own.text is not None:
-        behind = own.language.format(form.language) if form.language else ""
-        written = service.tokenizer.encode(own.text + behind + own.end, False)
+    if form.task == "transcribe" and own.write is not None:
+        written = service.tokenizer.encode(_own_form(service, form, own), False)
         ids, inputs = media.place(written, read, FILE)
-        unread = ("prompt",) if form.prompt else ()
-        return SpeechPrompt(ChatPrompt(ids, images=inputs), seconds, unread)
+        unread = ("prompt",) if form.prompt and not own.takes_hint else ()
+        return SpeechPrompt(ChatPrompt(ids, images=inputs), seconds, own, unread)
     said: list[Any] = [part, {"type": "text", "text": _instruction(form, own)}]
     content = said if own.audio_first else said[::-1]
     messages = [{"role": "user", "content": content}]
-    return SpeechPrompt(await chat_prompt(service, messages, FILE, read=read), seconds)
+    chat = await chat_prompt(service, messages, FILE, read=read)
+    return SpeechPrompt(chat, seconds, own)
+
+
+def _own_form(service: OpenAIService, form: AudioForm, own: Transcription) -> str:
+    """The text of a prompt in the model's own form.
+
+    Raises:
+        InvalidRequest: the model does not know the language, or the hint holds a control token.
+    """
+    assert own.write is not None
+    if own.takes_hint and service.tokenizer.control_tokens.search(form.prompt):
+        raise InvalidRequest("prompt may not hold control tokens.", "prompt", "invalid_value")
+    try:
+        return own.write(form.language, form.prompt if own.takes_hint else "")
+    except ValueError as error:
+        reason = str(error).partition("\n")[0]
+        raise InvalidRequest(f"language: {reason}", "language", "invalid_value") from error
 
 
 def _instruction(form: AudioForm, own: Transcription) -> str:

@@ -1,8 +1,10 @@
 """Greedy tokens of prompts with clips of audio are transformers' own, on every way."""
 
 import functools
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from rayfin.actors.errors import InvalidConfig, RunnerGroupFailed, UnsupportedMo
 from rayfin.actors.messages import BeamParams
 from rayfin.actors.runner.loading import load
 from rayfin.actors.runner.vision import vision_model
-from rayfin.actors.runner.vision.towers import find_tower
+from rayfin.actors.runner.vision.towers import find_tower, model_class
 from vision_models import EOS
 
 Make = Callable[..., Any]
@@ -160,6 +162,31 @@ def test_a_model_that_differs_is_refused(
     monkeypatch.setattr(vision_model.VisionModel, "_put_images", lambda self, inputs: None)
     with pytest.raises(UnsupportedModel, match="with clips of audio: over pages its logits differ"):
         load(engine_args(tiny.folder))
+
+
+def test_an_adapter_for_audio_is_refused(tiny: AudioModel, engine_args: Make) -> None:
+    """Granite Speech: without it the model would hear worse, and no comparison would show it."""
+    args = engine_args(tiny.folder, hf_overrides={"has_lora_adapter": True})
+    with pytest.raises(UnsupportedModel, match="has an adapter for audio"):
+        load(args)
+
+
+def test_a_checkpoint_in_16_bits_gives_the_same_bits(
+    family: AudioModel, served: Make, request_of: Make, tmp_path: Path
+) -> None:
+    """As one that holds the same numbers in 32: all of it stays as it is stored."""
+    folder, found = family.folder, []
+    maker = model_class(family.model.config, "audio")
+    for dtype in (torch.bfloat16, torch.float32):
+        copy = Path(shutil.copytree(folder, tmp_path / str(dtype)))
+        maker.from_pretrained(folder, dtype=dtype).save_pretrained(copy)
+        folder = copy
+        engine = served(copy, max_batch_tokens=16)
+        prompt = family.prompt(BEFORE, tone(1), AFTER)
+        engine.run(_request(request_of, 0, prompt))
+        places = range(len(prompt[0]), len(prompt[0]) + OUTPUT)
+        found.append(torch.stack([engine.sampled[0][place] for place in places]))
+    assert torch.equal(*found)
 
 
 def test_a_model_without_features_is_refused() -> None:

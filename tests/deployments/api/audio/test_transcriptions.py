@@ -12,6 +12,7 @@ from audio_models import FAMILIES, AudioModel, tone, wav
 from inline_client import InlineClient
 from rayfin import LLM
 from rayfin.deployments.api.app import build_api
+from rayfin.deployments.api.audio.heard import HeardText
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.media.reader import MediaReader
 from rayfin.deployments.media.settings import MediaSettings
@@ -69,6 +70,7 @@ TEXTS = {  # what is around the clip of a transcription, and of a translation
     ),
     "voxtral": (("<s>[INST][BEGIN_AUDIO]", "[/INST]"), "[TRANSCRIBE]"),
     "glmasr": (("user: ", "Please transcribe this audio into text"), "\nassistant: "),
+    "qwen3_asr": (("user: ", ""), "\nassistant: "),
     "audioflamingo3": (("user: Transcribe the input speech.", ""), "\nassistant: "),
 }
 
@@ -116,6 +118,8 @@ async def test_the_processors_own_prompt(client: httpx.AsyncClient, tiny: AudioM
 
 
 async def test_language_and_hint(client: httpx.AsyncClient, tiny: AudioModel) -> None:
+    if tiny.family == "qwen3_asr":
+        pytest.skip("its own form is below")
     (before, behind), end = TEXTS[tiny.family]
     reply = await post(client, language="de", prompt="Names: Ada <|AUDIO|>")
     assert reply.status_code == 200, reply.text
@@ -130,6 +134,34 @@ async def test_language_and_hint(client: httpx.AsyncClient, tiny: AudioModel) ->
         assert text == (before + behind).rstrip() + hint + end
         assert len(engine.seen[-1].images) == 1
         assert "x-rayfin-ignored-fields" not in reply.headers
+
+
+async def test_qwens_own_form(client: httpx.AsyncClient, tiny: AudioModel) -> None:
+    """A hint is the system's message, a language begins the answer; no hint opens a turn."""
+    if tiny.family != "qwen3_asr":
+        pytest.skip("another family")
+    assert (await post(client, language="de", prompt="Ada")).status_code == 200
+    engine: Any = client.engine  # type: ignore[attr-defined]
+    shown = [token for token in engine.seen[-1].prompt.tolist() if token >= 0]
+    text = Tokenizer.load(tiny.folder).decode(shown, False)
+    assert text == "system: Ada\nuser: \nassistant: language German<asr_text>"
+    for field, value in (("language", "xx"), ("prompt", "<|audio_pad|>")):
+        reply = await post(client, **{field: value})
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == field
+
+
+def test_a_language_before_the_transcript() -> None:
+    """It is found piece by piece; an answer without the mark is the transcript."""
+    heard = HeardText("<asr_text>")
+    pieces = [heard.push(own) for own in ("language ", "German<asr", "_text>Guten ", "Tag")]
+    assert pieces == ["", "", "Guten ", "Tag"] and heard.push("", last=True) == ""
+    assert (heard.language, heard.text) == ("German", "Guten Tag")
+    heard = HeardText("<asr_text>")
+    assert heard.push("Guten Tag") == "" and heard.push(".", last=True) == "Guten Tag."
+    long = HeardText("<asr_text>")
+    assert long.push("a" * 65) == "a" * 65 and long.push("b") == "b" and long.language is None
+    plain = HeardText("")
+    assert plain.push("a") == "a" and plain.text == "a"
 
 
 async def test_translation(client: httpx.AsyncClient, tiny: AudioModel) -> None:

@@ -1,0 +1,31 @@
+"""The transcript in an answer, apart from what a model writes before it."""
+
+MOST_HELD = 64  # characters of a language and its mark
+
+
+class HeardText:
+    """The text of an answer behind the mark that a model may write before it.
+
+    Args:
+        mark: "" if it writes none.
+    """
+
+    def __init__(self, mark: str) -> None:
+        self._mark, self._held, self._open = mark, "", not mark
+        self.text = ""  # so far
+        self.language: str | None = None  # that the model has heard
+
+    def push(self, text: str, *, last: bool = False) -> str:
+        """What ``text`` adds; a start that may yet turn out to be the language is held back."""
+        if not self._open:
+            self._held += text
+            before, found, text = self._held.partition(self._mark)
+            if not found and not last and len(self._held) <= MOST_HELD:
+                return ""
+            self._open = True
+            if found:
+                self.language = before.strip().removeprefix("language ") or None
+            else:
+                text = self._held
+        self.text += text
+        return text
