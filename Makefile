@@ -33,8 +33,8 @@ kernels: $(INSTALLED)  ## rebuild the CPU kernels after a change to kernels/cpu
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -e .
 
 SANITIZERS := -fsanitize=address,undefined:-fno-sanitize-recover=all -fsanitize=thread
-SANITIZED_ISAS := "" "-mavx2 -mfma" $(if $(shell grep -sm1 amx_int8 /proc/cpuinfo),"-mavx512f -mavx512bw -mavx512dq \
-	-mavx512vl -mavx512bf16 -mamx-tile -mamx-bf16 -mamx-int8 -mavx2 -mfma")
+SANITIZED_ISAS := "" "-mavx2 -mfma -mf16c" $(if $(shell grep -sm1 amx_int8 /proc/cpuinfo),"-mavx512f -mavx512bw -mavx512dq \
+	-mavx512vl -mavx512bf16 -mamx-tile -mamx-bf16 -mamx-int8 -mavx2 -mfma -mf16c")
 KERNELS := $(wildcard kernels/cpu/*/*.cpp)
 
 sanitize:  ## run every CPU kernel under the address, undefined behaviour and thread sanitizers

@@ -22,7 +22,7 @@ FOLDER = Path("kernels/cpu")
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden"]
 FLAGS += ["-g0"]  # Python's flags ask for debug information, which is half of the build time
 WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi", "-pthread"]
-AVX2 = ["-mavx2", "-mfma"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 AMX = [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
 NEON = ["-march=armv8.2-a+dotprod"]
@@ -32,7 +32,7 @@ if sysconfig.get_platform().endswith("x86_64"):  # of a cross build: the other m
 elif sysconfig.get_platform().endswith(("aarch64", "arm64")):
     ISAS |= {"neon": NEON}
 # What /proc/cpuinfo calls the extensions of an instruction set
-CPU_FLAGS = {"avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
+CPU_FLAGS = {"avx2": {"avx2", "fma", "f16c"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
 CPU_FLAGS["amx"] = {"amx_tile", "amx_bf16", "amx_int8", "avx512_bf16"}
 CPU_FLAGS["neon"] = {"asimddp"}
 

@@ -13,6 +13,35 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SharedScales:
+    """Scales, and perhaps least numbers, as 16-bit floats that ``span`` groups share.
+
+    Each group has a factor on them, or ``span`` is 1. Products are exact in float32.
+    """
+
+    span: int  # a power of two
+    scale: torch.Tensor  # [N, S] float16
+    factors: torch.Tensor | None = None  # [N, G] int8
+    least: torch.Tensor | None = None  # [N, S] float16
+    least_factors: torch.Tensor | None = None  # [N, G] int8
+
+    def scales(self) -> torch.Tensor:
+        """[N, G] float32."""
+        return self._spread(self.scale, self.factors)
+
+    def leasts(self) -> torch.Tensor | None:
+        """[N, G] float32."""
+        return None if self.least is None else self._spread(self.least, self.least_factors)
+
+    def _spread(self, halves: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+        floats = halves.float()
+        if factors is None:
+            return floats
+        shared = floats.repeat_interleave(self.span, dim=1)[:, : factors.shape[1]]
+        return shared * factors.float()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Grouped:
     """The weight (value - zero) * scale of each output and input, or table[value] * scale.
 
@@ -27,6 +56,7 @@ class Grouped:
     table: torch.Tensor | None = None  # [2^bits] float32, the numbers that codes stand for
     order: torch.Tensor | None = None  # [K] int64: values[:, i] belong to input order[i]
     least: torch.Tensor | None = None  # [N, G] float32, the number that code 0 stands for
+    shared: SharedScales | None = None  # the same scales and least numbers in fewer bytes
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -35,7 +35,7 @@ __all__ = [
     "logprobs",
     "low_rank",
     "matmul_grouped",
-    "matmul_int4",
+    "matmul_rounded",
     "matmul_int8",
     "min_p_filter",
     "page_level_decode_attention",
@@ -265,7 +265,7 @@ def matmul_grouped(x: torch.Tensor, weight: Grouped) -> torch.Tensor:
     return (x.double() @ weight.dense().double().T).float()
 
 
-def matmul_int4(x: torch.Tensor, weight: Grouped) -> torch.Tensor:
+def matmul_rounded(x: torch.Tensor, weight: Grouped) -> torch.Tensor:
     """x W^T of rows rounded to 8 bits: integer sums of each group of inputs, times both scales.
 
     [M, K], [N, K] -> [M, N] float32.
@@ -275,7 +275,9 @@ def matmul_int4(x: torch.Tensor, weight: Grouped) -> torch.Tensor:
     out = torch.zeros(len(x), len(weight.values))
     for group, scale in enumerate(weight.scale.T):
         part = slice(group * weight.group, (group + 1) * weight.group)
-        numbers = weight.values[:, part].int() - zero[:, group : group + 1].int()
+        values = weight.values[:, part].int()
+        numbers = values if weight.table is None else weight.table[values].int()
+        numbers = numbers - zero[:, group : group + 1].int()
         out += (rows[:, part].int() @ numbers.T).float() * scale
         if weight.least is not None:
             out += rows[:, part].int().sum(1, keepdim=True).float() * weight.least[:, group]

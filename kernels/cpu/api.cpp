@@ -72,12 +72,14 @@ RAYFIN_API void rayfin_matrix_fill(Matrix* matrix, int64_t first, int64_t count,
   }
 }
 
-// A weight of codes (Storage): `group` inputs share a scale. kInt4 may round rows to 8 bits. `order` [inputs] and `table` [16] may be null.
+// A weight of codes (Storage): `group` inputs share a scale. Some may round rows (Matrix::rounds_rows). `order` [inputs] and `table` [16] may be null.
 RAYFIN_API Matrix* rayfin_codes_create(int64_t outputs, int64_t inputs, int storage, int paired, int64_t group,
                                        int zeros, int rounds_rows, const int32_t* order, const float* table,
-                                       void* const* parts) {
+                                       void* const* parts, int64_t span, int factors) {
   try {
-    auto matrix = std::make_unique<Matrix>(outputs, inputs, Storage(storage), paired != 0, group, zeros != 0, parts);
+    const SharedScales shared{span, factors != 0};
+    auto matrix =
+        std::make_unique<Matrix>(outputs, inputs, Storage(storage), paired != 0, group, zeros != 0, parts, shared);
     matrix->rounds_rows = rounds_rows != 0;
     if (order) matrix->set_order(order);
     if (table) matrix->set_table(table);
@@ -90,6 +92,13 @@ RAYFIN_API Matrix* rayfin_codes_create(int64_t outputs, int64_t inputs, int stor
 RAYFIN_API void rayfin_codes_fill(Matrix* matrix, int64_t first, int64_t count, const uint8_t* codes,
                                   const float* scales, const void* zeros) {
   matrix->fill_codes(first, count, codes, scales, zeros);
+}
+
+// The same of a weight with SharedScales; what it has not is null.
+RAYFIN_API void rayfin_codes_fill_shared(Matrix* matrix, int64_t first, int64_t count, const uint8_t* codes,
+                                         const uint16_t* scales, const int8_t* factors, const uint16_t* leasts,
+                                         const int8_t* least_factors) {
+  matrix->fill_codes(first, count, codes, SharedFloats{scales, factors}, SharedFloats{leasts, least_factors});
 }
 
 RAYFIN_API void rayfin_round_int4(Pool* pool, const float* weights, int64_t outputs, int64_t inputs, int64_t group,

@@ -6,7 +6,7 @@ from enum import IntEnum
 import torch
 
 from rayfin.kernels.cpu.kernels import CpuKernels, Matrix, Parts, addresses
-from rayfin.kernels.grouped import E2M1, Grouped
+from rayfin.kernels.grouped import E2M1, Grouped, SharedScales
 
 MAX_INPUTS = 2**31 - 1
 
@@ -21,16 +21,24 @@ class Codes(IntEnum):
     FP4 = 7
     LEVELS4 = 8
     LEVELS8 = 9
+    INT6 = 10
+    LEVELS6 = 11
 
     @property
     def bits(self) -> int:
         """Of a code."""
+        if self in (Codes.INT6, Codes.LEVELS6):
+            return 6
         return 8 if self in (Codes.INT8, Codes.FP8, Codes.LEVELS8) else 4
 
     @property
     def has_levels(self) -> bool:
         """Whether codes count up from a least number of their group."""
-        return self in (Codes.LEVELS4, Codes.LEVELS8)
+        return self in (Codes.LEVELS4, Codes.LEVELS6, Codes.LEVELS8)
+
+
+LONGEST_SUM = 1 << 16
+"""Inputs of a group whose products with 8-bit rows surely fit into 32 bits together."""
 
 
 class CodedMatrix(Matrix):
@@ -54,13 +62,15 @@ class CodedMatrix(Matrix):
         paired: bool,
         order: torch.Tensor | None,  # [inputs] int64
         table: torch.Tensor | None,  # [16] float32
-        rounds_rows: bool = False,  # to 8 bits, as int8 does; of INT4 and LEVELS4
+        rounds_rows: bool = False,  # to 8 bits, as int8 does (``pack_codes``)
+        span: int = 0,  # groups that share a float16; 0: each has a float32
+        factors: bool = False,  # and a factor on it
         parts: Parts | None = None,
     ) -> None:
         self.outputs, self.inputs, self.paired = outputs, inputs, paired
         self.codes, self.group, self.zeros = codes, group, zeros
         self.order, self.table = order, table
-        self.rounds_rows = rounds_rows
+        self.rounds_rows, self.span, self.factors = rounds_rows, span, factors
         self._kernels, self._library, self._parts = kernels, kernels.library, parts
         places = None if order is None else order.int().contiguous()
         numbers = None if table is None else table.float().contiguous()
@@ -68,7 +78,7 @@ class CodedMatrix(Matrix):
             *(outputs, inputs, codes, paired, group, zeros, rounds_rows),
             None if places is None else places.data_ptr(),
             None if numbers is None else numbers.data_ptr(),
-            addresses(parts),
+            *(addresses(parts), span, factors),
         )
         if not handle:
             raise MemoryError(f"no memory for a weight of {outputs} x {inputs}")
@@ -78,10 +88,17 @@ class CodedMatrix(Matrix):
     @property
     def bytes(self) -> int:
         """Of codes, scales and zero points, without padding."""
-        groups = self.outputs * -(-self.inputs // self.group)
+        groups, codes = -(-self.inputs // self.group), self.inputs * self.codes.bits // 8
+        if self.span:
+            each = 2 * -(-groups // self.span) + (groups if self.factors else 0)
+            return self.outputs * (codes + each * (2 if self.zeros else 1))
         scale = 1 if self.codes == Codes.FP4 else 4
         zero = (4 if self.codes.has_levels else 2) if self.zeros else 0
-        return self.outputs * self.inputs * self.codes.bits // 8 + groups * (scale + zero)
+        return self.outputs * (codes + groups * (scale + zero))
+
+    @property
+    def _kind(self) -> tuple[bool, int, bool]:
+        return self.rounds_rows, self.span, self.factors
 
     def like(self, other: "CodedMatrix") -> bool:
         """Whether both can lie in one matrix."""
@@ -89,7 +106,7 @@ class CodedMatrix(Matrix):
         def equal(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
             return one is two or (one is not None and two is not None and torch.equal(one, two))
 
-        mine, theirs = ((m.codes, m.group, m.inputs, m.rounds_rows) for m in (self, other))
+        mine, theirs = ((m.codes, m.group, m.inputs, *m._kind) for m in (self, other))
         return mine == theirs and equal(self.order, other.order) and equal(self.table, other.table)
 
 
@@ -98,13 +115,18 @@ def pack_codes(
 ) -> CodedMatrix | None:
     """Packs a weight as it is, or None if the kernels do not read such codes.
 
-    With ``round_rows`` a matmul of 4-bit numbers rounds its rows to 8 bits, each with a scale.
-    ``paired`` is for a gate above an up projection (``CpuKernels.pack``).
+    With ``round_rows`` a matmul with integers rounds its rows to 8 bits, each with a scale; floats
+    and tables of other numbers are multiplied exactly. ``paired`` is for a gate above an up
+    projection (``CpuKernels.pack``).
     """
     coded = _codes_of(weight)
     if coded is None:
         return None
     kind, codes, zero = coded
+    rounded = _for_rounded_rows(kind, codes, zero, weight) if round_rows else None
+    if rounded is not None:
+        kind, codes = rounded
+    shared = _shared(weight, zero)
     matrix = CodedMatrix(
         kernels,
         *weight.shape,
@@ -114,9 +136,14 @@ def pack_codes(
         paired=paired,
         order=weight.order,
         table=weight.table if kind == Codes.TABLE4 else None,
-        rounds_rows=round_rows and kind in (Codes.INT4, Codes.LEVELS4),
+        rounds_rows=rounded is not None,
+        span=0 if shared is None else shared.span,
+        factors=shared is not None and shared.factors is not None,
     )
     assert codes.is_contiguous() and codes.shape == weight.shape
+    if shared is not None:
+        _fill_shared(matrix, codes, shared)
+        return matrix
     scale = weight.scale.float().contiguous()
     assert scale.shape == (matrix.outputs, -(-matrix.inputs // matrix.group))
     kernels.library.rayfin_codes_fill(
@@ -144,6 +171,8 @@ def stack_codes(
         order=first.order,
         table=first.table,
         rounds_rows=first.rounds_rows,
+        span=first.span,
+        factors=first.factors,
     )
     start = 0
     for matrix in matrices:
@@ -165,6 +194,8 @@ def cut_codes(kernels: CpuKernels, matrix: CodedMatrix, start: int, outputs: int
         order=matrix.order,
         table=matrix.table,
         rounds_rows=matrix.rounds_rows,
+        span=matrix.span,
+        factors=matrix.factors,
     )
     _copy(part, 0, matrix, start, outputs)
     return part
@@ -206,6 +237,54 @@ def _codes_of(weight: Grouped) -> tuple[Codes, torch.Tensor, torch.Tensor | None
     if weight.bits <= 4:
         return Codes.INT4, values.contiguous(), _zeros(weight, 8)
     return Codes.INT8, (values ^ 0x80).contiguous(), _zeros(weight, 128)
+
+
+def _for_rounded_rows(
+    kind: Codes, codes: torch.Tensor, zero: torch.Tensor | None, weight: Grouped
+) -> tuple[Codes, torch.Tensor] | None:
+    """The kind and codes for products with rounded rows, or None if there are none.
+
+    Integers that fit into 6 bits are stored so: fewer bytes are read.
+    """
+    if weight.group > LONGEST_SUM:
+        return None
+    if kind in (Codes.INT4, Codes.LEVELS4):
+        return kind, codes
+    if kind == Codes.TABLE4:
+        assert weight.table is not None
+        octets = weight.table.clamp(-128, 127).round()
+        return (kind, codes) if torch.equal(octets, weight.table) else None
+    if kind == Codes.LEVELS8:
+        return (Codes.LEVELS6, codes) if int(codes.max()) < 64 else None
+    if kind != Codes.INT8:
+        return None
+    raised = codes + 32  # modulo 256: of -32 .. 31 at most 63
+    return (kind, codes) if zero is not None or int(raised.max()) > 63 else (Codes.INT6, raised)
+
+
+def _shared(weight: Grouped, zero: torch.Tensor | None) -> SharedScales | None:
+    """Its scales in fewer bytes, if the kernels read them."""
+    shared = weight.shared
+    if shared is None or (zero is not None and shared.least is None):
+        return None
+    finite = shared.scale.isfinite().all() and (
+        shared.least is None or shared.least.isfinite().all()
+    )
+    return shared if finite else None
+
+
+def _fill_shared(matrix: CodedMatrix, codes: torch.Tensor, shared: SharedScales) -> None:
+    groups = -(-matrix.inputs // matrix.group)
+    parts = (shared.scale, shared.factors, shared.least, shared.least_factors)
+    kept = [None if part is None else part.contiguous() for part in parts]
+    assert (
+        shared.scale.shape == (matrix.outputs, -(-groups // shared.span))
+        and shared.scale.dtype == torch.float16
+    )
+    matrix._library.rayfin_codes_fill_shared(
+        *(matrix.handle, 0, matrix.outputs, codes.data_ptr()),
+        *(None if part is None else part.data_ptr() for part in kept),
+    )
 
 
 def _is_fp4(weight: Grouped) -> bool:

@@ -203,7 +203,7 @@ def _places(x: torch.Tensor, allowed: TokenBits) -> tuple[torch.Tensor, torch.Te
 
 
 PARTS = 4
-"""Blocks of memory of a matrix: weights, scales, offsets, zero points (Matrix::parts)."""
+"""Blocks of memory of a matrix: weights, scales, offsets or shared scales, zero points."""
 
 Part = npt.NDArray[np.uint8]
 Parts = Sequence[Part]  # [PARTS] blocks; those that a storage has not are empty

@@ -35,8 +35,12 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "rayfin_matrix_destroy": (None, (_P,)),
     "rayfin_matrix_parts": (None, (_P, _P, _P)),
     "rayfin_matrix_fill": (None, (_P, _I64, _I64, _P, _I64, _INT)),
-    "rayfin_codes_create": (_P, (_I64, _I64, _INT, _INT, _I64, _INT, _INT, _P, _P, _P)),
+    "rayfin_codes_create": (
+        _P,
+        (_I64, _I64, _INT, _INT, _I64, _INT, _INT, *(_P, _P, _P), _I64, _INT),
+    ),
     "rayfin_codes_fill": (None, (_P, _I64, _I64, _P, _P, _P)),
+    "rayfin_codes_fill_shared": (None, (_P, _I64, _I64, *(_P,) * 5)),
     "rayfin_round_int4": (None, (_P, _P, _I64, _I64, _I64, _P, _P)),
     "rayfin_codes_copy": (None, (_P, _I64, _P, _I64, _I64)),
     "rayfin_matrix_rows": (None, (_P, _P, _I64, _P, _I64)),

@@ -35,6 +35,8 @@ def describe(matrix: Matrix) -> dict[str, Any]:
         "group": matrix.group,
         "zeros": matrix.zeros,
         "rounds_rows": matrix.rounds_rows,
+        "span": matrix.span,
+        "factors": matrix.factors,
         "order": None if matrix.order is None else matrix.order.tolist(),
         "table": None if matrix.table is None else matrix.table.tolist(),
     }

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from rayfin.actors.runner.quantized.formats import Format, Part, Slot, Tensors, refuse
-from rayfin.kernels.grouped import Grouped
+from rayfin.kernels.grouped import Grouped, SharedScales
 
 LARGE = 256
 """Inputs of the K types' blocks."""
@@ -26,15 +26,22 @@ CHUNK = 1 << 18
 """Weights that are read at once: what is made of them on the way stays in a cache."""
 
 Octets = npt.NDArray[np.uint8]
-Floats = npt.NDArray[np.float32]
+Halves = npt.NDArray[np.float16]
+
+
+class Scales(NamedTuple):
+    """Scales or least numbers of M blocks: a float each, and factors of its groups."""
+
+    halves: Halves  # [M, 1]
+    factors: npt.NDArray[np.int8] | None = None  # [M, groups]; None: of one group
 
 
 class Numbers(NamedTuple):
     """What blocks [M, bytes] hold."""
 
     values: npt.NDArray[Any]  # [M, inputs] uint8 or int8
-    scale: Floats  # [M, groups]
-    least: Floats | None = None  # [M, groups]
+    scale: Scales
+    least: Scales | None = None
 
 
 class Block(NamedTuple):
@@ -49,9 +56,9 @@ class Block(NamedTuple):
     table: tuple[int, ...] | None = None
 
 
-def _half(octets: Octets) -> Floats:
-    """[M, 2 n] -> [M, n]."""
-    return np.ascontiguousarray(octets).view(np.float16).astype(np.float32)
+def _half(octets: Octets) -> Halves:
+    """[M, 2] -> [M, 1]."""
+    return np.ascontiguousarray(octets).view(np.float16)
 
 
 def _fields(octets: Octets, width: int, bits: int) -> Octets:
@@ -65,11 +72,11 @@ def _fields(octets: Octets, width: int, bits: int) -> Octets:
 
 
 def _q4_0(octets: Octets) -> Numbers:
-    return Numbers(_fields(octets[:, 2:], 16, 4), _half(octets[:, :2]))
+    return Numbers(_fields(octets[:, 2:], 16, 4), Scales(_half(octets[:, :2])))
 
 
 def _q4_1(octets: Octets) -> Numbers:
-    scale, least = _half(octets[:, :2]), _half(octets[:, 2:4])
+    scale, least = Scales(_half(octets[:, :2])), Scales(_half(octets[:, 2:4]))
     return Numbers(_fields(octets[:, 4:], 16, 4), scale, least)
 
 
@@ -80,37 +87,42 @@ def _fifth(low: Octets, high: Octets) -> Octets:
 
 def _q5_0(octets: Octets) -> Numbers:
     codes = _fifth(octets[:, 6:], octets[:, 2:6])
-    return Numbers(codes.view(np.int8) - 16, _half(octets[:, :2]))
+    return Numbers(codes.view(np.int8) - 16, Scales(_half(octets[:, :2])))
 
 
 def _q5_1(octets: Octets) -> Numbers:
-    scale, least = _half(octets[:, :2]), _half(octets[:, 2:4])
+    scale, least = Scales(_half(octets[:, :2])), Scales(_half(octets[:, 2:4]))
     return Numbers(_fifth(octets[:, 8:], octets[:, 4:8]), scale, least)
 
 
 def _q8_0(octets: Octets) -> Numbers:
-    return Numbers(octets[:, 2:].view(np.int8), _half(octets[:, :2]))
+    return Numbers(octets[:, 2:].view(np.int8), Scales(_half(octets[:, :2])))
 
 
 def _q2_k(octets: Octets) -> Numbers:
-    both, scale, least = octets[:, :16], _half(octets[:, 80:82]), _half(octets[:, 82:])
-    return Numbers(_fields(octets[:, 16:80], 32, 2), scale * (both & 15), -(least * (both >> 4)))
+    both = octets[:, :16]
+    scale = Scales(_half(octets[:, 80:82]), (both & 15).view(np.int8))
+    least = Scales(-_half(octets[:, 82:]), (both >> 4).view(np.int8))
+    return Numbers(_fields(octets[:, 16:80], 32, 2), scale, least)
 
 
 def _q3_k(octets: Octets) -> Numbers:
     high, low, packed = octets[:, :32], octets[:, 32:96], octets[:, 96:108]
     factors = _fields(packed[:, :8], 8, 4) | _fields(packed[:, 8:], 4, 2) << 4
-    scale = _half(octets[:, 108:]) * (factors.view(np.int8) - 32)
+    scale = Scales(_half(octets[:, 108:]), factors.view(np.int8) - np.int8(32))
     # A bit that is not set takes 4 away. With 4 added the kernels need no zero points.
     return Numbers((_fields(low, 32, 2) | _fields(high, 32, 1) << 2) + 4, scale)
 
 
-def _large_scales(octets: Octets) -> tuple[Floats, Floats]:
-    """Scales and least numbers [M, 8] of two halves and twelve bytes: factors of 6 bits."""
+def _large_scales(octets: Octets) -> tuple[Scales, Scales]:
+    """Scales and least numbers of 8 groups of two halves and twelve bytes: factors of 6 bits."""
     first, second, third = octets[:, 4:8], octets[:, 8:12], octets[:, 12:]
     scales = np.concatenate([first & 63, third & 15 | first >> 2 & 48], axis=1)
     leasts = np.concatenate([second & 63, third >> 4 | second >> 2 & 48], axis=1)
-    return _half(octets[:, :2]) * scales, -(_half(octets[:, 2:4]) * leasts)
+    return (
+        Scales(_half(octets[:, :2]), scales.view(np.int8)),
+        Scales(-_half(octets[:, 2:4]), leasts.view(np.int8)),
+    )
 
 
 def _q4_k(octets: Octets) -> Numbers:
@@ -124,18 +136,18 @@ def _q5_k(octets: Octets) -> Numbers:
 
 def _q6_k(octets: Octets) -> Numbers:
     codes = _fields(octets[:, :128], 64, 4) | _fields(octets[:, 128:192], 32, 2) << 4
-    scale = _half(octets[:, 208:]) * octets[:, 192:208].view(np.int8)
+    scale = Scales(_half(octets[:, 208:]), octets[:, 192:208].view(np.int8))
     return Numbers(codes.view(np.int8) - 32, scale)
 
 
 def _iq4_nl(octets: Octets) -> Numbers:
-    return Numbers(_fields(octets[:, 2:], 16, 4), _half(octets[:, :2]))
+    return Numbers(_fields(octets[:, 2:], 16, 4), Scales(_half(octets[:, :2])))
 
 
 def _iq4_xs(octets: Octets) -> Numbers:
     # Here the fields of a byte are those of groups beside each other.
     factors = _fields(octets[:, 4:8], 1, 4) | _fields(octets[:, 2:4], 1, 2) << 4
-    scale = _half(octets[:, :2]) * (factors.view(np.int8) - 32)
+    scale = Scales(_half(octets[:, :2]), factors.view(np.int8) - np.int8(32))
     return Numbers(_fields(octets[:, 8:], 16, 4), scale)
 
 
@@ -205,16 +217,32 @@ class Gguf(Format):
         with np.errstate(invalid="ignore"):  # what is no number in the file is none here
             parts = [block.read(octets[at : at + step]) for at in range(0, len(octets), step)]
 
-        def whole(part: int, width: int) -> torch.Tensor:
-            made = np.concatenate([own[part] for own in parts])
-            return torch.from_numpy(made.reshape(outputs, width)).to(device)
+        def whole(made: Iterable[npt.NDArray[Any]]) -> torch.Tensor:
+            rows = np.concatenate(list(made)).reshape(outputs, -1)
+            return torch.from_numpy(rows).to(device)
 
-        groups = inputs // block.group
-        values, scale = whole(0, inputs), whole(1, groups)
-        least = None if parts[0].least is None else whole(2, groups)
-        zero = table = None
+        def scales(made: list[Scales]) -> tuple[torch.Tensor, torch.Tensor | None]:
+            halves = whole(own.halves for own in made)
+            if block.inputs == block.group:
+                return halves, None
+            return halves, whole(own.factors for own in made if own.factors is not None)
+
+        shared = SharedScales(
+            block.inputs // block.group,
+            *scales([own.scale for own in parts]),
+            *scales([own.least for own in parts if own.least is not None])
+            if parts[0].least is not None
+            else (),
+        )
+        scale, zero, table = shared.scales(), None, None
         if block.zero is not None:
             zero = torch.full(scale.shape, block.zero, dtype=torch.int32, device=device)
         if block.table is not None:
             table = torch.tensor(block.table, dtype=torch.float32, device=device)
-        return Grouped(values, scale, block.group, block.bits, zero, table, least=least)
+        return Grouped(
+            whole(own.values for own in parts),
+            scale,
+            *(block.group, block.bits, zero, table),
+            least=shared.leasts(),
+            shared=shared,
+        )

@@ -116,7 +116,7 @@ def some_outputs(weight: Grouped, rows: Rows, count: int) -> Grouped:
 
     zero, least = (None if own is None else taken(own) for own in (weight.zero, weight.least))
     values, scale = taken(weight.values), taken(weight.scale)
-    return replace(weight, values=values, scale=scale, zero=zero, least=least)
+    return replace(weight, values=values, scale=scale, zero=zero, least=least, shared=None)
 
 
 def some_inputs(weight: Grouped, run: range) -> Grouped:
@@ -133,6 +133,7 @@ def some_inputs(weight: Grouped, run: range) -> Grouped:
         group=group,
         zero=None if weight.zero is None else weight.zero[:, places].contiguous(),
         least=None if weight.least is None else weight.least[:, places].contiguous(),
+        shared=None,
         order=None,
     )
 

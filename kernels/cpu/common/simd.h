@@ -53,6 +53,12 @@ RAYFIN_INLINE To bit_cast(const From& from) {
 RAYFIN_INLINE float widen(float x) { return x; }
 RAYFIN_INLINE float widen(BFloat16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
 
+// A 16-bit float (IEEE 754).
+RAYFIN_INLINE float widen_half(uint16_t half) {
+  const float magnitude = bit_cast<float>(uint32_t(half & 0x7fff) << 13) * 0x1p112f;  // exact, of small ones as well
+  return half & 0x8000 ? -magnitude : magnitude;
+}
+
 RAYFIN_INLINE void narrow(float x, float* out) { *out = x; }
 RAYFIN_INLINE void narrow(float x, BFloat16* out) {  // to nearest, ties to even
   uint32_t bits = bit_cast<uint32_t>(x);
@@ -79,6 +85,38 @@ RAYFIN_INLINE Vec load(const BFloat16* p) {
   VecU wide = __builtin_convertvector(half, VecU);
 #endif
   return bit_cast<Vec>(wide << 16);
+}
+
+// 16-bit floats, none of them infinite or NaN.
+RAYFIN_INLINE Vec load_halves(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__aarch64__)
+  float16x4_t halves;
+  std::memcpy(&halves, p, sizeof(halves));
+  return bit_cast<Vec>(vcvt_f32_f16(halves));
+#else
+  Vec out;
+  for (int i = 0; i < kWidth; ++i) out[i] = widen_half(p[i]);
+  return out;
+#endif
+}
+
+// Signed bytes as floats.
+RAYFIN_INLINE Vec load_bytes(const int8_t* p) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, bytes));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(kWidth)));
+  Bytes bytes;
+  std::memcpy(&bytes, p, sizeof(bytes));
+  return __builtin_convertvector(bytes, Vec);
+#endif
 }
 
 RAYFIN_INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }

@@ -2,6 +2,7 @@
 // vector of words those of kWidth outputs.
 #pragma once
 
+#include "matmul/matrix.h"
 #include "matmul/register_tile.h"
 
 namespace rayfin {
@@ -13,6 +14,37 @@ RAYFIN_INLINE VecI load_zeros(const int16_t* p) {
   std::memcpy(&half, p, sizeof(half));
   return __builtin_convertvector(half, VecI);
 }
+
+// Scales, or least numbers, of the groups of a panel: floats, 16-bit floats, or factors on 16-bit floats.
+class GroupFloats {
+ public:
+  GroupFloats(const Matrix& weight, int64_t panel, bool least) : groups_(weight.groups.count * kPanel) {
+    const int64_t first = panel * groups_;
+    if (!weight.shared.span) {
+      floats_ = (least ? weight.zeros<float>() : weight.scales()) + first;
+      return;
+    }
+    halves_ = weight.halves(panel, least);
+    halves_stride_ = weight.halves_stride();
+    while (weight.shared.span >> (shift_ + 1)) ++shift_;
+    if (weight.shared.factors) factors_ = (least ? weight.zeros<int8_t>() : weight.scales<int8_t>()) + first;
+  }
+
+  // Those of a group, for vector `v` of the panels from this one on.
+  RAYFIN_INLINE Vec at(int64_t group, int v) const {
+    const int64_t lane = v % 2 * kWidth, index = v / 2 * groups_ + group * kPanel + lane;
+    if (floats_) return load(floats_ + index);
+    const Vec halves = load_halves(halves_ + v / 2 * halves_stride_ + (group >> shift_) * kPanel + lane);
+    return factors_ ? halves * load_bytes(factors_ + index) : halves;
+  }
+
+ private:
+  const float* floats_ = nullptr;
+  const uint16_t* halves_ = nullptr;
+  const int8_t* factors_ = nullptr;
+  int64_t groups_, halves_stride_ = 0;
+  int shift_ = 0;
+};
 
 // One class for each kind of code. `widen` reads the code that lies `shift` bits up in each word, `shift_of` a depth
 // step. A number is what `widen` gives times kFactor, a power of two that scales take over.
@@ -137,8 +169,6 @@ struct Fp4 : Table4 {
   Fp4() : Table4(kE2m1) {}
 };
 
-RAYFIN_INLINE Vec load_scales(const float* p) { return load(p); }
-
 // Powers of two, of which the exponents of floats are stored; 0 is 0. GCC 12 converts the bytes of the generic code one
 // by one.
 RAYFIN_INLINE Vec load_scales(const uint8_t* p) {
@@ -160,8 +190,8 @@ template <class Code, bool kZeros>
 struct Scale {
   Vec scale, zero;
 
-  RAYFIN_INLINE void set(const typename Code::Stored* scales, const int16_t* zeros) {
-    scale = load_scales(scales) * Code::kFactor;
+  RAYFIN_INLINE void set(Vec scales, const int16_t* zeros) {
+    scale = scales * Code::kFactor;
     if constexpr (kZeros) zero = __builtin_convertvector(load_zeros(zeros), Vec);
   }
 
@@ -178,7 +208,7 @@ template <class Code>
 struct LevelScale {
   Vec scale, least;
 
-  RAYFIN_INLINE void set(const float* scales, const float* leasts) { scale = load(scales), least = load(leasts); }
+  RAYFIN_INLINE void set(Vec scales, Vec leasts) { scale = scales, least = leasts; }
 
   RAYFIN_INLINE Vec weights(const Code& code, VecI words, int step) const {
     return multiply_add(code.widen(words, Code::shift_of(step)), scale, least);
@@ -196,10 +226,9 @@ template <>
 struct Scale<Levels4, true> {  // as Int4 below
   Vec scale[4], least;
 
-  RAYFIN_INLINE void set(const float* scales, const float* leasts) {
-    const Vec one = load(scales);
-    for (int i = 0; i < 4; ++i) scale[i] = one * (1.0f / float(1 << 4 * i));
-    least = load(leasts);
+  RAYFIN_INLINE void set(Vec scales, Vec leasts) {
+    for (int i = 0; i < 4; ++i) scale[i] = scales * (1.0f / float(1 << 4 * i));
+    least = leasts;
   }
 
   RAYFIN_INLINE Vec weights(const Levels4&, VecI words, int step) const {
@@ -219,8 +248,7 @@ struct Scale<Int4, kZeros> {
   Vec scale[4], less;
   VecI zero[4];
 
-  RAYFIN_INLINE void set(const float* scales, const int16_t* zeros) {
-    const Vec one = load(scales);
+  RAYFIN_INLINE void set(Vec one, const int16_t* zeros) {
     VecI number = VecI{} + 8;
     if constexpr (kZeros) number += load_zeros(zeros);
     for (int i = 0; i < 4; ++i) {
@@ -246,8 +274,8 @@ template <>
 struct Scale<Fp4, false> {
   Vec scale[4], less;
 
-  RAYFIN_INLINE void set(const uint8_t* exponents, const int16_t*) {
-    const Vec half = load_scales(exponents) * 0.5f;
+  RAYFIN_INLINE void set(Vec scales, const int16_t*) {
+    const Vec half = scales * 0.5f;
     for (int i = 0; i < 4; ++i) scale[i] = half * (1.0f / float(1 << 8 * i));
     less = half * -12.0f;
   }

@@ -20,19 +20,34 @@ constexpr double kTileSeconds = 15e-6, kBytesPerSecond = 10e9, kFlopsPerSecond =
 constexpr int panels_at_once(int64_t rows) { return rows <= 2 ? 2 : 1; }
 
 // Where a panel lies.
-template <class Code>
+template <class Code, bool kZeros>
 struct Panel {
-  typedef typename Code::Stored Stored;
-  typedef typename Code::Zero Zero;
+  static constexpr bool kExponents = std::is_same_v<typename Code::Stored, uint8_t>;
+  static constexpr bool kLeasts = std::is_same_v<typename Code::Zero, float>;
   const int32_t* words;
-  const Stored* scales;
-  const Zero* zeros;
+  const GroupFloats scales, leasts;
+  const uint8_t* exponents;
+  const int16_t* zeros;
+  const int64_t stride;
 
   Panel(const Matrix& weight, int64_t index)
       : words(weight.words(index)),
-        scales(weight.scales<Stored>() + index * weight.groups.count * kPanel),
-        zeros(nullptr) {
-    if (weight.zeros()) zeros = weight.zeros<Zero>() + index * weight.groups.count * kPanel;
+        scales(weight, index, false),
+        leasts(weight, index, kLeasts),
+        exponents(weight.scales<uint8_t>() + index * weight.groups.count * kPanel),
+        zeros(kZeros ? weight.zeros() + index * weight.groups.count * kPanel : nullptr),
+        stride(weight.groups.count * kPanel) {}
+
+  // Sets the scale of a group for vector `v` of the panels from this one on.
+  RAYFIN_INLINE void set(Scale<Code, kZeros>& scale, int64_t group, int v) const {
+    const int64_t at = v / 2 * stride + group * kPanel + v % 2 * kWidth;
+    if constexpr (kLeasts) {
+      scale.set(scales.at(group, v), leasts.at(group, v));
+    } else if constexpr (kExponents) {
+      scale.set(load_scales(exponents + at), nullptr);
+    } else {
+      scale.set(scales.at(group, v), kZeros ? zeros + at : nullptr);
+    }
   }
 };
 
@@ -58,16 +73,13 @@ template <class Code, bool kZeros, int kM, int kP>
 RAYFIN_INLINE void codes_tile(const Code& code, const float* x, int64_t x_stride, const Matrix& weight, int64_t panel,
                               float* out) {
   const Groups& groups = weight.groups;
-  const Panel<Code> first(weight, panel);
-  const int64_t panel_words = weight.panel_words(), panel_scales = groups.count * kPanel;
+  const Panel<Code, kZeros> first(weight, panel);
+  const int64_t panel_words = weight.panel_words();
   Vec acc[kM][2 * kP] = {};
   for (int64_t g = 0; g < groups.count; ++g) {
     Scale<Code, kZeros> scale[2 * kP];
 #pragma GCC unroll 4
-    for (int v = 0; v < 2 * kP; ++v) {
-      const int64_t at = v / 2 * panel_scales + g * kPanel + v % 2 * kWidth;
-      scale[v].set(first.scales + at, kZeros ? first.zeros + at : nullptr);
-    }
+    for (int v = 0; v < 2 * kP; ++v) first.set(scale[v], g, v);
     const int32_t* words = first.words + g * groups.words * kPanel;
     const int64_t end = std::min((g + 1) * groups.size, weight.inputs);
     for (int64_t k = g * groups.size; k < end; k += Code::kSteps, words += kPanel) {
@@ -75,7 +87,8 @@ RAYFIN_INLINE void codes_tile(const Code& code, const float* x, int64_t x_stride
 #pragma GCC unroll 4
       for (int v = 0; v < 2 * kP; ++v) {
         const int32_t* at = words + v / 2 * panel_words + v % 2 * kWidth;
-        __builtin_prefetch(reinterpret_cast<const char*>(at) + kAheadBytes / kP, 0, 3);
+        if (v % 2 * kWidth * 4 % kLineBytes == 0)
+          __builtin_prefetch(reinterpret_cast<const char*>(at) + kAheadBytes / kP, 0, 3);
         word[v] = load_words(at);
       }
       for_steps<Code>(end - k, [&](int step) RAYFIN_LAMBDA {
@@ -109,17 +122,14 @@ void few_rows(const Code& code, const Matrix& weight, const float* x, int64_t x_
 
 // Widens inputs first .. last - 1 of a panel to out [last - first][kPanel]; `first` begins a word.
 template <class Code, bool kZeros>
-void widen_strip(const Code& code, const Matrix& weight, const Panel<Code>& panel, int64_t first, int64_t last,
+void widen_strip(const Code& code, const Matrix& weight, const Panel<Code, kZeros>& panel, int64_t first, int64_t last,
                  float* out) {
   const Groups& groups = weight.groups;
   for (int64_t k = first; k < last;) {
     const int64_t g = k / groups.size, end = std::min((g + 1) * groups.size, last);
     const int32_t* words = panel.words + (g * groups.words + (k - g * groups.size) / Code::kSteps) * kPanel;
     Scale<Code, kZeros> scale[2];
-    for (int v = 0; v < 2; ++v) {
-      const int64_t at = g * kPanel + v * kWidth;
-      scale[v].set(panel.scales + at, kZeros ? panel.zeros + at : nullptr);
-    }
+    for (int v = 0; v < 2; ++v) panel.set(scale[v], g, v);
     for (; k < end; k += Code::kSteps, words += kPanel) {
       for (int64_t line = 0; line < kPanel; line += 16) __builtin_prefetch(words + kAheadBytes / 4 + line, 0, 3);
       const VecI word[2] = {load_words(words), load_words(words + kWidth)};
@@ -139,7 +149,7 @@ void many_rows(const Code& code, int64_t rows, const Matrix& weight, const float
   float *strip = scratch, *out = scratch + kStrip * kPanel;
   const int64_t blocks = (rows + kRows - 1) / kRows, group = weight.groups.size;
   for (int64_t panel = first; panel < last; ++panel) {
-    const Panel<Code> codes(weight, panel);
+    const Panel<Code, kZeros> codes(weight, panel);
     for (int64_t k = 0, end; k < weight.inputs; k = end) {
       end = std::min(k + kStrip, weight.inputs);
       if (group % Code::kSteps) end = std::min(end, (k / group + 1) * group);  // each group begins a word

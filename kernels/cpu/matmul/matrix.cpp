@@ -31,8 +31,8 @@ int64_t panels_of(int64_t outputs, bool paired) {
 
 Groups groups_of(int64_t inputs, Storage storage, int64_t size) {
   if (!has_codes(storage)) return {};
-  const int64_t each = codes_in_word(storage);
-  return {size, (inputs + size - 1) / size, (size + each - 1) / each};
+  const Words words = words_of(storage);
+  return {size, (inputs + size - 1) / size, (size + words.steps - 1) / words.steps * words.count};
 }
 
 #if defined(__AMX_TILE__)
@@ -43,22 +43,24 @@ int64_t tile_row(int lane, int64_t k) { return (k / kStep * 2 + lane / kWidth) *
 }  // namespace
 
 Matrix::Matrix(int64_t outputs, int64_t inputs, Storage storage, bool paired, int64_t group, bool zeros,
-               void* const* parts)
+               void* const* parts, SharedScales shared)
     : outputs(outputs),
       inputs(inputs),
       depth(depth_of(inputs, storage)),
       storage(storage),
       paired(paired),
       panels(panels_of(outputs, paired)),
-      groups(groups_of(inputs, storage, group)) {
+      groups(groups_of(inputs, storage, group)),
+      shared(shared) {
   auto block = [parts](int part, int64_t count, size_t size) {
     const size_t bytes = size_t(count) * size;
     return parts ? Buffer(parts[part], bytes) : Buffer::of_weight(bytes);
   };
   if (has_codes(storage)) {
     data_ = block(0, panels * panel_words(), sizeof(int32_t));
-    scales_ = block(1, panels * groups.count * kPanel, storage == kFp4 ? 1 : sizeof(float));
-    if (zeros) zeros_ = block(3, panels * groups.count * kPanel, has_levels(storage) ? sizeof(float) : sizeof(int16_t));
+    scales_ = block(1, panels * groups.count * kPanel, size_t(scale_size()));
+    if (zeros) zeros_ = block(3, panels * groups.count * kPanel, size_t(zero_size()));
+    if (shared.factors) offsets_ = block(2, panels * halves_stride(), sizeof(uint16_t));
     return;
   }
   data_ = block(0, panels * panel_size(), element_size(storage));

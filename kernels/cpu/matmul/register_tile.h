@@ -8,6 +8,7 @@
 namespace rayfin {
 
 constexpr int kAheadBytes = 2048;
+constexpr int kLineBytes = 64;  // bytes of a line of the caches
 
 // Prefetches weights into the second-level cache while a tile is computed: `start` + k * `step` / 16 at step k.
 struct Ahead {

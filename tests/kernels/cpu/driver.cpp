@@ -59,15 +59,21 @@ void on_pools(const char* what, int64_t size, const std::function<void(Pool&, fl
   check(first == second, what);
 }
 
-// Weights of 4 and 8 bits, in groups that do not fill the inputs, with inputs in another order.
+// How many codes there are; of floats no NaN.
+int codes_of(Storage storage) {
+  if (has_six_bits(storage)) return 64;
+  return storage == kFp8 ? 120 : storage == kCodes8 || storage == kLevels8 ? 256 : 16;
+}
+
+// Weights of 4 to 8 bits, in groups that do not fill the inputs, with inputs in another order.
 void coded_matmuls() {
   for (int64_t rows : {1, 2, 4, 5, 13, 101}) {
     for (auto [outputs, inputs, group] : {std::array<int64_t, 3>{1, 1, 1}, {34, 19, 8}, {66, 300, 128}, {40, 70, 20}}) {
-      for (Storage storage : {kInt4, kCodes8, kFp8, kTable4, kFp4, kLevels4, kLevels8}) {
+      for (Storage storage : {kInt4, kCodes8, kFp8, kTable4, kFp4, kLevels4, kLevels8, kInt6, kLevels6}) {
         const bool zeros = storage == kInt4 || storage == kCodes8 || has_levels(storage);
         const int64_t groups = (inputs + group - 1) / group, count = groups * outputs;
         std::vector<uint8_t> codes(static_cast<size_t>(outputs * inputs));
-        for (size_t i = 0; i < codes.size(); ++i) codes[i] = uint8_t(i * 7 % (codes_in_word(storage) == 8 ? 16 : 120));
+        for (size_t i = 0; i < codes.size(); ++i) codes[i] = uint8_t(i * 7 % size_t(codes_of(storage)));
         const std::vector<int16_t> points(static_cast<size_t>(count), 3);
         std::vector<int32_t> order(static_cast<size_t>(inputs));
         for (int64_t k = 0; k < inputs; ++k) order[static_cast<size_t>(k)] = int32_t(inputs - 1 - k);
@@ -78,16 +84,37 @@ void coded_matmuls() {
         copy.copy_codes(0, weight, 0, outputs);
         copy.set_order(order.data());
         copy.set_table(floats(16).data());
+        // The same codes with scales that are factors on those of two groups.
+        const bool shares = storage != kFp8 && storage != kFp4;
+        const int64_t supers = (groups + 1) / 2;
+        const std::vector<uint16_t> halves(static_cast<size_t>(supers * outputs), 0x3801);
+        std::vector<int8_t> factors(static_cast<size_t>(count));
+        for (size_t i = 0; i < factors.size(); ++i) factors[i] = int8_t(int(i * 37 % 256) - 128);
+        const SharedFloats floats_of{halves.data(), factors.data()};
+        const SharedScales two{2, true};
+        Matrix first(outputs, inputs, storage, false, group, has_levels(storage), nullptr, two);
+        Matrix shared(outputs, inputs, storage, false, group, has_levels(storage), nullptr, two);
+        if (shares) {
+          first.fill_codes(0, outputs, codes.data(), floats_of, has_levels(storage) ? floats_of : SharedFloats{});
+          shared.copy_codes(0, first, 0, outputs);
+          shared.set_table(floats(16).data());
+        }
         std::vector<float> row(static_cast<size_t>(inputs));
+        if (shares) shared.read_row(outputs - 1, row.data());
         copy.read_row(outputs - 1, row.data());
         const auto x = floats(rows * inputs);
         for (bool rounds : {false, true}) {
-          if (rounds && storage != kInt4 && storage != kLevels4) continue;
-          copy.rounds_rows = rounds;
+          if (rounds ? storage == kFp8 || storage == kFp4 || storage == kLevels8 : has_six_bits(storage)) continue;
+          copy.rounds_rows = shared.rounds_rows = rounds;
           for (bool vnni : {true, false}) {
             on_pools("coded matmul", rows * outputs, [&](Pool& pool, float* out) {
               pool.vnni = pool.vnni && vnni;
               matmul(pool, copy, x.data(), inputs, rows, out, outputs, {});
+            });
+            if (!shares) continue;
+            on_pools("coded matmul of shared scales", rows * outputs, [&](Pool& pool, float* out) {
+              pool.vnni = pool.vnni && vnni;
+              matmul(pool, shared, x.data(), inputs, rows, out, outputs, {});
             });
           }
         }

@@ -1,6 +1,7 @@
 """Weights of 4 and 8 bits against the same weights widened: the same bits, but on matrix tiles."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from rayfin.kernels import reference
 from rayfin.kernels.cpu.codes import (
     CodedMatrix,
     Codes,
+    cut_codes,
     pack_codes,
     pack_int4,
     round_int4,
@@ -18,7 +20,7 @@ from rayfin.kernels.cpu.codes import (
 )
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels
 from rayfin.kernels.cpu.library import ISAS
-from rayfin.kernels.grouped import E2M1, Grouped
+from rayfin.kernels.grouped import E2M1, Grouped, SharedScales
 
 KINDS = ("int4", "int4 zeros", "int8", "int8 zeros", "bytes", "fp8", "table", "fp4")
 KINDS += ("levels4", "levels8")
@@ -220,41 +222,167 @@ def test_bytes(kernels: CpuKernels) -> None:
     assert (matrix.bytes, matrix.codes) == (64 * 128 + 64 * 4 * 8, Codes.LEVELS8)
 
 
-@settings(max_examples=15, deadline=None)
+ROUNDED = {
+    "int4": Codes.INT4,
+    "int4 zeros": Codes.INT4,
+    "levels4": Codes.LEVELS4,
+    "table": Codes.TABLE4,
+    "bytes": Codes.INT8,
+    "int8": Codes.INT8,
+    "int8 zeros": Codes.INT8,
+    "int6": Codes.INT6,
+    "levels6": Codes.LEVELS6,
+}
+"""Kinds of numbers that rows are rounded for, and how they are stored then."""
+
+
+def drawn_integers(kind: str, outputs: int, inputs: int, group: int) -> Grouped:
+    """A weight of a kind; its table is one of signed bytes, and 6 bits are what 8 are stored in."""
+    if kind == "int6":
+        plain = drawn("bytes", outputs, inputs, group)
+        return replace(plain, values=plain.values % 64 - 32)
+    if kind == "levels6":
+        plain = drawn("levels8", outputs, inputs, group)
+        return replace(plain, values=plain.values % 64)
+    plain = drawn(kind, outputs, inputs, group)
+    if kind == "table":
+        random = torch.Generator().manual_seed(0)
+        table = torch.randint(-128, 128, (16,), generator=random).float()
+        return replace(plain, table=table)
+    if kind == "bytes":
+        plain.values[0, 0] = -128
+    return plain
+
+
+@settings(max_examples=12, deadline=None)
 @given(
     rows=ROWS,
     outputs=SIZES,
     inputs=SIZES,
     group=GROUPS,
-    kind=st.sampled_from(["int4", "int4 zeros", "levels4"]),
     vnni=st.booleans(),
 )
+@pytest.mark.parametrize("kind", ROUNDED)
 def test_rounded_rows(
     kernels: CpuKernels, rows: int, outputs: int, inputs: int, group: int, kind: str, vnni: bool
 ) -> None:
-    weight = drawn(kind, outputs, inputs, group)
+    weight = drawn_integers(kind, outputs, inputs, group)
     x = normal(rows, inputs)
     kernels.library.rayfin_pool_use_vnni(kernels.pool, vnni)
     matrix = pack_codes(kernels, weight, round_rows=True)
-    assert matrix is not None
-    actual, expected = kernels.matmul(x, matrix), reference.matmul_int4(x, weight)
+    assert matrix is not None and (matrix.rounds_rows, matrix.codes) == (True, ROUNDED[kind])
+    actual, expected = kernels.matmul(x, matrix), reference.matmul_rounded(x, weight)
     kernels.library.rayfin_pool_use_vnni(kernels.pool, True)
     largest = float(expected.abs().max())
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6 * largest)
 
 
+@pytest.mark.parametrize("kind", ["int4 zeros", "int8 zeros"])
 @pytest.mark.parametrize("rows", [1, 5, 60, 300])
-def test_rounded_rows_of_large_weights(kernels: CpuKernels, rows: int) -> None:
+def test_rounded_rows_of_large_weights(kernels: CpuKernels, rows: int, kind: str) -> None:
     """In another order of inputs as well; the same bits in any company."""
-    plain, x = drawn("int4 zeros", 300, 1536, 128), normal(rows, 1536)
+    plain, x = drawn(kind, 300, 1536, 128), normal(rows, 1536)
     order = torch.randperm(1536, generator=torch.Generator().manual_seed(4))
-    weight = Grouped(plain.values, plain.scale, 128, 4, plain.zero, order=order)
+    weight = replace(plain, order=order)
     matrix = pack_codes(kernels, weight, round_rows=True)
     assert matrix is not None
     actual = kernels.matmul(x, matrix)
-    expected = reference.matmul_int4(x, weight)
+    expected = reference.matmul_rounded(x, weight)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
     assert torch.equal(kernels.matmul(x[:1], matrix), actual[:1])
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_rounded_rows_in_any_company(kernels: CpuKernels, kind: str) -> None:
+    x = normal(60, 320)
+    matrix = pack_codes(kernels, drawn_integers(kind, 70, 320, 16), round_rows=True)
+    assert matrix is not None
+    every = kernels.matmul(x, matrix)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 12, 13):
+        assert torch.equal(kernels.matmul(x[:rows], matrix), every[:rows])
+
+
+@pytest.mark.parametrize("vnni", [True, False])
+@pytest.mark.parametrize("code", [-128, -127, -32, 31, 127])
+def test_the_largest_products(kernels: CpuKernels, code: int, vnni: bool) -> None:
+    """No sum on the way is too large for its bits: all numbers and rows at their ends."""
+    group = 1 << 16
+    values = torch.full((20, group), code, dtype=torch.int8)
+    weight = Grouped(values, torch.ones(20, 1), group, 8)
+    matrix = pack_codes(kernels, weight, round_rows=True)
+    assert matrix is not None and matrix.rounds_rows
+    x = torch.ones(2, group)
+    x[1] = -1.0
+    kernels.library.rayfin_pool_use_vnni(kernels.pool, vnni)
+    expected = torch.tensor([[1.0], [-1.0]]).expand(2, 20) * float(code * group)
+    torch.testing.assert_close(kernels.matmul(x, matrix), expected, rtol=1e-5, atol=0)
+    kernels.library.rayfin_pool_use_vnni(kernels.pool, True)
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_rounded_weights_read_back(kernels: CpuKernels, kind: str) -> None:
+    """Stacked and cut as well: they are stored as what rounds rows."""
+    weight = drawn_integers(kind, 70, 50, 20)
+    matrix = pack_codes(kernels, weight, round_rows=True)
+    assert matrix is not None
+    chosen = torch.tensor([69, 0, 33, 31])
+    assert torch.equal(matrix.rows(chosen), weight.dense()[chosen])
+    stacked = stack_codes(kernels, [matrix, matrix])
+    assert stacked.rounds_rows and torch.equal(stacked.rows(chosen + 70), weight.dense()[chosen])
+    part = cut_codes(kernels, stacked, 70, 40)
+    assert part.rounds_rows and torch.equal(part.rows(chosen[1:]), weight.dense()[chosen[1:]])
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("kind", ["int4", "levels4", "int6", "levels6", "bytes", "table"])
+@pytest.mark.parametrize("group, span", [(32, 1), (16, 8), (32, 4), (20, 16)])
+def test_shared_scales(kernels: CpuKernels, kind: str, group: int, span: int, rounds: bool) -> None:
+    """Scales and least numbers in fewer bytes: the same bits."""
+    outputs, inputs, random = 41, 340, torch.Generator().manual_seed(3)
+    plain, groups = drawn_integers(kind, outputs, inputs, group), -(-inputs // group)
+
+    def halves() -> torch.Tensor:
+        drawn = torch.randn(outputs, -(-groups // span), generator=random)
+        drawn[0, 0] = 3e-7  # less than a normal one
+        return drawn.half()
+
+    def factors() -> torch.Tensor | None:
+        drawn = torch.randint(-128, 128, (outputs, groups), generator=random, dtype=torch.int8)
+        return None if span == 1 else drawn
+
+    least = (None, None) if plain.least is None else (halves(), factors())
+    shared = SharedScales(span, halves(), factors(), *least)
+    floats = replace(plain, scale=shared.scales(), least=shared.leasts())
+    one, other = (
+        pack_codes(kernels, weight, round_rows=rounds)
+        for weight in (replace(floats, shared=shared), floats)
+    )
+    assert one is not None and other is not None and one.bytes < other.bytes
+    assert (one.span, other.span) == (span, 0) and not one.like(other)
+    assert torch.equal(one.rows(torch.arange(outputs)), floats.dense())
+    stacked = stack_codes(kernels, [one, one])
+    for rows in (1, 3, 20):
+        x = normal(rows, inputs)
+        expected = kernels.matmul(x, other)
+        assert torch.equal(kernels.matmul(x, one), expected)
+        assert torch.equal(kernels.matmul(x, stacked), torch.cat([expected, expected], 1))
+
+
+def test_shared_scales_that_are_no_numbers(kernels: CpuKernels) -> None:
+    shared = SharedScales(1, torch.tensor([[torch.inf]]).half())
+    weight = Grouped(torch.ones(1, 8, dtype=torch.int8), shared.scales(), 8, 8, shared=shared)
+    matrix = pack_codes(kernels, weight)
+    assert matrix is not None and matrix.span == 0
+
+
+def test_rows_that_are_not_rounded(kernels: CpuKernels) -> None:
+    """Of floats, of a table of other numbers, of levels that 6 bits do not hold, of long groups."""
+    long = Grouped(torch.ones(1, 70_000, dtype=torch.int8), torch.ones(1, 1), 70_000, 8)
+    weights = [drawn(kind, 5, 64, 32) for kind in ("fp8", "fp4", "table", "levels8")]
+    for weight in (*weights, long):
+        matrix = pack_codes(kernels, weight, round_rows=True)
+        assert matrix is not None and not matrix.rounds_rows
+        assert matrix.codes == packed(kernels, weight).codes
 
 
 @pytest.mark.parametrize("shape, group", [((5, 64), 64), ((3, 70), 32), ((4, 7), 16)])

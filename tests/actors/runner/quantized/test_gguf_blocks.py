@@ -41,6 +41,27 @@ def test_numbers(kind: str) -> None:
     assert (BLOCKS[kind].inputs, BLOCKS[kind].bytes) == gguf.GGML_QUANT_SIZES[type_]
 
 
+BITS = {
+    **dict.fromkeys(("q4_0", "iq4_nl"), (4.5, 4.5)),
+    **dict.fromkeys(("q8_0",), (8.5, 8.5)),
+    **{"q4_1": (5, 5), "q5_0": (8.5, 6.5), "q5_1": (9, 7), "q6_k": (8.5625, 6.5625)},
+    **{"q4_k": (4.625, 4.625), "q5_k": (8.625, 6.625), "iq4_xs": (4.3125, 4.3125)},
+    **{"q2_k": (5.125, 5.125), "q3_k": (4.5625, 4.5625)},
+}
+"""Of a weight in memory, with exact and with rounded rows."""
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_bits_in_memory(kind: str) -> None:
+    octets = torch.from_numpy(random_blocks(kind, 40, 512))
+    weight, kernels = layer(kind).grouped(40, 512, {kind: octets}), CpuKernels(1)
+    for rounds, bits in zip((False, True), BITS[kind], strict=True):
+        matrix = pack_codes(kernels, weight, round_rows=rounds)
+        assert matrix is not None and matrix.rounds_rows == rounds
+        assert matrix.bytes * 8 / (40 * 512) == bits
+        assert torch.equal(matrix.rows(torch.arange(40)), weight.dense())
+
+
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_they_stay_codes(kind: str) -> None:
     """The kernels read all of them, to the last bit."""

@@ -1,0 +1,302 @@
+// The inner product of rows rounded to 8 bits with codes in groups: a few rows times panels, all sums in registers.
+//
+// A code class makes bytes of the next depth steps: `small` ones are 0 .. 63, `wide` ones -128 .. 127. A dot class adds
+// the products of eight bytes with those of a row, -127 .. 127, to int32 sums: one class for any machine, others where
+// the machine has an instruction for four products (VNNI, Arm's dot product).
+#pragma once
+
+#include <algorithm>
+
+#include "matmul/codes.h"
+#include "matmul/int8_tile.h"
+#include "matmul/matrix.h"
+
+namespace rayfin {
+
+typedef uint8_t Octets __attribute__((vector_size(kWidth * 4)));
+
+RAYFIN_INLINE VecI four_of(int octet) { return VecI{} + octet * 0x01010101; }
+
+#if defined(__AVX2__)
+struct VnniDot {
+  static constexpr bool kPairs = false;  // whether sums may be of 16 bits first (PairDot)
+  // Wide bytes are multiplied as unsigned ones, so sums are too large by this many times the sum of the row's.
+  static constexpr int kExcess = 128;
+
+  template <bool kWide>
+  static RAYFIN_INLINE VecI add(VecI sums, VecI low, VecI high, const char* x) {
+    if constexpr (kWide) {
+      low ^= VecI{} + int32_t(0x80808080);
+      high ^= VecI{} + int32_t(0x80808080);
+    }
+    // In assembly, because the library is also compiled for machines without it (has_vnni).
+#if defined(__AVX512F__)
+    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(low), "v"(broadcast_int(x)));
+    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(high), "v"(broadcast_int(x + 4)));
+#else
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(low), "x"(broadcast_int(x)));
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(high), "x"(broadcast_int(x + 4)));
+#endif
+    return sums;
+  }
+};
+#elif defined(__ARM_FEATURE_DOTPROD)
+struct SdotDot {
+  static constexpr bool kPairs = false;
+  static constexpr int kExcess = 0;
+
+  template <bool kWide>
+  static RAYFIN_INLINE VecI add(VecI sums, VecI low, VecI high, const char* x) {
+    const auto dot = [](VecI sum, VecI codes, VecI steps) RAYFIN_LAMBDA {
+      return bit_cast<VecI>(
+          vdotq_s32(bit_cast<int32x4_t>(sum), bit_cast<int8x16_t>(codes), bit_cast<int8x16_t>(steps)));
+    };
+    return dot(dot(sums, low, broadcast_int(x)), high, broadcast_int(x + 4));
+  }
+};
+#endif
+
+// Pairs are sums of 16 bits. They hold four products of small bytes, 4 * 63 * 127, more of smaller ones, but only two of
+// wide ones, 2 * 128 * 127.
+struct PairDot {
+  static constexpr bool kPairs = true;
+  static constexpr int kExcess = 0;
+
+#if defined(__AVX512BW__)
+  typedef __m512i Pairs;
+  static RAYFIN_INLINE Pairs small_pairs(VecI codes, VecI x) {
+    return _mm512_maddubs_epi16(bit_cast<__m512i>(codes), bit_cast<__m512i>(x));
+  }
+  static RAYFIN_INLINE Pairs wide_pairs(VecI codes, VecI x) {  // the row's bytes get the signs of the codes
+    const __m512i signs = bit_cast<__m512i>(codes), steps = bit_cast<__m512i>(x);
+    const __m512i signed_steps = _mm512_mask_sub_epi8(steps, _mm512_movepi8_mask(signs), _mm512_setzero_si512(), steps);
+    return _mm512_maddubs_epi16(_mm512_abs_epi8(signs), signed_steps);
+  }
+  static RAYFIN_INLINE Pairs both(Pairs a, Pairs b) { return _mm512_add_epi16(a, b); }
+  static RAYFIN_INLINE VecI widened(Pairs pairs) {
+    return bit_cast<VecI>(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+  }
+#elif defined(__AVX2__)
+  typedef __m256i Pairs;
+  static RAYFIN_INLINE Pairs small_pairs(VecI codes, VecI x) {
+    return _mm256_maddubs_epi16(bit_cast<__m256i>(codes), bit_cast<__m256i>(x));
+  }
+  static RAYFIN_INLINE Pairs wide_pairs(VecI codes, VecI x) {  // the row's bytes get the signs of the codes
+    const __m256i signs = bit_cast<__m256i>(codes);
+    return _mm256_maddubs_epi16(_mm256_abs_epi8(signs), _mm256_sign_epi8(bit_cast<__m256i>(x), signs));
+  }
+  static RAYFIN_INLINE Pairs both(Pairs a, Pairs b) { return _mm256_add_epi16(a, b); }
+  static RAYFIN_INLINE VecI widened(Pairs pairs) {
+    return bit_cast<VecI>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+#else
+  typedef int16_t Pairs __attribute__((vector_size(kWidth * 4)));
+  static RAYFIN_INLINE Pairs small_pairs(VecI codes, VecI x) {
+    const auto even = [](VecI bytes) { return (bit_cast<Pairs>(bytes) << 8) >> 8; };
+    const auto odd = [](VecI bytes) { return bit_cast<Pairs>(bytes) >> 8; };
+    return even(codes) * even(x) + odd(codes) * odd(x);
+  }
+  static RAYFIN_INLINE Pairs wide_pairs(VecI codes, VecI x) { return small_pairs(codes, x); }
+  static RAYFIN_INLINE Pairs both(Pairs a, Pairs b) { return a + b; }
+  static RAYFIN_INLINE VecI widened(Pairs pairs) {
+    const VecI sums = bit_cast<VecI>(pairs);
+    return ((sums << 16) >> 16) + (sums >> 16);
+  }
+#endif
+
+  static RAYFIN_INLINE Pairs products(VecI low, VecI high, const char* x) {  // of small bytes
+    return both(small_pairs(low, broadcast_int(x)), small_pairs(high, broadcast_int(x + 4)));
+  }
+
+  template <bool kWide>
+  static RAYFIN_INLINE VecI add(VecI sums, VecI low, VecI high, const char* x) {
+    if constexpr (!kWide) return sums + widened(products(low, high, x));
+    return sums + widened(wide_pairs(low, broadcast_int(x))) + widened(wide_pairs(high, broadcast_int(x + 4)));
+  }
+};
+
+// The code classes. `bytes` makes kSteps / 4 vectors of kWords words, which lie kPanel apart from `at` on; a byte less
+// kOffset is the number or level that the code stands for. The products of kPairs words fit into sums of 16 bits.
+struct RoundedNibbles {
+  static constexpr bool kWide = false, kLevels = false;
+  static constexpr int kSteps = 8, kWords = 1, kOffset = 0, kPairs = 32767 / (4 * 15 * 127);
+
+  RAYFIN_INLINE void bytes(const int32_t* at, VecI* out) const { halves(load_int(at), out); }
+
+  static RAYFIN_INLINE void halves(VecI words, VecI* out) {
+    out[0] = words & four_of(0x0f);
+    out[1] = bit_cast<VecI>(bit_cast<VecU>(words) >> 4) & four_of(0x0f);
+  }
+};
+
+struct RoundedInt4 : RoundedNibbles {
+  static constexpr int kOffset = 8;
+};
+
+struct RoundedLevels4 : RoundedNibbles {
+  static constexpr bool kLevels = true;
+};
+
+struct RoundedTable4 : RoundedNibbles {
+  static constexpr bool kWide = true;
+  static constexpr int kPairs = 1;
+
+  explicit RoundedTable4(const float* table) {
+    for (int i = 0; i < 16; ++i) numbers[i] = int8_t(table[i]);
+  }
+
+  RAYFIN_INLINE void bytes(const int32_t* at, VecI* out) const {
+    halves(load_int(at), out);
+    out[0] = look_up(out[0]), out[1] = look_up(out[1]);
+  }
+
+  RAYFIN_INLINE VecI look_up(VecI codes) const {
+#if defined(__AVX512BW__)
+    const __m512i four = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(numbers)));
+    return bit_cast<VecI>(_mm512_shuffle_epi8(four, bit_cast<__m512i>(codes)));
+#elif defined(__AVX2__)
+    const __m256i two = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(numbers)));
+    return bit_cast<VecI>(_mm256_shuffle_epi8(two, bit_cast<__m256i>(codes)));
+#elif defined(__aarch64__)
+    return bit_cast<VecI>(vqtbl1q_s8(vld1q_s8(numbers), bit_cast<uint8x16_t>(codes)));
+#else
+    Octets octets = bit_cast<Octets>(codes);
+    for (int i = 0; i < kWidth * 4; ++i) octets[i] = uint8_t(numbers[octets[i]]);
+    return bit_cast<VecI>(octets);
+#endif
+  }
+
+  alignas(16) int8_t numbers[16];
+};
+
+struct RoundedInt8 {
+  static constexpr bool kWide = true, kLevels = false;
+  static constexpr int kSteps = 8, kWords = 2, kOffset = 0, kPairs = 1;
+
+  RAYFIN_INLINE void bytes(const int32_t* at, VecI* out) const {
+    out[0] = load_int(at), out[1] = load_int(at + kPanel);
+  }
+};
+
+// Two words of the lowest four bits, and one of the highest two: byte i of it holds those of steps i, 4 + i, 8 + i, 12 + i.
+struct RoundedLevels6 {
+  static constexpr bool kWide = false, kLevels = true;
+  static constexpr int kSteps = 16, kWords = 3, kOffset = 0, kPairs = 1;
+
+  RAYFIN_INLINE void bytes(const int32_t* at, VecI* out) const {
+    RoundedNibbles::halves(load_int(at), out);
+    RoundedNibbles::halves(load_int(at + kPanel), out + 2);
+    const VecI high = load_int(at + 2 * kPanel);
+    out[0] |= (high << 4) & four_of(0x30);
+    out[1] |= (high << 2) & four_of(0x30);
+    out[2] |= high & four_of(0x30);
+    out[3] |= bit_cast<VecI>(bit_cast<VecU>(high) >> 2) & four_of(0x30);
+  }
+};
+
+struct RoundedInt6 : RoundedLevels6 {
+  static constexpr bool kLevels = false;
+  static constexpr int kOffset = 32;
+};
+
+// Rows of x in signed bytes: those of a group one after the other, and zeros up to whole words of codes.
+struct RoundedRows {
+  const char* values;
+  const int32_t* sums;  // of each group
+  const float* scales;
+  int64_t stride, groups;  // bytes of a row, sums of a row
+
+  RoundedRows from(int64_t row) const { return {values + row * stride, sums + row * groups, scales + row, stride, groups}; }
+};
+
+// out[m][p * kPanel ..] = x[m] . panel p. kStream: as in register_tile. The sums of groups stay in `out`, and those of
+// pairs in memory too, so that the registers hold what the innermost loop adds to.
+template <class Dot, class Code, bool kZeros, bool kStream, int kM, int kP>
+RAYFIN_INLINE void rounded_tile(const Code& code, const Matrix& weight, const RoundedRows& x, int64_t panel, float* out) {
+  constexpr int kOffset = Code::kOffset + (Code::kWide ? Dot::kExcess : 0);
+  constexpr bool kInPairs = Dot::kPairs && Code::kPairs > 1;
+  const Groups& groups = weight.groups;
+  const int64_t panel_words = weight.panel_words(), panel_scales = groups.count * kPanel;
+  const int32_t* words = weight.words(panel);
+  const GroupFloats scales(weight, panel, false), leasts(weight, panel, Code::kLevels);
+  const int16_t* zeros = kZeros ? weight.zeros() + panel * panel_scales : nullptr;
+  const char* steps = x.values;
+  for (int i = 0; i < kM * 2 * kP; ++i) store(out + i * kWidth, Vec{});
+  for (int64_t g = 0; g < groups.count; ++g) {
+    int64_t word = 0;
+    // Calls add(m, v, bytes, steps of row m) for the words up to `end`.
+    const auto for_words = [&](int64_t end, const auto& add) RAYFIN_LAMBDA {
+      for (; word < end; word += Code::kWords, words += Code::kWords * kPanel, steps += Code::kSteps) {
+#pragma GCC unroll 8
+        for (int v = 0; v < 2 * kP; ++v) {
+          const int32_t* at = words + v / 2 * panel_words + v % 2 * kWidth;
+          if (kStream && v % 2 * kWidth * 4 % kLineBytes == 0) {
+#pragma GCC unroll 3
+            for (int line = 0; line < Code::kWords; ++line)
+              __builtin_prefetch(reinterpret_cast<const char*>(at + line * kPanel) + kAheadBytes / kP, 0, 3);
+          }
+          VecI bytes[Code::kSteps / 4];
+          code.bytes(at, bytes);
+#pragma GCC unroll 16
+          for (int m = 0; m < kM; ++m) add(m, v, bytes, steps + m * x.stride);
+        }
+      }
+    };
+    // Adds the group's sums of products, dot(m, v).
+    const auto finish = [&](const auto& dot) RAYFIN_LAMBDA {
+#pragma GCC unroll 8
+      for (int v = 0; v < 2 * kP; ++v) {
+        const Vec scale = scales.at(g, v), least = Code::kLevels ? leasts.at(g, v) : Vec{};
+        const VecI zero = kZeros ? load_zeros(zeros + v / 2 * panel_scales + g * kPanel + v % 2 * kWidth) : VecI{};
+#pragma GCC unroll 16
+        for (int m = 0; m < kM; ++m) {
+          const int32_t sum = x.sums[m * x.groups + g];
+          VecI products = dot(m, v);
+          if constexpr (kOffset) products -= kOffset * sum;
+          if constexpr (kZeros) products -= zero * sum;
+          float* total = out + (m * 2 * kP + v) * kWidth;
+          Vec totals = load(total) + __builtin_convertvector(products, Vec) * scale;
+          if constexpr (Code::kLevels) totals += least * float(sum);
+          store(total, totals);
+        }
+      }
+    };
+    if constexpr (kInPairs) {
+      alignas(64) int32_t kept[kM * 2 * kP * kWidth];
+      int32_t* sums = kept;
+      asm("" : "+r"(sums));  // else the compiler keeps these in registers
+      for (int64_t first = 0; first < groups.words; first = word) {
+        typename Dot::Pairs pairs[kM][2 * kP] = {};
+        for_words(std::min(first + Code::kPairs, groups.words),
+                  [&](int m, int v, const VecI* bytes, const char* at) RAYFIN_LAMBDA {
+                    pairs[m][v] = Dot::both(pairs[m][v], Dot::products(bytes[0], bytes[1], at));
+                  });
+#pragma GCC unroll 8
+        for (int v = 0; v < 2 * kP; ++v)
+#pragma GCC unroll 16
+          for (int m = 0; m < kM; ++m) {
+            int32_t* own = sums + (m * 2 * kP + v) * kWidth;
+            VecI dot = Dot::widened(pairs[m][v]);
+            if (first) dot += load_int(own);
+            std::memcpy(own, &dot, sizeof(dot));
+          }
+      }
+      finish([&](int m, int v) RAYFIN_LAMBDA { return load_int(sums + (m * 2 * kP + v) * kWidth); });
+    } else {
+      VecI dot[kM][2 * kP] = {};
+      for_words(groups.words, [&](int m, int v, const VecI* bytes, const char* at) RAYFIN_LAMBDA {
+#pragma GCC unroll 2
+        for (int i = 0; i < Code::kSteps / 8; ++i)
+          dot[m][v] = Dot::template add<Code::kWide>(dot[m][v], bytes[2 * i], bytes[2 * i + 1], at + 8 * i);
+      });
+      finish([&](int m, int v) RAYFIN_LAMBDA { return dot[m][v]; });
+    }
+  }
+  for (int m = 0; m < kM; ++m)
+    for (int v = 0; v < 2 * kP; ++v) {
+      float* total = out + (m * 2 * kP + v) * kWidth;
+      store(total, load(total) * x.scales[m]);
+    }
+}
+
+}  // namespace rayfin
