@@ -111,7 +111,7 @@ class EngineArgs:
         "bits; dequantize: plain weights of a quantized checkpoint; default: as the checkpoint",
     )
     activations: Activations = _flag(
-        "exact", "int8: rounds the rows of products with a checkpoint's 4-bit weights, on a CPU"
+        "exact", "int8: rounds the rows of products with a checkpoint's integers, on a CPU"
     )
     load_format: LoadFormat = _flag("auto", "auto: safetensors; dummy: random weights")
     weights_cache: str | None = _flag(

@@ -19,7 +19,11 @@ from rayfin.actors.runner.models.inspect_decoder import AttentionSpec, inspect_d
 from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, Linear, norm_weight
 from rayfin.actors.runner.models.narrow import packed
 from rayfin.actors.runner.models.paged_model import PagedModel
-from rayfin.actors.runner.models.replace import Replaceable, verified_replacement
+from rayfin.actors.runner.models.replace import (
+    Replaceable,
+    accepted_difference,
+    verified_replacement,
+)
 from rayfin.actors.runner.quantized.packed import CodedEmbedding, CodedLinear, merged
 from rayfin.actors.settings.choices import Quantization
 from rayfin.kernels.cpu.codes import pack_int4
@@ -29,12 +33,6 @@ from rayfin.kernels.cpu.lora import Place, Places
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """The largest difference of logits that is accepted, as a share of the largest logit."""
-
-ROUNDED_ROWS = 0.02
-"""The same of models some of whose layers round the rows that they multiply.
-
-Where sums differ in their last bits a number is rounded to the next one, and later layers carry on.
-"""
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,7 @@ def packing(kernels: CpuKernels, quantization: Quantization | None = None) -> Pa
 
 def tolerance_of(paged: Replaceable) -> float:
     """The difference of logits up to which kernels may take the place of a model's modules."""
-    rounds = any(getattr(own, "rounds_rows", False) for own in paged.transformer.modules())
-    return max(TOLERANCE[paged.dtype], ROUNDED_ROWS if rounds else 0.0)
+    return accepted_difference(paged.transformer, TOLERANCE[paged.dtype])
 
 
 def build_cpu_decoder(

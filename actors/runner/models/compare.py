@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from rayfin.actors.errors import UnsupportedModel
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, set_attention
-from rayfin.actors.runner.models.replace import chunked_logits
+from rayfin.actors.runner.models.replace import accepted_difference, chunked_logits
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def require_equal(paged: PagedModel, page_size: int = PAGE_SIZE) -> None:
             return
         tokens, logits = expected
         difference = _difference(paged, tokens, logits, size)
-        tolerance = TOLERANCE.get(paged.dtype, 0.25)
+        tolerance = accepted_difference(model, TOLERANCE.get(paged.dtype, 0.25))
         if difference > tolerance and paged.limit_by_mask():
             difference = _difference(paged, tokens, logits, size)
         if difference > tolerance and paged.recurrent is not None:

@@ -22,6 +22,12 @@ logger = logging.getLogger(__name__)
 PROBE_TOKENS = 24
 PROBE_PAGE_SIZE = 8
 
+ROUNDED_ROWS = 0.1
+"""The difference of logits that is accepted of models whose layers round the rows they multiply.
+
+Where sums differ in their last bits a number is rounded to the next one, and later layers carry on.
+"""
+
 Model = TypeVar("Model", bound=StepModel)
 
 
@@ -43,6 +49,12 @@ class Replaceable(StepModel, Protocol):
 
     @property
     def recurrent(self) -> RecurrentLayers | None: ...
+
+
+def accepted_difference(model: PreTrainedModel, tolerance: float) -> float:
+    """``tolerance`` of exact layers, more if some of the model's round their rows."""
+    rounds = any(getattr(own, "rounds_rows", False) for own in model.modules())
+    return max(tolerance, ROUNDED_ROWS if rounds else 0.0)
 
 
 def verified_replacement(

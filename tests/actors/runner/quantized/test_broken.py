@@ -165,7 +165,7 @@ def test_experts_in_mxfp4_lack_their_scales(part: str, tmp_path: Path, engine_ar
 def test_rows_that_are_not_rounded(
     kind: str | None, tmp_path: Path, engine_args: Make, tiny_model: Make
 ) -> None:
-    """Only products with 4-bit numbers round them."""
+    """Only products with integers round them."""
     folder = QuantisedModel(kind, "llama", tmp_path).folder if kind else tiny_model("llama").folder
     with pytest.raises(InvalidConfig, match="has no such layer") as caught:
         load(engine_args(folder, activations="int8"))

@@ -145,7 +145,7 @@ def test_rounded_rows_are_compared_less_closely(
     assert isinstance(served(written.folder, activations="int8").runner._model, CpuDecoder)
 
 
-@pytest.mark.parametrize("kind", ["gptq", "w4a16 asym"])
+@pytest.mark.parametrize("kind", ["gptq", "w4a16 asym", "w8a16"])
 def test_rows_rounded_to_8_bits(kind: str, write: Make, served: Make, request_of: Make) -> None:
     """Close to the exact logits, and the same tokens in any batch and chunks."""
     written = write(kind, "llama")

@@ -24,6 +24,7 @@ pytest.importorskip("gguf")
 
 from gguf_files import HEAD, mixed, plain, write_gguf
 from rayfin.actors.runner.quantized import gguf_file
+from rayfin.actors.runner.quantized.gguf_blocks import BLOCKS
 
 Make = Callable[..., Any]
 PROMPTS = [list(range(3 + i, 3 + i + n)) for i, n in enumerate((7, 12, 16))]
@@ -136,14 +137,27 @@ def test_dequantized(
     assert (head.weight.data_ptr() == embedding.weight.data_ptr()) == tied
 
 
+ALL = [*BLOCKS, mixed]
+"""Types of all matrices of a file."""
+
+
+@pytest.mark.parametrize("kind", ALL)
 def test_rows_rounded_to_8_bits(
-    tmp_path: Path, folder: Make, served: Make, request_of: Make
+    kind: Any, tmp_path: Path, folder: Make, served: Make, request_of: Make
 ) -> None:
-    """``activations`` is for the layers of 4 bits, which may count from a least number."""
-    path = write_gguf(tmp_path / "tiny.gguf", mixed)
+    """Those of all layers and of the head, whatever their type."""
+    path = write_gguf(tmp_path / "tiny.gguf", kind, "qwen3", tied=True)
     exact, rounded = (served(folder(path), activations=way) for way in ("exact", "int8"))
     for engine in (exact, rounded):
         engine.run(request_of(0, PROMPTS[0], 1))
+    decoder = rounded.runner._model
+    assert isinstance(decoder, CpuDecoder)
+    packed = decoder.packed
+    matrices = [packed.embedding, packed.head]
+    for layer in packed.layers:
+        matrices += [layer.qkv, layer.attention_out, layer.gate_up, layer.down]
+        matrices += [] if layer.qkv_rest is None else [layer.qkv_rest]
+    assert all(isinstance(one, CodedMatrix) and one.rounds_rows for one in matrices)
     first = len(PROMPTS[0])
     one, other = (engine.sampled[0][first] for engine in (exact, rounded))
     assert 1e-5 < float((one - other).norm() / one.norm()) < 0.2
@@ -273,3 +287,14 @@ def test_read_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     parts = [str(first), str(tmp_path / "c-00002-of-00002.gguf")]
     with pytest.raises(ValueError, match="one file alone; llama-gguf-split --merge"):
         gguf_file.convert(parts, str(tmp_path / "none"))
+
+
+def test_the_log_names_the_faster_way(
+    tmp_path: Path, folder: Make, engine_args: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "q4_0")
+    for way, named in (("exact", True), ("int8", False)):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            load(engine_args(folder(path), activations=way))
+        assert ("--activations int8" in caplog.text) == named
