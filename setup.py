@@ -32,7 +32,8 @@ if sysconfig.get_platform().endswith("x86_64"):  # of a cross build: the other m
 elif sysconfig.get_platform().endswith(("aarch64", "arm64")):
     ISAS |= {"neon": NEON}
 # What /proc/cpuinfo calls the extensions of an instruction set
-CPU_FLAGS = {"avx2": {"avx2", "fma", "f16c"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
+CPU_FLAGS = {"avx2": {"avx2", "fma", "f16c"}}
+CPU_FLAGS["avx512"] = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 CPU_FLAGS["amx"] = {"amx_tile", "amx_bf16", "amx_int8", "avx512_bf16"}
 CPU_FLAGS["neon"] = {"asimddp"}
 
