@@ -1,16 +1,19 @@
 """Measures how long a killed runner or scheduler pauses a stream, with and without a spare runner.
 
     python benchmarks/takeover.py [--kill scheduler] [--shape 135m] [--weights-cache] [--rounds 5]
+    python benchmarks/takeover.py --disk --shape 135m --streams 4 --prompt-tokens 1000
 
 Two applications run on one Ray of the script's own: an engine with ``spare_runners`` 0, and one
-with 1. They take turns: a stream starts, its runner or its scheduler is killed (SIGKILL), and the
-pause is the longest gap between two of its events. Each round waits until the spare is ready. The
-model is the built-in one, or one of random weights of a size in shapes.py.
+with 1; with --disk both have a spare, and one has ``kv_disk_path``. They take turns: streams start,
+their runner or scheduler is killed (SIGKILL), and the pause is the longest gap between two events
+of a stream. Each round waits until the spare is ready. The model is the built-in one, or one of
+random weights of a size in shapes.py.
 """
 
 import argparse
 import asyncio
 import os
+import random
 import signal
 import statistics
 import tempfile
@@ -67,27 +70,27 @@ class App:
             process = ray.get(scheduler.process.remote())
         return int(process.pid)
 
-    async def pause(self, what: str) -> float:
-        """The longest gap of a stream whose runner or scheduler is killed, seconds."""
-        body = {
-            "prompt": "Tell me a story.",
-            "max_tokens": LENGTH,
-            "ignore_eos": True,
-            "stream": True,
-            "temperature": 0,
-        }
-        pid, times = self.pid(what), list[float]()
-        async with (
-            httpx.AsyncClient(base_url=self.url, timeout=PATIENCE) as http,
-            http.stream("POST", "/v1/completions", json=body) as answer,
-        ):
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    assert '"error"' not in line, line
-                    times.append(time.perf_counter())
-                    if len(times) == BEFORE:
-                        os.kill(pid, signal.SIGKILL)
-        return max(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+    async def pause(self, what: str, prompts: list[list[int]]) -> float:
+        """The longest gap of streams whose runner or scheduler is killed, seconds."""
+        pid, left = self.pid(what), len(prompts)
+
+        async def stream(http: httpx.AsyncClient, prompt: list[int]) -> float:
+            nonlocal left
+            body = {"prompt": prompt, "max_tokens": LENGTH, "ignore_eos": True, "stream": True}
+            times = list[float]()
+            async with http.stream("POST", "/v1/completions", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: {"):
+                        assert '"error"' not in line, line
+                        times.append(time.perf_counter())
+                        left -= len(times) == BEFORE
+                        if len(times) == BEFORE and not left:
+                            os.kill(pid, signal.SIGKILL)
+            times = times[BEFORE - 1 :]  # streams that began before have waited for others' prompts
+            return max(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+
+        async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE) as http:
+            return max(await asyncio.gather(*(stream(http, prompt) for prompt in prompts)))
 
 
 def until(probe: Callable[[], Any], what: str) -> Any:
@@ -108,21 +111,25 @@ def make_model(folder: Path, shape: str) -> str:
     return str(folder)
 
 
-def deploy(port: int, spares: int, settings: dict[str, Any]) -> App:
-    name = f"spares-{spares}"
-    engine = EngineArgs(**settings, spare_runners=spares)
+def deploy(port: int, name: str, settings: dict[str, Any]) -> App:
+    engine = EngineArgs(**settings)
     serve.run(bind_app(ServerArgs(), engine), name=name, route_prefix=f"/{name}")
-    return App(name, f"http://127.0.0.1:{port}/{name}", spares)
+    return App(name, f"http://127.0.0.1:{port}/{name}", settings["spare_runners"])
 
 
-def measure(apps: list[App], what: str, rounds: int) -> dict[int, list[float]]:
-    """Seconds of each pause, by the number of spares."""
-    pauses: dict[int, list[float]] = {app.spares: [] for app in apps}
-    for round_ in range(rounds):
+def measure(apps: list[App], options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each pause, by application."""
+    pauses: dict[str, list[float]] = {app.name: [] for app in apps}
+    draw = random.Random(0)
+    for round_ in range(options.rounds):
         for app in apps if round_ % 2 else apps[::-1]:
             for each in apps:
                 each.settle()
-            pauses[app.spares].append(asyncio.run(app.pause(what)))
+            prompts = [
+                [draw.randrange(300) for _ in range(options.prompt_tokens)]
+                for _ in range(options.streams)
+            ]
+            pauses[app.name].append(asyncio.run(app.pause(options.kill, prompts)))
     return pauses
 
 
@@ -154,6 +161,9 @@ def main() -> None:
     parser.add_argument("--kill", choices=("runner", "scheduler"), default="runner")
     parser.add_argument("--shape", help="a size of shapes.py; default: the built-in model")
     parser.add_argument("--weights-cache", action="store_true", help="with packed weights")
+    parser.add_argument("--disk", action="store_true", help="compare with and without a disk")
+    parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--prompt-tokens", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rf-", ignore_cleanup_errors=True) as folder:
@@ -175,14 +185,22 @@ def main() -> None:
         (port,) = free_ports(1)
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         try:
-            apps = [deploy(port, spares, settings) for spares in (0, 1)]
-            pauses = measure(apps, options.kill, options.rounds)
+            settings["spare_runners"] = 1
+            if options.disk:
+                other: dict[str, dict[str, Any]] = {
+                    "without-disk": {},
+                    "disk": {"kv_disk_path": str(Path(folder, "pages"))},
+                }
+            else:
+                other = {"spares-0": {"spare_runners": 0}, "spares-1": {}}
+            apps = [deploy(port, name, settings | own) for name, own in other.items()]
+            pauses = measure(apps, options)
             apps[1].settle()
-            print(f"| spare runners | {options.kill} killed: pause, s: median | longest | all |")
+            print(f"| engine | {options.kill} killed: pause, s: median | longest | all |")
             print("| --- | --- | --- | --- |")
-            for spares, found in pauses.items():
+            for name, found in pauses.items():
                 each = ", ".join(f"{seconds:.2f}" for seconds in found)
-                print(f"| {spares} | {statistics.median(found):.2f} | {max(found):.2f} | {each} |")
+                print(f"| {name} | {statistics.median(found):.2f} | {max(found):.2f} | {each} |")
             print(*memory(apps), sep="\n")
         finally:
             serve.shutdown()

@@ -318,6 +318,7 @@ class Engine:
         self._last_progress = self._clock()
         try:
             self._pipeline.wake()
+            self.lifecycle.resume()
         except RunnerGroupFailed as failure:
             self._recover(failure)
 
@@ -409,7 +410,8 @@ class Engine:
         current = running.admission[record.slots] == record.admissions
         streams = current & ~running.lockstep[record.slots]
         if record.info.prefill_batch:
-            self._note_first_tokens(record, current)
+            failed = np.isin(np.arange(len(current)), list(result.errors))
+            self._note_first_tokens(record, current & ~failed)
         for row, logprobs in result.prompt_logprobs.items():
             if streams[row]:
                 self._deliver_prompt(running.request(int(record.slots[row])), logprobs)
@@ -457,21 +459,17 @@ class Engine:
         rows = (running.admission[record.slots] == record.admissions) & (missing > 0)
         running.take_back(record.slots[rows], missing[rows])
 
-    def _note_first_tokens(self, record: StepRecord, current: BoolArray) -> None:
-        rows = np.flatnonzero(current & ~record.info.is_decoding & (record.info.last_pos >= 0))
+    def _note_first_tokens(self, record: StepRecord, good: BoolArray) -> None:
+        rows = np.flatnonzero(good & ~record.info.is_decoding & (record.info.last_pos >= 0))
         running = self.lifecycle.state.running
         requests = [running.request(slot) for slot in record.slots[rows].tolist()]
         now = self._clock()
-        self.lifecycle.state.counters.first_tokens(requests, now)
+        self.lifecycle.computed(requests, now)
         for request in requests:
             source = request.source
             if source.timed:
                 begun = Begun(*request.waits(now), request.cached_tokens)
                 self._outbox.begin(source.client, source.key, begun)
-            if source.pin is not None:
-                until = now + source.pin.seconds
-                tables = self.lifecycle.state.tables
-                tables.pin(request.slots[0], source.pin.tokens, source.tenant, until)
 
     def _expire(self) -> None:
         """Ends requests whose deadline has passed, and pins whose time is over."""
@@ -596,3 +594,4 @@ class Engine:
             except RunnerGroupFailed as again:
                 failure = again
         self.lifecycle.state.counters.runner_restarts += 1
+        self.lifecycle.resume()

@@ -8,7 +8,7 @@
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rayfin.actors.messages import STATE_SAVE, NewRequest
 from rayfin.actors.scheduler.core.admission import AdmissionGate
@@ -36,6 +36,7 @@ class Lifecycle:
         self.lobby = lobby
         self.tier = NoTier() if tier is None else tier
         self.gates: list[AdmissionGate] = []
+        self._ran: list[Request] = []  # when the runners were lost
         self._prefixes = PrefixLookup(state)
         self._clock = clock
 
@@ -144,6 +145,15 @@ class Lifecycle:
             request.chain.extend(tokens)
             self.state.tables.publish(slot, request.chain, tokens)
 
+    def computed(self, requests: Sequence[Request], now: float) -> None:
+        """The prompts of running requests are computed, and have their first tokens."""
+        self.state.counters.first_tokens(requests, now)
+        for request in requests:
+            slot, pin = request.slots[0], request.source.pin
+            self.tier.store_prompt(slot)
+            if pin is not None:
+                self.state.tables.pin(slot, pin.tokens, request.source.tenant, now + pin.seconds)
+
     def save_state(self, slot: int) -> int:
         """Saves the slot's state if a snapshot is due; returns where its next chunk has to end."""
         running, snapshots = self.state.running, self.state.snapshots
@@ -212,8 +222,9 @@ class Lifecycle:
         self.state.counters.requeued_by_restart += 1
 
     def restart(self) -> None:
-        """Requeues all that ran: the runners are new and their caches empty."""
-        for request in self.state.running.holders():
+        """Requeues all that ran: the runners end or sleep, and their caches are lost."""
+        self._ran = self.state.running.holders()
+        for request in self._ran:
             self.requeue(request)
         for request in (*self.lobby.restart(), *self.tier.restart()):
             self.state.waiting.push(request)
@@ -222,6 +233,17 @@ class Lifecycle:
         self.state.runner_diff.clear()
         self.state.moves.clear()
         self.preemption.clear()
+
+    def resume(self) -> None:
+        """There are runners again: requests that ran first read what a disk has of them.
+
+        Those that read when the runners died do not: reading may have killed them. In an engine
+        that sleeps none ran.
+        """
+        for request in self._ran:
+            if self.tier.keeps(request):
+                self.state.waiting.discard(request)
+        self._ran = []
 
     def victim(self) -> int:
         """The slot to preempt: the last request by the policy's order, so the first advances."""

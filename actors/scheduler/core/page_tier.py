@@ -1,7 +1,7 @@
 """Full pages on a disk, beside those in the runners' memory (``--kv-disk-path``).
 
-    a request ends:    its full pages ──write──► files; they are lent, and keep their content
-    a request comes:   files ──read──► pages that are lent; then they enter the prefix index
+    a prompt is computed, a request ends:   its full pages ──write──► files; they are lent meanwhile
+    a request comes, the runners are new:   files ──read──► pages that are lent, then in the index
 
 A request whose prompt goes on in files waits beside the queue until they are read, for a limited
 time. Then it is like any other: what has arrived is a hit of the prefix index, the rest is
@@ -63,6 +63,10 @@ class PageTier(Protocol):
         """Removes the request, which has ended; returns whether it was here."""
         ...
 
+    def store_prompt(self, slot: int) -> None:
+        """The prompt of the slot's request is computed."""
+        ...
+
     def store(self, slot: int) -> None:
         """The slot's request ends, and its pages are freed right after this call."""
         ...
@@ -92,6 +96,8 @@ class NoTier:
 
     def discard(self, request: Request) -> bool:
         return False
+
+    def store_prompt(self, slot: int) -> None: ...
 
     def store(self, slot: int) -> None: ...
 
@@ -275,13 +281,19 @@ class DiskTier:
             del transfer.requests[request]
         return transfer is not None
 
+    def store_prompt(self, slot: int) -> None:
+        # So a runner that dies, or an engine that takes the request over, reads it.
+        self._store(slot)
+
     def store(self, slot: int) -> None:
+        # Without a token since its admission the steps that write its pages may not have run.
+        if self._running.num_known[slot] > self._running.request(slot).num_tokens:
+            self._store(slot)
+
+    def _store(self, slot: int) -> None:
         tables, request = self._tables, self._running.request(slot)
         count, index = int(tables.published[slot]), tables.index
-        # Without a token since its admission the steps that write its pages may not have run.
-        if index is None or self._running.num_known[slot] <= request.num_tokens:
-            return
-        if count * tables.page_size < self.least_stored_tokens:
+        if index is None or count * tables.page_size < self.least_stored_tokens:
             return
         pages, hashes = tables.pages_since(slot, 0)[:count], request.chain.hashes[:count]
         pairs = zip(pages, hashes, strict=True)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from fake_disk import fake_folder
+from rayfin.actors.errors import RunnerGroupFailed
 from rayfin.actors.timing import PAGE_READ_SECONDS
 
 Make = Callable[..., Any]
@@ -213,7 +214,7 @@ def test_what_is_not_computed_again_is_not_stored(harness: Make) -> None:
         h.step()
     state = h.engine.lifecycle.state
     h.engine.lifecycle.preempt(state.running.holders()[0].slots[0])
-    h.engine.lifecycle.forget_prefixes()
+    h.engine.forget_prefixes()
     h.step()
     h.abort(stream)
     h.run()
@@ -238,8 +239,10 @@ def test_two_conversations_with_one_beginning(harness: Make) -> None:
 
 def test_the_beginning_of_what_is_too_long_is_stored(harness: Make) -> None:
     h = harness(page_folder=fake_folder(), page_bytes=1 << 20, num_pages=32)
+    h.executor.disk_seconds = 1.0
     h.add(60, 4)
     h.run()
+    h.executor.clock += 1
     h.engine.step()
     assert len(_files(h)) == 8
 
@@ -271,3 +274,57 @@ def test_one_slot_is_used_at_once(harness: Make) -> None:
         h.step()
         h.wait()
     assert not other.open and h.executor.clock < 1.0
+
+
+def test_a_prompt_is_stored_before_its_answer_ends(harness: Make) -> None:
+    h = harness(page_folder=fake_folder(), page_bytes=1 << 20)
+    stream = h.add(PROMPT, 30)
+    while not stream.tokens:
+        h.step()
+    h.step()
+    assert stream.open and len(_files(h)) == 5
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_after_a_death_the_prompt_is_read(harness: Make, steps_in_flight: int) -> None:
+    h = harness(page_folder=fake_folder(), page_bytes=1 << 20, steps_in_flight=steps_in_flight)
+    streams = [h.add([*PROMPT, number], 12) for number in range(3)]
+    while min(len(stream.tokens) for stream in streams) < 5:
+        h.step()
+    h.executor.fail_at = {h.executor.num_run}
+    h.run()
+    h.check()
+    stats = h.engine.stats()
+    assert (stats.disk_pages_read, stats.disk_pages_unreadable) == (5, 0)
+    assert not any(stream.open for stream in streams)
+
+
+def test_what_killed_a_runner_while_it_was_read_is_computed(harness: Make) -> None:
+    h = harness(page_folder=fake_folder(), page_bytes=1 << 20)
+    stream = h.add(PROMPT, 12)
+    while len(stream.tokens) < 3:
+        h.step()
+    h.executor.disk_seconds = 0.5
+    h.executor.fail_at = {h.executor.num_run}
+    while not _waits(h):
+        h.step()
+    h.engine.replace_runners(RunnerGroupFailed("the runner died"))
+    assert _waits(h) == 0
+    h.run()
+    h.check()
+    assert h.engine.stats().disk_pages_read == 0
+
+
+def test_after_a_sleep_the_prompt_is_read(harness: Make) -> None:
+    h = harness(page_folder=fake_folder(), page_bytes=1 << 20)
+    stream = h.add(PROMPT, 12)
+    while len(stream.tokens) < 3:
+        h.step()
+    h.engine.sleep()
+    h.step()
+    assert _waits(h) == 0
+    h.engine.wake()
+    assert _waits(h) == 1
+    h.run()
+    h.check()
+    assert h.engine.stats().disk_pages_read == 5
