@@ -201,7 +201,7 @@ class EngineRequest:
     pin: Pin | None = None
     pooling: Pooling | None = None  # a vector instead of tokens; ``max_tokens`` is 0
     background: bool = False  # it runs where nothing else has to wait for it
-    images: tuple[MediaInput, ...] = ()  # in the order of their tokens
+    images: tuple[MediaInput, ...] = ()  # and clips of audio, in the order of their tokens
     embeds: tuple[EmbedsInput, ...] = ()  # which of the prompt's ids are no tokens, in order
     adapter: AdapterRef | None = None  # its ``extra_key`` is among ``extra_keys``
 
@@ -343,12 +343,12 @@ class GrammarUsage:
 
 @dataclass(slots=True, frozen=True)
 class ImageUsage:
-    """What a runner did with images since its last result."""
+    """What a runner did with images and clips of audio since its last result."""
 
     num_bytes: int = 0  # of the embeddings that it keeps now
-    hits: int = 0  # images that began with embeddings that it had
+    hits: int = 0  # of those that began with embeddings that it had
     evictions: int = 0  # embeddings that made room for others
-    seconds: tuple[float, ...] = ()  # of each image that its tower computed
+    seconds: tuple[float, ...] = ()  # of each one that its tower computed
 
 
 @dataclass(slots=True, frozen=True)
@@ -501,7 +501,7 @@ class EngineInfo:
     max_logprobs: int = 20  # -1: as many as the vocabulary has tokens
     identity: str = ""  # EngineArgs.identity
     prefix_caching: bool = True
-    media_token_id: int | None = None  # of a model that reads images: their tokens' own id
+    media_token_id: int | None = None  # of a model of images or audio: their own id
     embeds_size: int = 0  # numbers of each embedding in a prompt; 0: prompts are tokens
     uncut: Uncut = Uncut()  # parts of prompts that no step cuts
 

@@ -1,4 +1,5 @@
-"""How many images a step may begin: one beside streams, so that a token waits for one at most.
+"""How many images, or clips of audio, a step may begin: one beside streams, so that a token waits
+for one at most.
 
 And where chunks may end: not inside an image whose tokens see each other both ways.
 """
