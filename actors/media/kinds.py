@@ -32,9 +32,7 @@ def media_kind(config: "PretrainedConfig") -> MediaKind | None:
         auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
         auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     )
-    hears = getattr(config, "audio_token_id", None) is not None and any(
-        kind in own for own in names
-    )
+    hears = hasattr(config, "audio_token_id") and any(kind in own for own in names)
     return "audio" if hears else None
 
 
