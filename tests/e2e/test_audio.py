@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+from ray import serve
 
 from audio_models import AudioModel, tone, wav
 from rayfin import LLM, SamplingParams
@@ -36,7 +37,8 @@ def hearing(
 ) -> Iterator[Any]:
     args = EngineArgs(**{**settings, "model": str(folder)})
     server = ServerArgs(served_model_name=["tiny"], max_audio_seconds=2.0)
-    return deploy(bind_app(server, args), "audio", served, "/hearing")
+    yield deploy(bind_app(server, args), "audio", served, "/hearing")
+    serve.delete("audio")
 
 
 @pytest.fixture(scope="module")
