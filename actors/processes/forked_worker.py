@@ -8,6 +8,7 @@ seconds: at first ``worker_forker.py`` imports.
 
 import marshal
 import os
+import resource
 import socket
 import struct
 import sys
@@ -17,7 +18,9 @@ def ask(path: str, seconds: float, words: list[str]) -> bool:
     """Whether a worker has been forked."""
     with open("/proc/self/oom_score_adj") as file:
         rank = file.read()
-    order = marshal.dumps((words, dict(os.environ), os.getcwd(), rank))
+    # Ray raises the number of open files once the forker has started.
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    order = marshal.dumps((words, dict(os.environ), os.getcwd(), rank, files))
     with socket.socket(socket.AF_UNIX) as forker:
         forker.settimeout(seconds)
         forker.connect(path)

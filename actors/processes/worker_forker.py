@@ -17,6 +17,7 @@ import gc
 import importlib
 import marshal
 import os
+import resource
 import runpy
 import select
 import signal
@@ -46,6 +47,7 @@ class Order:
     environment: dict[str, str]
     folder: str
     memory_rank: str  # its oom_score_adj, which the raylet has set
+    files: tuple[int, int]  # most of them open: the soft and the hard limit
     streams: list[int]
 
 
@@ -91,6 +93,14 @@ def forks_differ() -> bool:
         drawn.add(os.read(reader, 1 << 10))
         os.close(reader)
     return len(drawn) == 2
+
+
+def is_alone() -> bool:
+    """Whether this process has one thread: a fork lacks others, and may wait for their locks."""
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    if len(threads) > 1:
+        print(f"no worker is forked: threads run: {threads}", file=sys.stderr, flush=True)
+    return len(threads) == 1
 
 
 def listen(path: str) -> socket.socket:
@@ -158,9 +168,9 @@ def read_order(caller: socket.socket, environment: dict[str, str]) -> Order | No
             if not (more := caller.recv(1 << 16)):
                 raise EOFError
             data += more
-        words, own, folder, rank = marshal.loads(data[4:])
+        words, own, folder, rank, files = marshal.loads(data[4:])
         if len(streams) == STREAMS and is_plain(own, environment):
-            return Order(words, own, folder, rank, streams)
+            return Order(words, own, folder, rank, files, streams)
     except BaseException:
         close(streams)
         raise
@@ -202,6 +212,10 @@ def become(order: Order) -> None:
         Path("/proc/self/oom_score_adj").write_text(order.memory_rank)
     except OSError as error:
         print(f"oom_score_adj stays: {error}", file=sys.stderr, flush=True)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, order.files)
+    except (OSError, ValueError) as error:
+        print(f"the number of open files stays: {error}", file=sys.stderr, flush=True)
     if "numpy.random" in sys.modules:  # Python's own generator is seeded by fork
         sys.modules["numpy.random"].seed()
     sys.argv = order.words
@@ -225,12 +239,15 @@ def main(path: str, names: Sequence[str]) -> Order | None:
     # Ray reads these when it is imported, and no more. A worker looks whether that process lives.
     os.environ |= {"RAY_JOB_ID": ANY_JOB, "RAY_RAYLET_PID": str(os.getppid())}
     environment = dict(os.environ)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # when it is imported
     preload(names)
+    if "OPENBLAS_NUM_THREADS" not in environment:
+        del os.environ["OPENBLAS_NUM_THREADS"]
     gc.collect()
     gc.freeze()  # the collector of a fork would copy each page that it looks at
     try:
         reread_environment()
-        forks = forks_differ()
+        forks = forks_differ() and is_alone()
     except Exception as error:  # another Ray
         print(f"no worker is forked: {error!r}", file=sys.stderr, flush=True)
         forks = False

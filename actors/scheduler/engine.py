@@ -159,13 +159,14 @@ class Engine:
         """Whether it has work of which not all waits in the lobby, or for pages of a disk."""
         state, lobby, tier = self.lifecycle.state, self.lifecycle.lobby, self.lifecycle.tier
         # Where nothing runs, pages on their way may be what the first in the queue waits for.
-        held_up = tier.is_busy and not len(state.running) and self._lacks_room()
+        held_up = tier.is_busy and not len(state.running) and self._is_held_up()
         ready = len(state.live) > len(lobby) + len(tier) and not held_up
         return (ready or bool(self._pipeline)) and not self._asleep
 
-    def _lacks_room(self) -> bool:
+    def _is_held_up(self) -> bool:
         first = self.lifecycle.state.waiting.peek()
-        return first is not None and self.lifecycle.lacks_room(first)
+        lifecycle = self.lifecycle
+        return first is not None and (lifecycle.lacks_room(first) or lifecycle.overtakes(first))
 
     def add(self, source: EngineRequest) -> None:
         """Puts a request into the queue.

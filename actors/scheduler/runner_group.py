@@ -371,7 +371,7 @@ class RunnerGroup:
     def hear(self, get: Callable[[float], list[Any]], seconds: float, what: str) -> list[Any]:
         """``wait`` for what ``get`` returns, which raises TimeoutError after the seconds given."""
         deadline = time.monotonic() + seconds
-        ping = None
+        pings: list[Any] = [None] * len(self._runners)
         while True:
             try:
                 return get(WAIT_SLICE_SECONDS)
@@ -390,9 +390,11 @@ class RunnerGroup:
             except RayError as error:
                 raise RunnerGroupFailed(describe(error)) from error
             self._on_wait()
-            # A rank that has started has no work until all have, and its lease would end.
-            if len(self._runners) > 1 and (ping is None or self.alive(ping) is not None):
-                ping = self.ping()
+            if len(pings) > 1:
+                # A rank without work waits for the others, and its lease would end.
+                for rank, ping in enumerate(pings):
+                    if ping is None or ray.wait([ping], timeout=0)[0]:
+                        pings[rank] = self._runners[rank].ping.remote()
             if time.monotonic() > deadline:
                 raise RunnerGroupFailed(f"{what} has taken over {seconds:.1f} s: the runner hangs")
 

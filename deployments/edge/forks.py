@@ -4,6 +4,7 @@ Imports nothing that takes time: ``rayfin serve`` starts that process before it 
 """
 
 import os
+import sys
 
 from rayfin.actors.processes.environment import set_ray_environment
 from rayfin.actors.processes.worker_forks import WorkerForks
@@ -32,9 +33,11 @@ def server_forks(door: Door) -> WorkerForks | None:
     """Sets the environment of a server's workers, and starts the process that they are forked of.
 
     Returns:
-        None if VARIABLE asks for no forks.
+        None if VARIABLE asks for no forks, where there may be a Ray already, and not on Linux.
     """
     set_ray_environment()
     door.tell_proxies()
     os.environ.setdefault(CALLBACK, CALLBACK_PATH)
-    return None if os.environ.get(VARIABLE) == "0" else WorkerForks(PRELOADED)
+    if os.environ.get(VARIABLE) == "0" or "RAY_ADDRESS" in os.environ or sys.platform != "linux":
+        return None
+    return WorkerForks(PRELOADED)

@@ -37,6 +37,7 @@ class Lifecycle:
         self.tier = NoTier() if tier is None else tier
         self.gates: list[AdmissionGate] = []
         self._ran: list[Request] = []  # when the runners were lost
+        self._returning: set[Request] = set()  # of those the ones whose pages are read
         self._prefixes = PrefixLookup(state)
         self._clock = clock
 
@@ -49,6 +50,7 @@ class Lifecycle:
     def queue(self, request: Request) -> None:
         """Puts a request into the queue that has all it needs, or first lets its pages be read."""
         if not self.tier.keeps(request):
+            self._returning.discard(request)
             self.state.waiting.push(request)
 
     def can_admit(self, request: Request, spare: int) -> bool:
@@ -57,7 +59,14 @@ class Lifecycle:
 
     def passes_gates(self, request: Request) -> bool:
         """Whether all gates admit the request."""
-        return all(gate.may_admit(request) for gate in self.gates)
+        return all(gate.may_admit(request) for gate in self.gates) and not self.overtakes(request)
+
+    def overtakes(self, request: Request) -> bool:
+        """Whether older requests, which ran when the runners died, still read their pages."""
+        return any(
+            own.order < request.order and own.source.background <= request.source.background
+            for own in self._returning
+        )
 
     def has_room(self, request: Request, spare: int) -> bool:
         """Whether there are slots, and pages for the request's tokens and one more per beam.
@@ -198,6 +207,7 @@ class Lifecycle:
         request.ended = True
         search = request.search
         if request.slot is None:
+            self._returning.discard(request)
             if not (self.lobby.discard(request) or self.tier.discard(request)):
                 self.state.waiting.discard(request)
             self.preemption.forget(request)
@@ -228,6 +238,7 @@ class Lifecycle:
             self.requeue(request)
         for request in (*self.lobby.restart(), *self.tier.restart()):
             self.state.waiting.push(request)
+        self._returning.clear()
         self.forget_prefixes()
         self.state.counters.adapters.restart()
         self.state.runner_diff.clear()
@@ -242,6 +253,7 @@ class Lifecycle:
         """
         for request in self._ran:
             if self.tier.keeps(request):
+                self._returning.add(request)
                 self.state.waiting.discard(request)
         self._ran = []
 

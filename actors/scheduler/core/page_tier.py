@@ -148,7 +148,7 @@ class DiskTier:
         self._writing: list[_Transfer] = []
         self._waiting: dict[Request, _Transfer] = {}
         self._since: dict[Request, float] = {}  # when a request that may read more came here
-        self._stored: dict[int, bytes] = {}  # page -> the hash under which it has a file
+        self._stored: dict[int, bytes] = {}  # page -> the hash under which it has a file, or will
         self._bytes_per_second = ASSUMED_BYTES_PER_SECOND
 
     def __len__(self) -> int:
@@ -270,7 +270,8 @@ class DiskTier:
     def _end_write(self, transfer: _Transfer) -> None:
         what, written = transfer.what, transfer.pending.count()
         if transfer.valid:
-            self._stored.update(zip(what.pages[:written], what.hashes, strict=False))
+            for page in what.pages[written:]:
+                del self._stored[page]
         self._counters.disk_pages_written += written
         self._tables.give_back(transfer.lent)
 
@@ -282,8 +283,11 @@ class DiskTier:
         return transfer is not None
 
     def store_prompt(self, slot: int) -> None:
-        # So a runner that dies, or an engine that takes the request over, reads it.
-        self._store(slot)
+        # So a new runner, or an engine that takes the request over, reads it. Where pages are
+        # short, lent ones would have more requests preempted.
+        tables, pooling = self._tables, self._running.request(slot).source.pooling
+        if pooling is None and tables.num_free_without([]) > tables.pool.num_pages // FREE_SHARE:
+            self._store(slot)
 
     def store(self, slot: int) -> None:
         # Without a token since its admission the steps that write its pages may not have run.
@@ -313,6 +317,7 @@ class DiskTier:
             return
         tables.lend(known)
         there = hashes[first : first + len(known)]
+        self._stored.update(zip(known, there, strict=True))
         self._writing.append(self._send(request, known, there, first, write=True))
 
     def forget(self) -> None:

@@ -10,9 +10,12 @@ from typing import Any
 from rayfin.actors.processes import worker_forker
 
 PROGRAM = """
-import json, os, sys
+import json, os, resource, sys
 from pathlib import Path
 
+# Ray raises it in this process, once the forker has started.
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
 if sys.argv[1] == "forks":
     os.environ["MARK"] = "all"
     from rayfin.actors.processes.environment import set_ray_environment
@@ -33,11 +36,13 @@ start_ray(log_to_driver=False, forks=forks, num_cpus=1, logging_level="ERROR",
 class Worker:
     def facts(self):
         import random
+        import resource
         import signal
 
         own = psutil.Process()
         return {
             "has": sorted({"this", "rayfin.actors.metrics.hub", "torch"} & set(sys.modules)),
+            "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             "pid": os.getpid(),
             "group": os.getpgid(0),
             "parent": [Path(word).name for word in own.parent().cmdline()][-3:-2],
@@ -88,6 +93,7 @@ def test_workers_are_forks_that_differ_in_what_must_differ() -> None:
         assert fork["has"] == ["rayfin.actors.metrics.hub", "this"]
         assert fork["parent"] == ["worker_forker.py"]
         assert fork["mark"] == "all"
+        assert fork["files"] == other["files"] > 1024
         assert fork["group"] == fork["pid"]
         assert fork["children"]
         assert fork["context"] == found["node"]

@@ -328,3 +328,31 @@ def test_after_a_sleep_the_prompt_is_read(harness: Make) -> None:
     h.run()
     h.check()
     assert h.engine.stats().disk_pages_read == 5
+
+
+def test_new_requests_do_not_overtake_those_that_ran(harness: Make) -> None:
+    """Or a stream would pause for the whole answer of another one."""
+    h = harness(page_folder=fake_folder(), page_bytes=1 << 20, max_decoding_batch=2)
+    ran = [h.add([*PROMPT, number], 30) for number in range(2)]
+    while min(len(stream.tokens) for stream in ran) < 5:
+        h.step()
+    late = [h.add(9 + number, 30) for number in range(2)]
+    h.executor.disk_seconds = 0.3
+    h.executor.fail_at = {h.executor.num_run}
+    while any(stream.open for stream in ran):
+        h.step()
+        h.wait()
+    assert not any(stream.tokens for stream in late)
+    h.run()
+    h.check()
+
+
+def test_pages_are_written_once(harness: Make) -> None:
+    h = harness(page_folder=fake_folder(), page_bytes=1 << 20)
+    h.executor.disk_seconds = 0.5
+    for number in range(3):
+        h.add([*PROMPT, number], 1)
+    h.run()
+    h.executor.clock += 1
+    h.engine.step()
+    assert h.engine.stats().disk_pages_written == len(_files(h))
