@@ -19,7 +19,7 @@ class MediaSettings:
     max_images: int = MOST["image"]  # of a prompt
     max_audios: int = MOST["audio"]  # the same, of clips of audio
     max_pixels: int = 33_000_000  # of an image
-    max_seconds: float = 600.0  # of a clip
+    max_seconds: float = 120.0  # of a clip
     max_bytes: int = 20 * MEBIBYTE  # of a file ...
     max_total_bytes: int = 64 * MEBIBYTE  # ... and of all in a request
     timeout: float = 5.0  # seconds of a fetch, redirects included

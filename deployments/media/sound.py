@@ -8,6 +8,7 @@ import importlib
 import io
 import math
 from collections.abc import Iterator
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,10 @@ from rayfin.deployments.media.settings import MediaSettings
 FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")  # as soundfile calls them
 RATES = (1000, 384_000)  # samples a second
 BLOCK = 2**20  # numbers that are decoded at once
+MAX_CHANNELS = 8
+NUMBERS_PER_SECOND = 2 * 48_000  # most numbers of all channels, for each second that is allowed
+UNKNOWN = 2**62  # libsndfile counts so many samples or more where a header has no number
+LOUDEST = 1000.0  # of what is 1 at full scale: squares of more become infinite
 
 
 def require_packages() -> None:
@@ -65,15 +70,17 @@ class Clips:
             InvalidRequest: it is something else, too long, or empty.
         """
         rate: Any = self._rate
-        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], int | float):
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Real):
             value, rate = value
         samples = _samples(value, param)
-        self._check(samples.shape[-1], rate, param)
+        self._check(samples.shape[-1], rate, param, len(samples) if samples.ndim == 2 else 1)
         mono = samples if samples.ndim == 1 else samples.mean(axis=0)
         return self._finite(_resampled([mono], float(rate), self._rate), param)
 
     def _read(self, file: Any, param: str) -> Samples:
-        self._check(file.frames, file.samplerate, param)
+        if file.frames >= UNKNOWN:
+            raise InvalidRequest(f"'{param}' has a header that gives no length.", param, CODE)
+        self._check(file.frames, file.samplerate, param, file.channels)
         most, found = int(self._max_seconds * file.samplerate), 0
 
         def blocks() -> Iterator[Samples]:
@@ -81,14 +88,18 @@ class Clips:
             size = max(1, BLOCK // file.channels)
             while len(block := file.read(size, dtype="float32", always_2d=True)):
                 found += len(block)
-                self._check(min(found, most + 1), file.samplerate, param)
+                self._check(min(found, most + 1), file.samplerate, param, file.channels)
                 yield block.mean(axis=1)
 
         clip = _resampled(blocks(), file.samplerate, self._rate)
         self._check(found, file.samplerate, param)
         return self._finite(clip, param)
 
-    def _check(self, frames: int, rate: float, param: str) -> None:
+    def _check(self, frames: int, rate: float, param: str, channels: int = 1) -> None:
+        if channels > MAX_CHANNELS:
+            raise InvalidRequest(
+                f"'{param}' has {channels} channels; at most {MAX_CHANNELS} are taken.", param, CODE
+            )
         if not RATES[0] <= rate <= RATES[1]:
             raise InvalidRequest(
                 f"'{param}' has {rate:g} samples a second; {RATES[0]} to {RATES[1]} are taken.",
@@ -104,11 +115,23 @@ class Clips:
                 param,
                 CODE,
             )
+        if frames * channels > self._max_seconds * NUMBERS_PER_SECOND:
+            raise InvalidRequest(
+                f"'{param}' has {frames * channels} samples in all channels, more than "
+                f"{self._max_seconds:g} seconds at {NUMBERS_PER_SECOND} a second "
+                "(max_audio_seconds).",
+                param,
+                CODE,
+            )
 
     @staticmethod
     def _finite(clip: Samples, param: str) -> Samples:
         if not np.isfinite(clip).all():
             raise InvalidRequest(f"'{param}' has samples that are no numbers.", param, CODE)
+        if np.abs(clip).max(initial=0.0) > LOUDEST:
+            raise InvalidRequest(
+                f"'{param}' has samples beyond {LOUDEST:g}; 1 is full scale.", param, CODE
+            )
         return clip
 
 
@@ -125,14 +148,17 @@ def _resampled(blocks: Any, rate: float, wanted: int) -> Samples:
 def _samples(value: Any, param: str) -> npt.NDArray[Any]:
     """An array [N] or [channels, N] of floats; whole numbers are scaled as files have them."""
     if hasattr(value, "detach"):  # a tensor of torch's
-        value = value.detach().cpu().numpy()
+        value = value.detach().cpu()
+        value = (value.float() if value.is_floating_point() else value).numpy()
     try:
         samples = np.asarray(value)
     except ValueError:  # rows of several lengths
         samples = np.asarray(None)
     if samples.ndim == 2 and samples.shape[0] > samples.shape[1]:  # as soundfile gives them
         samples = samples.T
-    if samples.dtype.kind not in "fi" or samples.ndim not in (1, 2):
+    # Whole numbers of 64 bits are what a list of Python's becomes: their scale is not known.
+    known = samples.dtype.kind == "f" or (samples.dtype.kind == "i" and samples.itemsize < 8)
+    if not known or samples.ndim not in (1, 2):
         raise InvalidRequest(
             f"'{param}' must be an array of samples, or a pair (array, samples a second).",
             param,
@@ -148,5 +174,7 @@ def _package(name: str) -> Any:
         return importlib.import_module(name)
     except (ImportError, OSError) as error:  # OSError: without its library
         raise InvalidConfig(
-            f"audio needs {name}, which is not installed: pip install 'rayfin[audio]'", "model"
+            f"audio needs {name}, which is not installed: pip install 'rayfin[audio]', or serve "
+            "without audio (language_model_only)",
+            "model",
         ) from error

@@ -117,7 +117,7 @@ class ServerArgs:
         None, "folder of files that requests may name as file: addresses; default: none"
     )
     max_image_pixels: int = _flag(33_000_000, "maximum number of pixels of an image")
-    max_audio_seconds: float = _flag(600.0, "maximum length of a clip of audio in seconds")
+    max_audio_seconds: float = _flag(120.0, "maximum length of a clip of audio in seconds")
     max_media_bytes: int = _flag(20 * 2**20, "maximum size of an image or clip in bytes")
     media_timeout: float = _flag(5.0, "seconds to fetch an image or clip")
     mm_processor_cache_gb: float = _flag(

@@ -6,6 +6,7 @@ import math
 import time
 import uuid
 from collections.abc import Iterable
+from typing import Any
 
 from starlette.requests import Request
 
@@ -49,7 +50,7 @@ class TranscriptionAdapter(GenerationAdapter):
 
     def __init__(self, service: OpenAIService, media: MediaReader, form: AudioForm) -> None:
         self._service, self._media, self._form = service, media, form
-        self._frame = {
+        self._frame: dict[str, Any] = {
             "id": f"trsc-{uuid.uuid4().hex}",
             "object": OBJECTS[form.task],
             "created": int(time.time()),

@@ -19,6 +19,7 @@ ResponseFormat: TypeAlias = Literal["json", "text", "verbose_json"]
 
 MAX_FIELDS = 64
 MAX_FIELD_BYTES = 64 * 1024
+MAX_HINT = 8192  # characters of ``prompt``
 LANGUAGE = re.compile(r"[A-Za-z]{2,32}(-[A-Za-z0-9]{1,8})*")
 FLOATS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty")
 NUMBERS: dict[str, type[int] | type[float]] = {
@@ -82,7 +83,7 @@ async def read_form(request: Request, task: Task) -> AudioForm:
         InvalidRequest: a field is missing, is there twice, or has a bad value.
         ClientGone: the client left while sending.
     """
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise HTTPException(415, "The Content-Type must be multipart/form-data.")
     form_of = request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES)
     try:
@@ -106,6 +107,12 @@ async def _read(form: FormData, task: Task) -> AudioForm:
                 "unsupported_parameter",
             )
     words = {name: fields.pop(name, "") for name in WORDS}
+    if len(words["prompt"]) > MAX_HINT:
+        raise InvalidRequest(
+            f"prompt may have at most {MAX_HINT} characters, got {len(words['prompt'])}.",
+            "prompt",
+            "invalid_value",
+        )
     numbers = {name: _number(name, fields.pop(name)) for name in NUMBERS if name in fields}
     switches = {name: _switch(name, fields.pop(name, "false")) for name in SWITCHES}
     form_of_reply = _response_format(words["response_format"] or "json", switches["stream"])
@@ -136,7 +143,7 @@ def _fields(form: FormData) -> dict[str, str]:
         shown = name[:64]
         if not isinstance(value, str):
             raise InvalidRequest(f"{shown} must not be a file.", shown, "invalid_type")
-        if name in fields and name not in TIMES:
+        if name in fields and not name.endswith("[]") and name not in TIMES:
             raise InvalidRequest(f"The field {shown!r} is there twice.", shown, "duplicate_key")
         fields[name] = value
     return fields

@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from jinja2 import TemplateError
+
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.media.audio_processor import AudioProcessor, Transcription
 from rayfin.deployments.api.audio.form import AudioForm
@@ -60,9 +62,9 @@ def _own_form(service: OpenAIService, form: AudioForm, own: Transcription) -> st
         raise InvalidRequest("prompt may not hold control tokens.", "prompt", "invalid_value")
     try:
         return own.write(form.language, form.prompt if own.takes_hint else "")
-    except ValueError as error:
-        reason = str(error).partition("\n")[0]
-        raise InvalidRequest(f"language: {reason}", "language", "invalid_value") from error
+    except (ValueError, TemplateError) as error:
+        reason, name = str(error).partition("\n")[0], "language" if form.language else "prompt"
+        raise InvalidRequest(f"{name}: {reason}", name, "invalid_value") from error
 
 
 def _instruction(form: AudioForm, own: Transcription) -> str:

@@ -49,11 +49,21 @@ def test_channels_are_mixed() -> None:
     assert np.allclose(read, (left + right) / 2, atol=1e-6)
 
 
+def test_a_header_without_a_length() -> None:
+    """As an encoder leaves it that writes to a pipe."""
+    data = bytearray(wav(tone(1, 3.0), form="FLAC"))
+    data[21] &= 0xF0  # the number of samples, 36 bits of the stream's first block
+    data[22:26] = bytes(4)
+    with pytest.raises(InvalidRequest, match="no length"):
+        clips().decode(bytes(data), PATH)
+
+
 def test_arrays() -> None:
     clip = tone(1)
     own = clips()
     for given in (clip, (clip, RATE), clip.tolist(), np.stack([clip, clip]), (clip, float(RATE))):
         assert np.allclose(own.given(given, PATH), clip, atol=1e-6)
+    assert len(own.given((clip, np.int64(8000)), PATH)) == 2 * len(clip)
     whole = (clip * 32768).astype(np.int16)
     assert np.allclose(own.given(whole, PATH), clip, atol=1e-4)
     assert len(own.given((clip, 8000), PATH)) == 2 * len(clip)
@@ -81,6 +91,9 @@ BAD: dict[str, tuple[Any, str]] = {
     "too long": (wav(tone(1, 5.1)), "over 5 seconds"),
     "too long, compressed": (wav(np.zeros(20 * RATE, np.float32), form="FLAC"), "over 5 seconds"),
     "a strange rate": (header(rate=7), "7 samples a second"),
+    "many channels": (wav(np.zeros((RATE, 9), np.int16), form="OGG"), "9 channels"),
+    "many samples": (wav(np.zeros((4 * 192_000, 2), np.int16), 192_000), "in all channels"),
+    "far too loud": (wav(np.full(100, 1e19, np.float32), subtype="FLOAT"), "beyond 1000"),
     "not finite": (wav(np.full(100, np.nan, np.float32), subtype="FLOAT"), "no numbers"),
 }
 
@@ -95,7 +108,17 @@ def test_bad_files(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", ["a.wav", b"RIFF", None, 3, np.zeros((2, 2, 2)), np.array(["x"]), [[1.0], [1.0, 2.0]]]
+    "given",
+    [
+        "a.wav",
+        b"RIFF",
+        None,
+        3,
+        [1000, 2000, 3000],
+        np.zeros((2, 2, 2)),
+        np.array(["x"]),
+        [[1.0], [1.0, 2.0]],
+    ],
 )
 def test_bad_arrays(given: Any) -> None:
     with pytest.raises(InvalidRequest) as refused:
