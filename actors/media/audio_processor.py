@@ -77,14 +77,15 @@ class AudioProcessor:
     def load(cls, args: EngineArgs) -> "AudioProcessor":
         """The processor of the model's folder; see ``assembled`` for what it raises."""
         from transformers import AutoConfig, AutoFeatureExtractor
-        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+        from transformers.models.auto import processing_auto
 
         auto: Any = AutoFeatureExtractor
+        names: Any = processing_auto  # its types do not name the mapping
         hub: Any = {"trust_remote_code": args.trust_remote_code, **args.hub}
         config = AutoConfig.from_pretrained(args.model, **hub)
         extractor = auto.from_pretrained(args.model, **hub)
         parts = {"feature_extractor": extractor, "audio_processor": extractor}
-        usual = PROCESSOR_MAPPING_NAMES.get(config.model_type)
+        usual = names.PROCESSOR_MAPPING_NAMES.get(config.model_type)
         inner = assembled(args, parts, lambda name: _own_class(name, config), usual)
         return cls(inner, args.mm_processor_kwargs or {})
 
