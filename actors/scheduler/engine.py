@@ -436,7 +436,8 @@ class Engine:
             self._end_search(request)
         if record.info.grants is not None:
             self._take_back_drafts(record, record.info.grants - result.num_tokens)
-            sampled = [sum(sampled) // result.num_steps] * result.num_steps
+            whole, more = divmod(sum(sampled), result.num_steps)
+            sampled = [whole + (step < more) for step in range(result.num_steps)]
         steps = result.num_steps
         self._multi_step.observe(result.seconds, steps, prefill=record.info.prefill_batch > 0)
         prefill = record.info.num_prefill_tokens

@@ -175,3 +175,14 @@ def test_images_are_counted() -> None:
     assert (stats.image_cache_bytes, stats.image_cache_hits) == (60, 3)
     assert (stats.images_encoded, stats.image_cache_evictions) == (3, 1)
     assert counts(stats)["image_encode_seconds"] == 3
+
+
+def test_drafts_that_hold_are_counted_in_a_step() -> None:
+    """Also where the steps of a call have different numbers of tokens."""
+    h = make_harness(num_speculative_tokens=3, max_lease=4, step_seconds=0.0001)
+    h.executor.share_right = 0.5
+    streams = [h.add(10 + number, 23) for number in range(3)]
+    h.run()
+    found = sums(h.engine.stats())
+    tokens = sum(len(stream.tokens) for stream in streams)
+    assert found["iteration_tokens_total"] == 10 + 11 + 12 + tokens
