@@ -172,5 +172,7 @@ def _transcription(processor: Any) -> Transcription:
     if not isinstance(instruction, str):
         return Transcription()
     (text,) = request(clip, tokenize=False)
+    if instruction not in text:  # a folder with another template
+        return Transcription()
     first = text.index(processor.audio_token) < text.index(instruction)
     return Transcription(instruction, audio_first=first)

@@ -1,4 +1,4 @@
-"""What a raylet starts as a worker: it has ``forking_forker.py`` fork one, or becomes one itself.
+"""What a raylet starts as a worker: it has ``worker_forker.py`` fork one, or becomes one itself.
 
     python -I -S forked_worker.py SOCKET SECONDS default_worker.py ARGUMENTS
 

@@ -239,7 +239,7 @@ def main(path: str, names: Sequence[str]) -> Order | None:
     # Ray reads these when it is imported, and no more. A worker looks whether that process lives.
     os.environ |= {"RAY_JOB_ID": ANY_JOB, "RAY_RAYLET_PID": str(os.getppid())}
     environment = dict(os.environ)
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # when it is imported
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # or it starts threads when it is imported
     preload(names)
     if "OPENBLAS_NUM_THREADS" not in environment:
         del os.environ["OPENBLAS_NUM_THREADS"]

@@ -58,7 +58,7 @@ class Lifecycle:
         return self.passes_gates(request) and self.has_room(request, spare)
 
     def passes_gates(self, request: Request) -> bool:
-        """Whether all gates admit the request."""
+        """Whether all gates admit the request, and it overtakes none whose runner died."""
         return all(gate.may_admit(request) for gate in self.gates) and not self.overtakes(request)
 
     def overtakes(self, request: Request) -> bool:

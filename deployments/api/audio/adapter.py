@@ -6,6 +6,7 @@ import math
 import time
 import uuid
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -65,6 +66,7 @@ class TranscriptionAdapter(GenerationAdapter):
         with rename_error_params({"max_tokens": "max_completion_tokens"}):
             params = form.sampling_params(service.sampling_defaults)
             prompt = await speech_prompt(service, self._media, form)
+            self._form = replace(form, data=b"")  # a stream may take minutes
             self._seconds = prompt.seconds
             known = form.language is not None or form.task == "translate"
             self._heard = HeardText("" if known else prompt.asked.mark)
