@@ -109,14 +109,22 @@ class GpuDecoder:
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """The logits [S, V] of the tokens at ``inputs.sampled``; the cache gets all T tokens."""
-        shape = self._shape
-        hidden = F.embedding(inputs.input_ids, self._embedding)
-        if shape.embedding_scale != 1.0:
-            hidden = hidden * shape.embedding_scale
+        return self.logits(self.stream(inputs.input_ids, inputs.batch), inputs.sampled)
+
+    def stream(self, input_ids: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        """The residual stream [T, hidden] behind the last layer; the cache gets all T tokens."""
+        hidden = F.embedding(input_ids, self._embedding)
+        if self._shape.embedding_scale != 1.0:
+            hidden = hidden * self._shape.embedding_scale
         run_layer = self._run_few if len(hidden) <= self.few_rows else self._run_many
         for layer, pages in zip(self._layers, self._pages, strict=True):
-            run_layer(layer, pages, hidden, inputs.batch)
-        x = rms_norm(hidden.index_select(0, inputs.sampled), self._final_norm, shape.eps)
+            run_layer(layer, pages, hidden, batch)
+        return hidden
+
+    def logits(self, stream: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+        """The logits [S, V] of the rows ``sampled`` [S] of the residual stream [T, hidden]."""
+        shape = self._shape
+        x = rms_norm(stream.index_select(0, sampled), self._final_norm, shape.eps)
         logits = multiply(x, self._head, self._head_bias)
         if shape.logit_scale != 1.0:
             logits = logits * shape.logit_scale
