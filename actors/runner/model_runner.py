@@ -143,13 +143,12 @@ class ModelRunner:
         self._sampler = self._make_sampler(rows)
         cache = self._allocate(config)
         if self._graphs is None:
-            self._warm_up(config)  # before the speculator times steps
-        self._speculator = self._make_speculator(config)
-        self._observers = self._make_observers(cache)
+            self._warm_up(config)
+            self._graphs = self._decode_graphs(self._slots, config.limits, pages)
         if self._graphs is not None:
             self._graphs.use(self._slots)
-        else:
-            self._graphs = self._decode_graphs(self._slots, rows, pages)
+        self._speculator = self._make_speculator(config)  # times steps, as they will run
+        self._observers = self._make_observers(cache)
         if loaded.peers:
             loaded.peers.connect(str(epoch))
             self._relay = PipelineTokenChannel(loaded.peers, self._slots, self._sampler, config)
@@ -538,7 +537,7 @@ class ModelRunner:
         warm_up(self._model, sampler, *sizes, self._loaded.device)
 
     def _decode_graphs(
-        self, slots: RequestSlots, rows: int, pages_per_request: int
+        self, slots: RequestSlots, limits: BatchLimits, pages_per_request: int
     ) -> "DecodeGraphs | None":
         gpu_model = self._loaded.gpu_model
         if gpu_model is None or self._args.enforce_eager or self._plugins.wrap_model:
@@ -548,19 +547,20 @@ class ModelRunner:
         return DecodeGraphs(
             gpu_model,
             slots,
-            rows=rows,
+            rows=limits.max_decoding_batch,
             pages_per_request=pages_per_request,
             page_size=self._args.page_size,
             max_num_steps=self._args.max_lease,
+            max_tokens=limits.max_batch_tokens,
             device=self._loaded.device,
         )
 
     def _bytes_of_graphs(self, limits: BatchLimits, model_len: int) -> int:
         """Memory that recorded steps take beside the pages; records them once to measure it."""
-        rows, pages = limits.max_decoding_batch, -(-model_len // self._args.page_size)
+        pages = -(-model_len // self._args.page_size)
         self._bind(1)  # the page that rows without a request look at
-        slots = RequestSlots(rows, pages)
-        taken = bytes_taken(lambda: self._decode_graphs(slots, rows, pages), self._loaded.device)
+        slots = RequestSlots(limits.max_decoding_batch, pages)
+        taken = bytes_taken(lambda: self._decode_graphs(slots, limits, pages), self._loaded.device)
         self._bind(0)
         return taken
 

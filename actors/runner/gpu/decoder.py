@@ -24,6 +24,7 @@ from rayfin.actors.runner.models.replace import PROBE_PAGE_SIZE, verified_replac
 from rayfin.actors.runner.models.step_model import Tables
 from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
+from rayfin.kernels.attention.triton_backend import Sizes
 from rayfin.kernels.cpu.decoder import DecoderShape
 from rayfin.kernels.shapes import PagedAttention, PagedBatch
 from rayfin.kernels.triton import quantized
@@ -76,7 +77,7 @@ class GpuDecoder:
         dtype: torch.dtype,
     ) -> None:
         self._shape: DecoderShape = parts.shape
-        self._attention = attention
+        self.attention = attention
         self._embedding = parts.embedding.weight
         self._head, self._head_bias = weight_of(parts.head), parts.head.bias
         self._final_norm = parts.final_norm
@@ -92,13 +93,30 @@ class GpuDecoder:
         coded = any(layer.is_coded for layer in self._layers)
         self.few_rows = 0 if coded else few_rows(self._embedding.shape[1])
         self.pdl = False
+        self.replay: Callable[[StepInputs], torch.Tensor | None] | None = None
+        """The residual stream of a step by recorded layers, or None if they do not hold it."""
+
+    def attention_sizes(self) -> list[Sizes]:
+        """The sizes of its layers' attention, each once."""
+        heads, dtype = self._shape.heads, self.dtype
+        every = (
+            Sizes(heads, kv.kv_heads, kv.key_dim, kv.value_dim, dtype, layer.spec.window)
+            for layer, kv in zip(self._layers, self.layouts, strict=True)
+        )
+        return list(dict.fromkeys(every))
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a row of the residual stream."""
+        return self._embedding.shape[1]
 
     def starts_early(self, rows: int) -> bool:
         """Whether the kernels of a step of so many rows start before the ones before them end."""
         return self.pdl and rows <= self.few_rows
 
     def bind(self, cache: KVTensors) -> None:
-        """Makes the layers keep their keys and values in ``cache``."""
+        """Makes the layers keep their keys and values in ``cache``. What was recorded is over."""
+        self.replay = None
         self._pages = list(zip(cache.keys, cache.values, strict=True))
         positions = cache.num_pages * cache.page_size  # no request is longer than all pages
         self._tables = [
@@ -109,7 +127,10 @@ class GpuDecoder:
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """The logits [S, V] of the tokens at ``inputs.sampled``; the cache gets all T tokens."""
-        return self.logits(self.stream(inputs.input_ids, inputs.batch), inputs.sampled)
+        stream = None if self.replay is None else self.replay(inputs)
+        if stream is None:
+            stream = self.stream(inputs.input_ids, inputs.batch)
+        return self.logits(stream, inputs.sampled)
 
     def stream(self, input_ids: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """The residual stream [T, hidden] behind the last layer; the cache gets all T tokens."""
@@ -281,7 +302,7 @@ class GpuDecoder:
             pdl=pdl,
         )
         spec = layer.spec
-        out = self._attention(
+        out = self.attention(
             query,
             *pages,
             batch,

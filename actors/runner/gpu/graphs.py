@@ -27,8 +27,8 @@ from rayfin.actors.runner.gpu.decode_state import (
 from rayfin.actors.runner.gpu.decoder import GpuDecoder
 from rayfin.actors.runner.gpu.graph_extras import GraphExtras, GraphLogprobs
 from rayfin.actors.runner.gpu.graph_tokens import GraphTokens, SideStream
+from rayfin.actors.runner.gpu.prompt_graphs import PromptGraphs
 from rayfin.actors.runner.sampling.processors.device_rules import RowTokenRules
-from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.actors.runner.step.request_slots import NO_LOGPROBS, RequestSlots
 from rayfin.kernels.triton.logprobs import MAX_TOP_LOGPROBS
 from rayfin.kernels.triton.sample import sample
@@ -96,7 +96,11 @@ class MultiStepOutput:
 
 
 class DecodeGraphs:
-    """Runs decode steps as graphs; on a CPU without capture, for Triton's interpreter."""
+    """Runs decode steps as graphs; on a CPU without capture, for Triton's interpreter.
+
+    The layers of other steps are graphs too (`prompt_graphs`), of the same recorder: its memory is
+    shared, and one graph at a time runs.
+    """
 
     def __init__(
         self,
@@ -107,6 +111,7 @@ class DecodeGraphs:
         pages_per_request: int,
         page_size: int,
         max_num_steps: int,
+        max_tokens: int,
         device: torch.device,
     ) -> None:
         self._model = model
@@ -134,10 +139,23 @@ class DecodeGraphs:
         self._replay(self._sizes[0], extras=True)
         for size in reversed(self._sizes):  # the largest first, whose memory the others reuse
             self._replay(size, extras=False)
+        self._prompts = PromptGraphs(
+            model,
+            self._record if on_gpu else lambda work: work,
+            max_tokens=max_tokens,
+            max_rows=rows,
+            pages_per_request=pages_per_request,
+            page_size=page_size,
+            device=device,
+        )
 
     def use(self, slots: RequestSlots) -> None:
-        """Runs the requests in ``slots`` from now on, on the same pages as before."""
+        """Runs the requests in ``slots`` from now on, and the model's other steps where they fit.
+
+        The pages stay those that were bound when the graphs were recorded.
+        """
         self._slots = slots
+        self._model.replay = self._prompts.replay
         self._state.use(slots)
         self.queued.clear()
         self._unread[:] = False
@@ -233,7 +251,7 @@ class DecodeGraphs:
         @torch.inference_mode()
         def step() -> None:
             state.prepare(bucket)
-            logits = self._model.forward(StepInputs(state.tokens[:bucket], batch, rows))
+            logits = self._model.logits(self._model.stream(state.tokens[:bucket], batch), rows)
             changed = self._extras.adjust(logits, state.drawn[:bucket]) if extras else logits
             sample(changed, sampling, out=state.sampled[:bucket], pdl=early)
             if extras:

@@ -1,0 +1,250 @@
+"""The layers of steps with prompts, or with drafts, as CUDA graphs by their number of tokens.
+
+A decode step is one graph from its inputs to its tokens (`graphs`). In other steps rows have any
+number of tokens, and which of these are sampled differs. So their graphs hold the layers alone,
+from the embeddings to the residual stream. The head and the sampling are launched behind them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from rayfin.actors.messages import Int32Array
+from rayfin.actors.runner.gpu.decode_state import bucket_of
+from rayfin.actors.runner.gpu.decoder import GpuDecoder
+from rayfin.actors.runner.step.batch import StepInputs
+from rayfin.kernels.attention.triton_backend import (
+    LAUNCHES,
+    Launch,
+    Sizes,
+    TileShape,
+    TritonAttention,
+    make_launch,
+)
+from rayfin.kernels.shapes import PagedBatch
+from rayfin.kernels.staging import staged
+from rayfin.kernels.triton.products import NARROW
+from rayfin.kernels.triton.tile_map import ITEM_FIELDS, TileMap
+
+BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768)
+"""Tokens of the graphs, with gaps of at most a half: the device computes what is padded."""
+
+MOST_TOKENS, MOST_WIDE_TOKENS = 1024, 256
+"""Tokens of the largest graph, of models up to `NARROW` and of wider ones.
+
+With more the device computes for longer than the host takes to launch (an estimate: not measured).
+"""
+
+SPARE_TILES = 32
+"""Tiles of prompts beside whole ones and split ones. More prompts than that split less."""
+
+ALIGNED_PLACES = 8
+"""Items are of 40 bytes. Kernels are compiled for addresses that are multiples of 16."""
+
+Record = Callable[[Callable[[], None]], Callable[[], None]]
+"""Records work on the device, and gives what replays it."""
+
+
+def token_buckets(max_tokens: int, hidden: int) -> list[int]:
+    """Numbers of tokens that get a graph, ascending, where a step has at most ``max_tokens``."""
+    most = min(max_tokens, MOST_TOKENS if hidden <= NARROW else MOST_WIDE_TOKENS)
+    return [*(size for size in BUCKETS if size < most), most]
+
+
+@dataclass(frozen=True, slots=True)
+class _LaunchPair:
+    """The attention launches of layers of the same sizes, for the largest bucket."""
+
+    sizes: Sizes
+    items: torch.Tensor  # [N, 10] int32: of decodes, then of prompts
+    launches: tuple[Launch, Launch]  # of decodes and of prompts; items are in ``items``
+
+
+class StepLaunches:
+    """Attention launches at fixed addresses, whose tile maps each step fills in.
+
+    A graph has a launch for decodes and one for prompts, of as many programs as its tokens may
+    need. Those without an item end at once.
+    """
+
+    def __init__(
+        self,
+        attention: TritonAttention,
+        sizes: list[Sizes],
+        max_tokens: int,
+        max_rows: int,
+        device: torch.device,
+    ) -> None:
+        self._attention = attention
+        self._max_rows = max_rows
+        self._pairs = {each: self._make(each, max_tokens, device) for each in sizes}
+
+    def of(
+        self,
+        tokens: int,
+        pdl: bool,
+        attention: TritonAttention,
+        batch: PagedBatch,
+        sizes: Sizes,
+    ) -> list[Launch]:
+        """The launches of the graph of so many ``tokens``; see `PagedBatch.scratch`."""
+        pair = self._pairs[sizes]
+        decodes, prompts = pair.launches
+        first, count = self._places(decodes.shape, tokens), self._places(prompts.shape, tokens)
+        return [
+            replace(decodes, items=pair.items[:first], pdl=pdl),
+            replace(prompts, items=pair.items[first : first + count], pdl=pdl),
+        ]
+
+    def fill(self, tokens: int, batch: PagedBatch) -> bool:
+        """Writes a step's tile maps into the launches of the graph of so many ``tokens``.
+
+        Returns:
+            Whether they have room for it.
+        """
+        parts = slice(0, batch.decoding), slice(batch.decoding, batch.rows)
+        for pair in self._pairs.values():
+            maps: list[Int32Array] = []
+            for launch, rows in zip(pair.launches, parts, strict=True):
+                items = self._map(launch, pair.sizes, tokens, batch, rows)
+                if items is None:
+                    return False
+                maps.append(items)
+            items = np.concatenate(maps)
+            copy = staged(items, pair.items.device)
+            pair.items[: len(items)].copy_(copy, non_blocking=True)
+        return True
+
+    def _map(
+        self, launch: Launch, sizes: Sizes, tokens: int, batch: PagedBatch, rows: slice
+    ) -> Int32Array | None:
+        """All items [places, 10] of a launch over some rows; None if they are too many."""
+        shape = launch.shape
+        places = self._places(shape, tokens)
+        items = np.zeros((places, len(ITEM_FIELDS)), np.int32)  # without queries
+        chunks = np.diff(np.asarray(batch.query_start_cpu)[rows.start : rows.stop + 1])
+        tiles = int((-(-chunks // shape.queries)).sum())
+        if tiles >= places:
+            return None
+        if tiles:
+            programs = min(shape.programs, places - tiles)
+            split = replace(shape, programs=programs)
+            tile_map = self._attention.tile_map(split, sizes, batch, rows)
+            assert tile_map.parts <= len(launch.arrived)
+            items[: len(tile_map.items)] = tile_map.items
+        return items
+
+    def _places(self, shape: TileShape, tokens: int) -> int:
+        """Programs per head of a launch of the graph of so many ``tokens``."""
+        rows = min(tokens, self._max_rows)
+        tiles = rows if shape.queries == 1 else tokens // shape.queries + min(rows, SPARE_TILES)
+        return -(-(tiles + shape.programs) // ALIGNED_PLACES) * ALIGNED_PLACES
+
+    def _make(self, sizes: Sizes, max_tokens: int, device: torch.device) -> _LaunchPair:
+        attention = self._attention
+        shapes = attention.decode_shape(sizes), attention.prefill_shape(sizes)
+        total = sum(self._places(shape, max_tokens) for shape in shapes)
+        # A part is at least as long as all keys over the programs, and a tile of several parts has
+        # less than twice as many as its keys need. So there are less than twice as many parts as
+        # programs.
+        empty = np.zeros((0, len(ITEM_FIELDS)), np.int32)
+        decodes, prompts = (
+            make_launch(shape, sizes, TileMap(empty, 2 * shape.programs), device)
+            for shape in shapes
+        )
+        items = torch.zeros(total, len(ITEM_FIELDS), dtype=torch.int32, device=device)
+        return _LaunchPair(sizes, items, (decodes, prompts))
+
+
+class PromptGraphs:
+    """Replays the decoder's layers for steps of any rows; on a CPU without capture.
+
+    A step is padded to the next bucket. Padding has no slot, so that its keys are written nowhere,
+    and no item of attention. What its rows compute reaches no other row.
+
+    Inputs are at fixed addresses. The copies to them come from tensors of the step, or from pinned
+    memory that is not used again before they are done. They are queued on the stream that replays
+    and that computes the logits: so they wait for the replay before, and the residual stream
+    [B, hidden] of a graph is read before a later replay, of this or another graph of the same
+    memory pool, writes over it.
+    """
+
+    def __init__(
+        self,
+        model: GpuDecoder,
+        record: Record,
+        *,
+        max_tokens: int,
+        max_rows: int,
+        pages_per_request: int,
+        page_size: int,
+        device: torch.device,
+    ) -> None:
+        def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._model = model
+        self._page_size = page_size
+        attention, sizes = model.attention, model.attention_sizes()
+        assert isinstance(attention, TritonAttention)
+        self._sizes = token_buckets(max_tokens, model.hidden_size)
+        most = self._sizes[-1]
+        self._input_ids, self._positions = zeros(torch.int64, most), zeros(torch.int64, most)
+        self._slots = zeros(torch.int64, most).fill_(-1)  # to record writes no keys
+        self._tables = zeros(torch.int32, max_rows, pages_per_request)
+        self._launches = StepLaunches(attention, sizes, most, max_rows, device)
+        self._streams: dict[int, torch.Tensor] = {}  # [B, hidden] by bucket, what it gives
+        self._replays: dict[int, Callable[[], None]] = {}
+        for size in reversed(self._sizes):  # the largest first, whose memory the others reuse
+            self._replays[size] = record(self._step(size))
+
+    def replay(self, inputs: StepInputs) -> torch.Tensor | None:
+        """The residual stream [T or more, hidden] of a step, or None if no graph holds it.
+
+        It is valid until the next replay of any graph.
+        """
+        batch, tokens = inputs.batch, len(inputs.input_ids)
+        bucket = bucket_of(tokens, self._sizes)
+        rows, width = batch.page_tables.shape
+        fits = rows <= self._tables.shape[0] and width <= self._tables.shape[1]
+        if bucket is None or not fits or batch.sees_to is not None:
+            return None
+        if not self._launches.fill(bucket, batch):
+            return None
+        self._input_ids[:tokens].copy_(inputs.input_ids)
+        self._positions[:tokens].copy_(batch.positions)
+        self._slots[:tokens].copy_(batch.slots)
+        self._slots[tokens:bucket].fill_(-1)
+        self._tables[:rows, :width].copy_(batch.page_tables)
+        self._replays[bucket]()
+        return self._streams[bucket]
+
+    def _step(self, bucket: int) -> Callable[[], None]:
+        input_ids, batch = self._input_ids[:bucket], self._batch(bucket)
+
+        @torch.inference_mode()
+        def step() -> None:
+            self._streams[bucket] = self._model.stream(input_ids, batch)
+
+        return step
+
+    def _batch(self, bucket: int) -> PagedBatch:
+        """The batch for attention, whose rows and lengths are in the launches' items."""
+        rows = len(self._tables)
+        return PagedBatch(
+            query_start=self._tables[:0, 0],
+            kv_len=self._tables[:, 0],
+            page_tables=self._tables,
+            slots=self._slots[:bucket],
+            positions=self._positions[:bucket],
+            query_start_cpu=range(rows + 1),
+            kv_len_cpu=range(1, rows + 1),
+            decoding=0,
+            page_size=self._page_size,
+            scratch={
+                LAUNCHES: partial(self._launches.of, bucket, self._model.starts_early(bucket))
+            },
+        )
