@@ -28,6 +28,8 @@ CODE = "invalid_audio"
 TRANSCRIBE = "Transcribe the speech in this audio. Answer with the transcript alone."
 
 
+WINDOW = 30.0  # seconds, of a processor that has none of its own
+
 ASR_TEXT = "<asr_text>"
 """What Qwen3-ASR writes between the language that it hears and the text."""
 
@@ -69,6 +71,8 @@ class AudioProcessor:
         self.place_id = self.media_token_id = int(tokenizer.convert_tokens_to_ids(self.token))
         self.max_seconds = _longest(processor, self._options, self.rate)
         """Of a clip that the processor does not cut; None: it cuts none."""
+        self.window_seconds = _window(extractor, self.max_seconds)
+        """Of the clips that a long recording is cut into."""
         self._for_prompts = FOR_PROMPTS | set(processor.unused_input_names)
         self._texts = ReplacingText(tokenizer)
         self.transcription = _transcription(processor)
@@ -141,6 +145,13 @@ def _longest(processor: Any, options: Mapping[str, Any], rate: int) -> float | N
     if samples is None or not cuts:
         return None
     return float(samples / rate)
+
+
+def _window(extractor: Any, longest: float | None) -> float:
+    """Seconds that an encoder hears at once."""
+    own: Any = getattr(extractor, "chunk_length", None)
+    window = float(own) if isinstance(own, int | float) and own > 0 else WINDOW
+    return window if longest is None else min(window, longest)
 
 
 def _own_class(kind: str | None, config: Any) -> Any:

@@ -38,6 +38,7 @@ from rayfin.deployments.text.output import OutputText, TextDelta
 
 LOGPROB_CHARACTERS = 50  # of JSON, at least, for a log probability
 LONG_TEXT = 16 * 1024  # characters from which tokenizing leaves the event loop
+LEAST_TIMEOUT = 1e-3  # seconds, which an engine refuses as over; it takes none of 0
 MAX_PROMPT_LOGPROBS = 2**18  # of all prompts of one HTTP request: tens of megabytes of JSON
 
 T = TypeVar("T")
@@ -150,15 +151,22 @@ class Generation:
             choice.page_size = info.page_size if info.prefix_caching else 0
         return generation
 
-    def run(self) -> Deltas:
+    def run(self, at_once: int | None = None) -> Deltas:
         """Returns the choice stream: deltas of all choices as they come.
 
         Closing it aborts the engine requests that still run.
+
+        Args:
+            at_once: choices that run side by side, the first ones first; None: all.
         """
         if self._searches:
             streams = [self._run_search(group) for group in self._by_prompt()]
         else:
             streams = [self._run_choice(choice) for choice in self.choices]
+            if at_once is not None and at_once < len(streams):
+                gate = asyncio.Semaphore(at_once)
+                pairs = zip(self.choices, streams, strict=True)
+                streams = [_held(gate, choice.request, stream) for choice, stream in pairs]
         return streams[0] if len(streams) == 1 else merged(streams)
 
     async def finish(self, deltas: Deltas) -> None:
@@ -298,6 +306,17 @@ def _check_prompt_logprobs(requests: Sequence[EngineRequest]) -> None:
             f"this one would have {count}.",
             "prompt_logprobs",
         )
+
+
+async def _held(gate: asyncio.Semaphore, request: EngineRequest, stream: Deltas) -> Deltas:
+    """The stream once the gate lets it in; what it waits counts for its timeout."""
+    came = time.monotonic()
+    async with aclosing(stream), gate:
+        if request.timeout is not None:
+            waited = time.monotonic() - came
+            request.timeout = max(request.timeout - waited, LEAST_TIMEOUT)
+        async for item in stream:
+            yield item
 
 
 async def off_loop(characters: int, work: Callable[[], T]) -> T:

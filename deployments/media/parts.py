@@ -104,9 +104,7 @@ def _address(value: object, path: str, kind: MediaKind = "image") -> MediaPart:
 
 
 def _input_audio(value: object, path: str) -> MediaPart:
-    """OpenAI's base64 and its format, or the file itself, which says how it is decoded."""
-    if isinstance(value, bytes):
-        return MediaPart(path.removesuffix(".input_audio"), "audio", data=value)
+    """OpenAI's base64 and its format; the file itself says how it is decoded."""
     if not isinstance(value, Mapping):
         raise InvalidRequest(f"'{path}' must be an object.", path, "invalid_type")
     form, data = value.get("format"), value.get("data")

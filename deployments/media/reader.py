@@ -8,13 +8,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rayfin.actors.errors import InvalidRequest, RayfinError
-from rayfin.actors.media.audio_processor import AudioProcessor
+from rayfin.actors.media.audio_processor import CODE, AudioProcessor
 from rayfin.actors.media.kinds import MediaKind
 from rayfin.actors.media.media_input import MediaInput
 from rayfin.actors.media.processed import WORDS, MediaProcessor, ProcessedMedia, put_media
+from rayfin.deployments.media.cuts import cut_at_quiet
 from rayfin.deployments.media.decode import Pictures
 from rayfin.deployments.media.parts import A, MediaPart, read_part
 from rayfin.deployments.media.settings import MediaSettings
@@ -52,7 +54,9 @@ class MediaReader:
 
             fetcher = MediaFetcher(self.settings)
         self._fetcher = fetcher
-        self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "media")
+        count = min(4, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(count, "media")
+        self._recordings = ThreadPoolExecutor(count, "recordings")  # each may take many seconds
         self.counts = ImageCounters()
         self._cache = _Processed(self.settings.cache_bytes)
 
@@ -103,6 +107,50 @@ class MediaReader:
             files.append(part)
         work = (loop.run_in_executor(self._threads, self.process, part) for part in files)
         return list(await asyncio.gather(*work))
+
+    async def read_recording(self, data: bytes, param: str) -> list[ProcessedMedia]:
+        """A recording as clips in order, each as long as the model hears well, or shorter.
+
+        Raises:
+            InvalidRequest: it is no audio, too large, too long, or too short for a token.
+        """
+        gone = threading.Event()  # its client
+        try:
+            self.counts.images.observe(1)
+            most = self.settings.max_upload_bytes
+            if len(data) > most:
+                raise InvalidRequest(
+                    f"'{param}' has {len(data)} bytes; at most {most} are taken "
+                    "(max_audio_upload_bytes).",
+                    param,
+                    CODE,
+                )
+            loop = asyncio.get_running_loop()
+            work = partial(self._recording, data, param, gone)
+            return await loop.run_in_executor(self._recordings, work)
+        except RayfinError as error:
+            self.counts.refused(error.code)
+            raise
+        finally:
+            gone.set()
+
+    def _recording(self, data: bytes, param: str, gone: threading.Event) -> list[ProcessedMedia]:
+        """One clip after another: its samples are there only while they are processed."""
+        own, settings = self.processor, self.settings
+        assert isinstance(self._open, Clips) and isinstance(own, AudioProcessor)
+        seconds = min(settings.chunk_seconds or own.window_seconds, settings.max_seconds)
+        if own.max_seconds is not None:
+            seconds = min(seconds, own.max_seconds)
+        made: list[ProcessedMedia] = []
+        try:
+            for clip in cut_at_quiet(self._open.recording(data, param), own.rate, seconds):
+                if gone.is_set():
+                    return []
+                made.append(self._process(clip))
+        except InvalidRequest as error:
+            error.param = param
+            raise
+        return made
 
     def read_now(self, messages: Any, param: str) -> list[ProcessedMedia]:
         """As ``read``, for callers without an event loop, or with one that is not to be used."""

@@ -20,6 +20,9 @@ class MediaSettings:
     max_audios: int = MOST["audio"]  # the same, of clips of audio
     max_pixels: int = 33_000_000  # of an image
     max_seconds: float = 120.0  # of a clip
+    chunk_seconds: float | None = None  # of a clip of a recording; None: the model's own window
+    max_upload_seconds: float = 3600.0  # of a recording that is to be written down
+    max_upload_bytes: int = 25 * MEBIBYTE  # the same, of its file
     max_bytes: int = 20 * MEBIBYTE  # of a file ...
     max_total_bytes: int = 64 * MEBIBYTE  # ... and of all in a request
     timeout: float = 5.0  # seconds of a fetch, redirects included

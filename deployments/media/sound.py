@@ -7,9 +7,9 @@ event loop.
 import importlib
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,13 @@ def require_packages() -> None:
     _package("soundfile"), _package("soxr")
 
 
+class Longest(NamedTuple):
+    """How long something may be, and the setting that says so."""
+
+    seconds: float
+    name: str = "max_audio_seconds"
+
+
 class Clips:
     """Opens clips: files, or arrays of Python's.
 
@@ -42,7 +49,8 @@ class Clips:
     """
 
     def __init__(self, settings: MediaSettings, rate: int) -> None:
-        self._max_seconds, self._rate = settings.max_seconds, rate
+        self._longest, self._rate = Longest(settings.max_seconds), rate
+        self._recording = Longest(settings.max_upload_seconds, "max_audio_upload_seconds")
 
     def decode(self, data: bytes, param: str) -> Samples:
         """A file as a clip. Its length is checked before any sample is decoded, and while they are.
@@ -50,12 +58,19 @@ class Clips:
         Raises:
             InvalidRequest: no audio, broken, of another format, too long, or empty.
         """
+        return np.concatenate(list(self._blocks(data, param, self._longest)))
+
+    def recording(self, data: bytes, param: str) -> Iterator[Samples]:
+        """As ``decode``, by blocks [N], of a file that is cut into clips: it may be longer."""
+        return self._blocks(data, param, self._recording)
+
+    def _blocks(self, data: bytes, param: str, longest: Longest) -> Iterator[Samples]:
         soundfile = _package("soundfile")
         try:
             with soundfile.SoundFile(io.BytesIO(data)) as file:
                 if file.format not in FORMATS:
                     raise ValueError(file.format)
-                return self._read(file, param)
+                yield from self._read(file, param, longest)
         except (InvalidRequest, InvalidConfig):
             raise
         except Exception as error:  # of libsndfile, or of what a broken file makes of its numbers
@@ -73,29 +88,32 @@ class Clips:
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Real):
             value, rate = value
         samples = _samples(value, param)
-        self._check(samples.shape[-1], rate, param, len(samples) if samples.ndim == 2 else 1)
+        channels = len(samples) if samples.ndim == 2 else 1
+        self._check(samples.shape[-1], rate, param, self._longest, channels)
         mono = samples if samples.ndim == 1 else samples.mean(axis=0)
-        return self._finite(_resampled([mono], float(rate), self._rate), param)
+        clip = np.concatenate(list(_resampled([mono], float(rate), self._rate)))
+        return self._finite(clip, param)
 
-    def _read(self, file: Any, param: str) -> Samples:
+    def _read(self, file: Any, param: str, longest: Longest) -> Iterator[Samples]:
         if file.frames >= UNKNOWN:
             raise InvalidRequest(f"'{param}' has a header that gives no length.", param, CODE)
-        self._check(file.frames, file.samplerate, param, file.channels)
-        most, found = int(self._max_seconds * file.samplerate), 0
+        self._check(file.frames, file.samplerate, param, longest, file.channels)
+        most, found = int(longest.seconds * file.samplerate), 0
 
         def blocks() -> Iterator[Samples]:
             nonlocal found
             size = max(1, BLOCK // file.channels)
             while len(block := file.read(size, dtype="float32", always_2d=True)):
                 found += len(block)
-                self._check(min(found, most + 1), file.samplerate, param, file.channels)
+                self._check(min(found, most + 1), file.samplerate, param, longest, file.channels)
                 yield block.mean(axis=1)
 
-        clip = _resampled(blocks(), file.samplerate, self._rate)
-        self._check(found, file.samplerate, param)
-        return self._finite(clip, param)
+        for block in _resampled(blocks(), file.samplerate, self._rate):
+            yield self._finite(block, param)
+        self._check(found, file.samplerate, param, longest)
 
-    def _check(self, frames: int, rate: float, param: str, channels: int = 1) -> None:
+    @staticmethod
+    def _check(frames: int, rate: float, param: str, longest: Longest, channels: int = 1) -> None:
         if channels > MAX_CHANNELS:
             raise InvalidRequest(
                 f"'{param}' has {channels} channels; at most {MAX_CHANNELS} are taken.", param, CODE
@@ -108,18 +126,18 @@ class Clips:
             )
         if frames <= 0:
             raise InvalidRequest(f"'{param}' is empty: it has no samples.", param, CODE)
-        if frames > self._max_seconds * rate:
+        if frames > longest.seconds * rate:
             raise InvalidRequest(
-                f"'{param}' has over {self._max_seconds:g} seconds of audio, the most that are "
-                "taken (max_audio_seconds).",
+                f"'{param}' has over {longest.seconds:g} seconds of audio, the most that are "
+                f"taken ({longest.name}).",
                 param,
                 CODE,
             )
-        if frames * channels > self._max_seconds * NUMBERS_PER_SECOND:
+        if frames * channels > longest.seconds * NUMBERS_PER_SECOND:
             raise InvalidRequest(
                 f"'{param}' has {frames * channels} samples in all channels, more than "
-                f"{self._max_seconds:g} seconds at {NUMBERS_PER_SECOND} a second "
-                "(max_audio_seconds).",
+                f"{longest.seconds:g} seconds at {NUMBERS_PER_SECOND} a second "
+                f"({longest.name}).",
                 param,
                 CODE,
             )
@@ -135,14 +153,15 @@ class Clips:
         return clip
 
 
-def _resampled(blocks: Any, rate: float, wanted: int) -> Samples:
-    """The blocks [N] as one clip at the rate that is wanted."""
+def _resampled(blocks: Iterable[Any], rate: float, wanted: int) -> Iterator[Samples]:
+    """The blocks [N] at the rate that is wanted."""
     if math.isclose(rate, wanted):
-        return np.concatenate([np.asarray(block, np.float32) for block in blocks])
+        yield from (np.asarray(block, np.float32) for block in blocks)
+        return
     stream = _package("soxr").ResampleStream(rate, wanted, 1, dtype="float32")
-    parts = [stream.resample_chunk(np.ascontiguousarray(block, np.float32)) for block in blocks]
-    parts.append(stream.resample_chunk(np.zeros(0, np.float32), last=True))
-    return np.concatenate(parts)
+    for block in blocks:
+        yield stream.resample_chunk(np.ascontiguousarray(block, np.float32))
+    yield stream.resample_chunk(np.zeros(0, np.float32), last=True)
 
 
 def _samples(value: Any, param: str) -> npt.NDArray[Any]:

@@ -118,6 +118,15 @@ class ServerArgs:
     )
     max_image_pixels: int = _flag(33_000_000, "maximum number of pixels of an image")
     max_audio_seconds: float = _flag(120.0, "maximum length of a clip of audio in seconds")
+    audio_chunk_seconds: float | None = _flag(
+        None,
+        "length of the clips that /v1/audio/transcriptions and translations cut a recording into, "
+        "at most --max-audio-seconds; default: what the model's encoder hears at once, mostly 30",
+    )
+    max_audio_upload_seconds: float = _flag(
+        3600.0, "maximum length of a recording of these routes in seconds"
+    )
+    max_audio_upload_bytes: int = _flag(25 * 2**20, "maximum size of such a recording in bytes")
     max_media_bytes: int = _flag(20 * 2**20, "maximum size of an image or clip in bytes")
     media_timeout: float = _flag(5.0, "seconds to fetch an image or clip")
     mm_processor_cache_gb: float = _flag(
@@ -346,9 +355,13 @@ class ServerArgs:
             InvalidConfig: a limit that is none, or a folder that does not exist.
         """
         limits = (*("max_image_pixels", "max_audio_seconds", "max_media_bytes", "media_timeout"),)
-        for name in limits:
+        for name in (*limits, "max_audio_upload_seconds", "max_audio_upload_bytes"):
             if not (value := getattr(self, name)) > 0:
                 raise InvalidConfig(f"{name} must be over 0, got {value}", name)
+        chunk = self.audio_chunk_seconds
+        if chunk is not None and not chunk >= 1:
+            name = "audio_chunk_seconds"
+            raise InvalidConfig(f"{name} must be at least 1, got {chunk}", name)
         if self.mm_processor_cache_gb < 0:
             name = "mm_processor_cache_gb"
             raise InvalidConfig(f"{name} must not be negative", name)
@@ -361,6 +374,9 @@ class ServerArgs:
             max_images=read_limits(self.limit_mm_per_prompt),
             max_audios=read_limits(self.limit_mm_per_prompt, "audio"),
             max_seconds=self.max_audio_seconds,
+            chunk_seconds=chunk,
+            max_upload_seconds=self.max_audio_upload_seconds,
+            max_upload_bytes=self.max_audio_upload_bytes,
             max_pixels=self.max_image_pixels,
             max_bytes=self.max_media_bytes,
             timeout=self.media_timeout,

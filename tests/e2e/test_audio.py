@@ -36,7 +36,9 @@ def hearing(
     folder: Path, settings: dict[str, Any], served: str, deploy: Callable[..., Any]
 ) -> Iterator[Any]:
     args = EngineArgs(**{**settings, "model": str(folder)})
-    server = ServerArgs(served_model_name=["tiny"], max_audio_seconds=2.0)
+    server = ServerArgs(
+        served_model_name=["tiny"], max_audio_seconds=2.0, max_audio_upload_seconds=4.0
+    )
     yield deploy(bind_app(server, args), "audio", served, "/hearing")
     serve.delete("audio")
 
@@ -79,9 +81,22 @@ def test_transcription(client: openai.OpenAI) -> None:
     assert len(events) > 1
 
 
+def test_a_long_recording(client: openai.OpenAI, hearing: Any) -> None:
+    """It is cut by the window of its model, one second: no clip is heard twice."""
+    limit: Any = {"max_completion_tokens": OUTPUT}
+    file = ("speech.flac", wav(tone(5, 3.5), form="FLAC"))
+    asked: Any = {"model": "tiny", "file": file, "extra_body": limit}
+    before = hearing.idle().images_encoded
+    whole = client.audio.transcriptions.create(**asked)
+    assert whole.usage and whole.usage.type == "duration" and whole.usage.seconds == 4
+    events = list(client.audio.transcriptions.create(**asked, stream=True))
+    assert events[-1].type == "transcript.text.done" and events[-1].text == whole.text
+    assert 4 <= hearing.idle().images_encoded - before <= 6
+
+
 def test_refusals(client: openai.OpenAI) -> None:
-    too_long = ("speech.wav", wav(tone(1, 2.5)))
-    for file, said in ((too_long, "over 2 seconds"), (("a.mp3", b"hello"), "no audio")):
+    too_long = ("speech.wav", wav(tone(1, 4.5)))
+    for file, said in ((too_long, "over 4 seconds"), (("a.mp3", b"hello"), "no audio")):
         with pytest.raises(openai.BadRequestError, match=said) as refused:
             client.audio.transcriptions.create(model="tiny", file=file)
         assert refused.value.code == "invalid_audio" and refused.value.param == "file"

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from rayfin.actors.errors import RayfinError
 from rayfin.deployments.api.audio.form import AudioForm
 from rayfin.deployments.api.audio.heard import HeardText
+from rayfin.deployments.api.audio.joined import JoinedText
 from rayfin.deployments.api.audio.prompts import FILE, speech_prompt
 from rayfin.deployments.api.audio.replies import (
     DurationUsage,
@@ -26,7 +27,7 @@ from rayfin.deployments.api.audio.replies import (
     VerboseTranscript,
 )
 from rayfin.deployments.generation.choice import Choice, Prompt
-from rayfin.deployments.generation.generation import Generation
+from rayfin.deployments.generation.generation import Deltas, Generation
 from rayfin.deployments.generation.plan import AnswerRules, plan_text
 from rayfin.deployments.generation.route import GenerationAdapter
 from rayfin.deployments.generation.service import OpenAIService
@@ -39,11 +40,12 @@ from rayfin.deployments.text.output import TextDelta
 
 logger = logging.getLogger("rayfin.http")
 
+AT_ONCE = 8  # clips of a recording that run side by side
 OBJECTS = {"transcribe": "transcription.chunk", "translate": "translation.chunk"}
 
 
 class TranscriptionAdapter(GenerationAdapter):
-    """One request to write down, or to translate, a clip.
+    """One request to write down, or to translate, a recording: a choice for each clip of it.
 
     Args:
         media: the service's.
@@ -69,11 +71,12 @@ class TranscriptionAdapter(GenerationAdapter):
             self._form = replace(form, data=b"")  # a stream may take minutes
             self._seconds = prompt.seconds
             known = form.language is not None or form.task == "translate"
-            self._heard = HeardText("" if known else prompt.asked.mark)
+            mark = "" if known else prompt.asked.mark
+            self._heard = JoinedText([HeardText(mark) for _ in prompt.clips])
             caller = Caller.of(request)
             self._generation = await Generation.prepare(
                 service,
-                [Prompt(prompt.chat.ids, FILE, images=prompt.chat.images)],
+                [Prompt(clip.ids, FILE, images=clip.images) for clip in prompt.clips],
                 params,
                 request_id=str(self._frame["id"]),
                 priority=0,
@@ -83,9 +86,13 @@ class TranscriptionAdapter(GenerationAdapter):
         self._generation.headers |= ignored_header([*form.ignored, *prompt.unread])
         return self._generation
 
+    def run(self, generation: Generation) -> Deltas:
+        return generation.run(AT_ONCE)
+
     def reply(self, generation: Generation) -> str:
         form = self._form
-        self._heard.push("".join(generation.choices[0].text), last=True)
+        for choice in generation.choices:
+            self._heard.push(choice.index, "".join(choice.text), last=True)
         text = self._heard.text
         if form.response_format == "text":
             return text
@@ -101,7 +108,8 @@ class TranscriptionAdapter(GenerationAdapter):
         ).model_dump_json()
 
     def events(self, choice: Choice, delta: TextDelta) -> list[str]:
-        text = self._heard.push(delta.text, last=delta.finish_reason is not None)
+        ended = delta.finish_reason is not None
+        text = self._heard.push(choice.index, delta.text, last=ended)
         if not text:
             return []
         written = SpeechChoice(delta=SpeechDelta(content=text))
@@ -109,8 +117,10 @@ class TranscriptionAdapter(GenerationAdapter):
         return [event(chunk.model_dump_json())]
 
     def closing(self) -> Iterable[str]:
-        choice, used = self._generation.choices[0], self._generation.usage()
-        ended = SpeechChoice(delta=SpeechDelta(content=""), finish_reason=choice.finish_reason)
+        reasons = {choice.finish_reason for choice in self._generation.choices}
+        reason = "length" if "length" in reasons else "stop"
+        ended = SpeechChoice(delta=SpeechDelta(content=""), finish_reason=reason)
+        used = self._generation.usage()
         usage = TokenUsage(
             input_tokens=used.prompt_tokens,
             output_tokens=used.completion_tokens,

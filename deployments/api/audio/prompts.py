@@ -7,7 +7,7 @@ from jinja2 import TemplateError
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.media.audio_processor import AudioProcessor, Transcription
 from rayfin.deployments.api.audio.form import AudioForm
-from rayfin.deployments.generation.prompts import chat_prompt
+from rayfin.deployments.generation.prompts import chat_ids
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.media.reader import MediaReader
 from rayfin.deployments.text.messages import PlacedPart
@@ -18,9 +18,9 @@ TRANSLATE = "Translate the speech in this audio into {}. Answer with the transla
 
 
 class SpeechPrompt(NamedTuple):
-    """A prompt around a clip, and the seconds of that."""
+    """A prompt around each clip of a recording, and the seconds of all."""
 
-    chat: ChatPrompt
+    clips: list[ChatPrompt]
     seconds: float
     asked: Transcription
     unread: tuple[str, ...] = ()  # fields of the form that such a prompt has no place for
@@ -29,26 +29,32 @@ class SpeechPrompt(NamedTuple):
 async def speech_prompt(
     service: OpenAIService, media: MediaReader, form: AudioForm
 ) -> SpeechPrompt:
-    """The prompt that asks for what the form wants.
+    """The prompts that ask for what the form wants, one for each clip.
 
     Raises:
         InvalidRequest: the file is no audio, too long, or does not fit.
     """
     assert isinstance(media.processor, AudioProcessor)
     own = media.processor.transcription
-    part = PlacedPart({"type": "input_audio", "input_audio": form.data}, FILE)
-    read = await media.read([{"role": "user", "content": [part]}], FILE)
-    seconds = read[0].seconds
+    unread: tuple[str, ...] = ()
     if form.task == "transcribe" and own.write is not None:
-        written = service.tokenizer.encode(_own_form(service, form, own), False)
-        ids, inputs = media.place(written, read, FILE)
+        ids = service.tokenizer.encode(_own_form(service, form, own), False)
         unread = ("prompt",) if form.prompt and not own.takes_hint else ()
-        return SpeechPrompt(ChatPrompt(ids, images=inputs), seconds, own, unread)
-    said: list[Any] = [part, {"type": "text", "text": _instruction(form, own)}]
+    else:
+        ids = await _chat_form(service, form, own)
+    read = await media.read_recording(form.data, FILE)
+    clips = [ChatPrompt(*media.place(ids, [clip], FILE)) for clip in read]
+    return SpeechPrompt(clips, sum(clip.seconds for clip in read), own, unread)
+
+
+async def _chat_form(service: OpenAIService, form: AudioForm, own: Transcription) -> list[int]:
+    """The tokens of a chat with an instruction, and with the place of a clip."""
+    said: list[Any] = [
+        PlacedPart({"type": "input_audio"}, FILE),
+        {"type": "text", "text": _instruction(form, own)},
+    ]
     content = said if own.audio_first else said[::-1]
-    messages = [{"role": "user", "content": content}]
-    chat = await chat_prompt(service, messages, FILE, read=read)
-    return SpeechPrompt(chat, seconds, own)
+    return await chat_ids(service, [{"role": "user", "content": content}], FILE, read=[])
 
 
 def _own_form(service: OpenAIService, form: AudioForm, own: Transcription) -> str:

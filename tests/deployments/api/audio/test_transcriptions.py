@@ -1,7 +1,6 @@
 """Speech over HTTP: the prompt is the processor's own, the answer transformers' own."""
 
 import json
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -9,58 +8,19 @@ import openai
 import pytest
 
 from audio_models import FAMILIES, AudioModel, tone, wav
-from inline_client import InlineClient
-from rayfin import LLM
-from rayfin.deployments.api.app import build_api
 from rayfin.deployments.api.audio.heard import HeardText
-from rayfin.deployments.generation.service import OpenAIService
-from rayfin.deployments.media.reader import MediaReader
-from rayfin.deployments.media.settings import MediaSettings
-from rayfin.deployments.text.parsing.detect import detect
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.anyio
 
-SETTINGS = {"device": "cpu", "threads": 1, "kv_cache_memory": 10**6, "max_decoding_batch": 4}
 OUTPUT = 6
 CLIP = tone(1, 0.8)
 FILE = wav(CLIP, subtype="FLOAT")
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AudioModel:
     return AudioModel(request.param, tmp_path_factory.mktemp(request.param))
-
-
-@pytest.fixture(scope="module")
-def llm(tiny: AudioModel) -> Iterator[LLM]:
-    with LLM(str(tiny.folder), **SETTINGS) as llm:
-        yield llm
-
-
-@pytest.fixture
-async def client(tiny: AudioModel, llm: LLM) -> AsyncIterator[httpx.AsyncClient]:
-    tokenizer = Tokenizer.load(tiny.folder)
-    template = None if tokenizer.inner.chat_template else tiny.processor.chat_template
-    engine: Any = InlineClient(llm._engine)
-    service = OpenAIService(
-        client=engine,
-        tokenizer=tokenizer,
-        model_names=["tiny"],
-        max_model_len=llm._engine.info.max_model_len,
-        chat_template=template,
-        formats=detect(tokenizer, template),
-        media=MediaReader(tiny.processor, MediaSettings(urls=False, max_bytes=10**6)),
-    )
-    transport = httpx.ASGITransport(build_api(service), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        client.engine = engine  # type: ignore[attr-defined]
-        yield client
 
 
 TEXTS = {  # what is around the clip of a transcription, and of a translation

@@ -1,0 +1,160 @@
+"""Recordings longer than a model hears at once: each clip is a request, their texts one."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from audio_models import RATE, AudioModel, tone, wav
+from rayfin.actors.errors import Overloaded
+from rayfin.actors.messages import EngineRequest, TokenDelta
+from rayfin.deployments.api.audio.adapter import AT_ONCE
+from rayfin.deployments.api.audio.heard import HeardText
+from rayfin.deployments.api.audio.joined import JoinedText
+from rayfin.deployments.media.cuts import cut_at_quiet
+from rayfin.deployments.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.anyio
+
+OUTPUT = 6
+RECORDING = tone(7, 3.3)
+AROUND = {
+    "voxtral": ("<s>[INST][BEGIN_AUDIO]", "[/INST][TRANSCRIBE]"),
+    "glmasr": ("user: ", "Please transcribe this audio into text\nassistant: "),
+}
+
+
+@pytest.fixture(scope="module", params=list(AROUND))
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AudioModel:
+    return AudioModel(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def expected(tiny: AudioModel) -> tuple[list[list[int]], str]:
+    """The prompt of each clip, and the texts of transformers' answers as one."""
+    tokenizer = Tokenizer.load(tiny.folder)
+    before, behind = (tokenizer.encode(own, False) for own in AROUND[tiny.family])
+    clips = list(cut_at_quiet([RECORDING], RATE, 1.0))
+    prompts = [tiny.prompt(before, clip, behind) for clip in clips]
+    joined = JoinedText([HeardText("") for _ in clips])
+    for place, (ids, media) in enumerate(prompts):
+        answer = tokenizer.decode(tiny.greedy(ids, media, OUTPUT), True)
+        joined.push(place, answer, last=True)
+    return [ids for ids, _ in prompts], joined.text
+
+
+async def post(client: httpx.AsyncClient, recording: Any = RECORDING, **more: Any) -> Any:
+    data = {"model": "tiny", "max_completion_tokens": str(OUTPUT)}
+    headers = more.pop("headers", None)
+    files = {"file": ("speech.wav", wav(recording, subtype="FLOAT"))}
+    if len(recording) > 4 * RATE:
+        files = {"file": ("speech.flac", wav(recording, form="FLAC"))}
+    return await client.post(
+        "/v1/audio/transcriptions", data={**data, **more}, files=files, headers=headers
+    )
+
+
+async def test_a_long_recording(client: httpx.AsyncClient, tiny: AudioModel) -> None:
+    prompts, text = expected(tiny)
+    assert len(prompts) >= 4
+    engine: Any = client.engine  # type: ignore[attr-defined]
+    engine.seen.clear()
+    reply = await post(client)
+    assert reply.status_code == 200, reply.text
+    assert reply.json() == {"text": text, "usage": {"type": "duration", "seconds": 4}}
+    assert [request.prompt.tolist() for request in engine.seen] == prompts
+    verbose = (await post(client, response_format="verbose_json")).json()
+    assert (verbose["duration"], verbose["text"]) == (3.3, text)
+
+
+async def test_a_stream(client: httpx.AsyncClient, tiny: AudioModel) -> None:
+    """The texts come in the order of the clips; usage counts all of them."""
+    prompts, text = expected(tiny)
+    reply = await post(client, stream="true")
+    lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
+    *deltas, done = map(json.loads, lines[:-1])
+    assert "".join(own["delta"] for own in deltas) == text == done["text"]
+    assert len(deltas) > 1
+    usage = done["usage"]
+    assert usage["prompt_tokens"] == sum(map(len, prompts))
+    assert 0 < usage["completion_tokens"] <= OUTPUT * len(prompts)
+    assert done["choices"][0]["finish_reason"] in ("length", "stop")
+
+
+class Holding:
+    """An engine that takes requests and answers none of them, until it is let go or fails one."""
+
+    def __init__(self, fails: int | None = None, seconds: float | None = None) -> None:
+        self.taken: list[EngineRequest] = []
+        self.open = self.most = 0
+        self._fails, self._seconds = fails, seconds
+
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        self.taken.append(request)
+        self.open += 1
+        self.most = max(self.most, self.open)
+        try:
+            if len(self.taken) - 1 == self._fails:
+                raise Overloaded("no room")
+            if self._seconds is None:
+                await asyncio.Event().wait()
+            else:
+                await asyncio.sleep(self._seconds)
+            yield TokenDelta(request.request_id, tokens=[5], finish_reason="stop")
+        finally:
+            self.open -= 1
+
+
+@pytest.fixture
+def hold(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def hold(**settings: Any) -> Holding:
+        holding = Holding(**settings)
+        engine: Any = client.engine  # type: ignore[attr-defined]
+        monkeypatch.setattr(engine, "stream", holding.stream)
+        return holding
+
+    return hold
+
+
+@pytest.mark.parametrize("stream", ["false", "true"])
+async def test_a_client_that_leaves(client: httpx.AsyncClient, hold: Any, stream: str) -> None:
+    """Every clip's request is aborted, and none begins any more."""
+    held = hold()
+    asking = asyncio.create_task(post(client, np.tile(tone(3, 1.0), 11), stream=stream))
+    while len(held.taken) < AT_ONCE:
+        await asyncio.sleep(0.01)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert held.open == 0 and held.most == len(held.taken) == AT_ONCE
+
+
+async def test_a_clip_that_fails(client: httpx.AsyncClient, hold: Any) -> None:
+    """Its error is the request's, and the others are aborted."""
+    held = hold(fails=2)
+    reply = await post(client)
+    assert reply.status_code == 429 and reply.json()["error"]["message"] == "no room"
+    assert held.open == 0
+
+
+async def test_timeouts_count_what_a_clip_waits(client: httpx.AsyncClient, hold: Any) -> None:
+    """Of many clips some run at once, in order; the timeout is that of the whole request."""
+    held = hold(seconds=0.05)
+    recording = np.tile(tone(3, 1.0), 11)
+    reply = await post(client, recording, headers={"x-request-timeout-ms": "60000"})
+    assert reply.status_code == 200, reply.text
+    assert held.most == AT_ONCE < len(held.taken)
+    timeouts = [request.timeout for request in held.taken]
+    assert all(own > 59.9 for own in timeouts[:AT_ONCE])
+    assert all(own <= 59.96 for own in timeouts[AT_ONCE:])
+    names = [request.request_id for request in held.taken]
+    assert names == sorted(names, key=lambda name: int(name.split("-")[2]))
+
+
+async def test_a_recording_that_is_too_long(client: httpx.AsyncClient) -> None:
+    reply = await post(client, np.zeros(13 * RATE, np.float32))
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["param"]) == (400, "invalid_audio", "file")
+    assert "over 12 seconds" in error["message"] and "max_audio_upload" in error["message"]
