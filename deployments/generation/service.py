@@ -133,6 +133,12 @@ class ServedModels:
         """All names, in the order of the models."""
         return list(self._by_name)
 
+    @property
+    def max_upload_bytes(self) -> int:
+        """Of a recording, for any of the models; 0: none hears."""
+        media = [each.media for each in self.services if each.reads == "audio"]
+        return max((own.settings.max_upload_bytes for own in media if own is not None), default=0)
+
     def adapters_of(self, service: OpenAIService) -> list[AdapterRef]:
         """The adapters of a model; names of models come first."""
         known = {} if service.adapters is None else service.adapters.refs

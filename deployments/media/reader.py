@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rayfin.actors.errors import InvalidRequest, RayfinError
-from rayfin.actors.media.audio_processor import CODE, AudioProcessor
+from rayfin.actors.media.audio_processor import AudioProcessor
 from rayfin.actors.media.kinds import MediaKind
 from rayfin.actors.media.media_input import MediaInput
 from rayfin.actors.media.processed import WORDS, MediaProcessor, ProcessedMedia, put_media
@@ -112,19 +112,11 @@ class MediaReader:
         """A recording as clips in order, each as long as the model hears well, or shorter.
 
         Raises:
-            InvalidRequest: it is no audio, too large, too long, or too short for a token.
+            InvalidRequest: it is no audio, too long, or too short for a token.
         """
         gone = threading.Event()  # its client
         try:
             self.counts.images.observe(1)
-            most = self.settings.max_upload_bytes
-            if len(data) > most:
-                raise InvalidRequest(
-                    f"'{param}' has {len(data)} bytes; at most {most} are taken "
-                    "(max_audio_upload_bytes).",
-                    param,
-                    CODE,
-                )
             loop = asyncio.get_running_loop()
             work = partial(self._recording, data, param, gone)
             return await loop.run_in_executor(self._recordings, work)

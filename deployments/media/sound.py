@@ -5,7 +5,6 @@ event loop.
 """
 
 import importlib
-import io
 import math
 from collections.abc import Iterable, Iterator
 from numbers import Real
@@ -17,13 +16,11 @@ import numpy.typing as npt
 from rayfin.actors.errors import InvalidConfig, InvalidRequest
 from rayfin.actors.media.audio_processor import CODE, Samples
 from rayfin.deployments.media.settings import MediaSettings
+from rayfin.deployments.media.sound_files import SoundFile, open_sound
 
-FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")  # as soundfile calls them
 RATES = (1000, 384_000)  # samples a second
-BLOCK = 2**20  # numbers that are decoded at once
 MAX_CHANNELS = 8
 NUMBERS_PER_SECOND = 2 * 48_000  # most numbers of all channels, for each second that is allowed
-UNKNOWN = 2**62  # libsndfile counts so many samples or more where a header has no number
 LOUDEST = 1000.0  # of what is 1 at full scale: squares of more become infinite
 
 
@@ -65,11 +62,8 @@ class Clips:
         return self._blocks(data, param, self._recording)
 
     def _blocks(self, data: bytes, param: str, longest: Longest) -> Iterator[Samples]:
-        soundfile = _package("soundfile")
         try:
-            with soundfile.SoundFile(io.BytesIO(data)) as file:
-                if file.format not in FORMATS:
-                    raise ValueError(file.format)
+            with open_sound(_package("soundfile"), data) as file:
                 yield from self._read(file, param, longest)
         except (InvalidRequest, InvalidConfig):
             raise
@@ -94,23 +88,29 @@ class Clips:
         clip = np.concatenate(list(_resampled([mono], float(rate), self._rate)))
         return self._finite(clip, param)
 
-    def _read(self, file: Any, param: str, longest: Longest) -> Iterator[Samples]:
-        if file.frames >= UNKNOWN:
+    def _read(self, file: SoundFile, param: str, longest: Longest) -> Iterator[Samples]:
+        first = file.samples
+        if first is None and not file.to_its_end:
             raise InvalidRequest(f"'{param}' has a header that gives no length.", param, CODE)
-        self._check(file.frames, file.samplerate, param, longest, file.channels)
-        most, found = int(longest.seconds * file.samplerate), 0
+        self._check(1 if first is None else first, file.rate, param, longest, file.channels)
+        most, found = int(longest.seconds * file.rate), 0
 
         def blocks() -> Iterator[Samples]:
             nonlocal found
-            size = max(1, BLOCK // file.channels)
-            while len(block := file.read(size, dtype="float32", always_2d=True)):
+            for block in file.blocks:
                 found += len(block)
-                self._check(min(found, most + 1), file.samplerate, param, longest, file.channels)
+                self._check(min(found, most + 1), file.rate, param, longest, file.channels)
                 yield block.mean(axis=1)
 
-        for block in _resampled(blocks(), file.samplerate, self._rate):
+        for block in _resampled(blocks(), file.rate, self._rate):
             yield self._finite(block, param)
-        self._check(found, file.samplerate, param, longest)
+        self._check(found, file.rate, param, longest)
+        if file.to_its_end and first is not None and found < first:
+            raise InvalidRequest(
+                f"'{param}' ends early: it has {found} of the {first} samples of its header.",
+                param,
+                CODE,
+            )
 
     @staticmethod
     def _check(frames: int, rate: float, param: str, longest: Longest, channels: int = 1) -> None:

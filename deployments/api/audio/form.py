@@ -3,22 +3,26 @@
 import asyncio
 import math
 import re
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
 from rayfin.actors.errors import ClientGone, InvalidRequest
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.generation.bodies import GenerationBody
+from rayfin.deployments.http.body_limits import CLOSE
 
 Task: TypeAlias = Literal["transcribe", "translate"]
 ResponseFormat: TypeAlias = Literal["json", "text", "verbose_json"]
 
 MAX_FIELDS = 64
 MAX_FIELD_BYTES = 64 * 1024
+MAX_FORM_BYTES = 512 * 1024  # of all that is not the file
 MAX_HINT = 8192  # characters of ``prompt``
 LANGUAGE = re.compile(r"[A-Za-z]{2,32}(-[A-Za-z0-9]{1,8})*")
 FLOATS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty")
@@ -75,28 +79,72 @@ class AudioForm:
         return GenerationBody(**numbers).sampling_params(defaults, limit)
 
 
-async def read_form(request: Request, task: Task) -> AudioForm:
-    """The fields of a multipart form; how large it may be is ``BodyLimits``'s.
+async def read_form(
+    request: Request, task: Task, max_bytes: int, check: Callable[[str], Awaitable[Any]]
+) -> AudioForm:
+    """The fields of a multipart form.
+
+    A file that is too large is refused by its Content-Length, or while it comes.
+
+    Args:
+        max_bytes: of the file.
+        check: refuses the name of a model, as soon as it is there.
 
     Raises:
-        HTTPException: 415 another media type.
+        HTTPException: 413 too large, 415 another media type, 400 no form.
         InvalidRequest: a field is missing, is there twice, or has a bad value.
         ClientGone: the client left while sending.
     """
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise HTTPException(415, "The Content-Type must be multipart/form-data.")
-    form_of = request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES)
     try:
-        async with form_of as form:
-            return await _read(form, task)
+        form = await _parsed(request, max_bytes, check)
     except ClientDisconnect:
         raise ClientGone from None
+    except MultiPartException as error:
+        raise HTTPException(400, error.message, CLOSE) from None
+    try:
+        return await _read(form, task, max_bytes)
+    finally:
+        await form.close()
 
 
-async def _read(form: FormData, task: Task) -> AudioForm:
+async def _parsed(
+    request: Request, max_bytes: int, check: Callable[[str], Awaitable[Any]]
+) -> FormData:
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > max_bytes + MAX_FORM_BYTES:
+        raise _too_large(max_bytes)
+
+    async def watched() -> AsyncGenerator[bytes, None]:
+        size, checked = 0, False
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > max_bytes + MAX_FORM_BYTES:
+                raise _too_large(max_bytes)
+            yield chunk
+            for name, value in parser.items:
+                if name == "model" and isinstance(value, str) and value and not checked:
+                    checked = True
+                    await check(value)
+
+    limits: dict[str, int] = {"max_fields": MAX_FIELDS, "max_part_size": MAX_FIELD_BYTES}
+    parser = MultiPartParser(request.headers, watched(), max_files=1, **limits)
+    return await parser.parse()
+
+
+def _too_large(max_bytes: int) -> HTTPException:
+    return HTTPException(
+        413, f"The file is larger than {max_bytes} bytes (max_audio_upload_bytes).", CLOSE
+    )
+
+
+async def _read(form: FormData, task: Task, max_bytes: int) -> AudioForm:
     file = form.get("file")
     if not isinstance(file, UploadFile):
         raise InvalidRequest("file must be a file.", "file", "missing_required_parameter")
+    if (file.size or 0) > max_bytes:
+        raise _too_large(max_bytes)
     fields = _fields(form)
     for name in TIMES:
         if fields.pop(name, ""):

@@ -12,7 +12,12 @@ def add_audio_routes(app: FastAPI, models: ServedModels) -> None:
     """Adds the routes of models that hear."""
 
     async def answer(request: Request, task: Task) -> Response:
-        form = await read_form(request, task)
+        async def check(name: str | None) -> None:
+            await models.resolve_hearing(request, name)
+
+        if not models.max_upload_bytes:
+            await check(None)  # which says what the first model does instead
+        form = await read_form(request, task, models.max_upload_bytes, check)
         service, media = await models.resolve_hearing(request, form.model)
         return await GenerationRoute(TranscriptionAdapter(service, media, form)).answer(request, {})
 

@@ -49,13 +49,54 @@ def test_channels_are_mixed() -> None:
     assert np.allclose(read, (left + right) / 2, atol=1e-6)
 
 
-def test_a_header_without_a_length() -> None:
-    """As an encoder leaves it that writes to a pipe."""
-    data = bytearray(wav(tone(1, 3.0), form="FLAC"))
-    data[21] &= 0xF0  # the number of samples, 36 bits of the stream's first block
-    data[22:26] = bytes(4)
-    with pytest.raises(InvalidRequest, match="no length"):
-        clips().decode(bytes(data), PATH)
+def flac(seconds: float, samples: int) -> bytes:
+    """A FLAC whose header says that it has so many samples, of 36 bits."""
+    data = bytearray(wav(tone(1, seconds), form="FLAC"))
+    data[21] = data[21] & 0xF0 | samples >> 32
+    data[22:26] = (samples & 0xFFFFFFFF).to_bytes(4, "big")
+    return bytes(data)
+
+
+@pytest.mark.parametrize("samples", [0, 1, RATE, 3 * RATE])
+@pytest.mark.parametrize("tags", [b"", b"ID3\4\0\0\0\0\1\5" + bytes(133)])
+def test_a_flac_is_read_to_its_end(samples: int, tags: bytes) -> None:
+    """Its header may have no length, as of an encoder that writes to a pipe, or too small a one."""
+    read = clips().decode(tags + flac(3.0, samples), PATH)
+    assert np.abs(read - tone(1, 3.0)).max() < 1e-4
+
+
+def test_tags_behind_a_flac() -> None:
+    data = flac(3.0, 3 * RATE) + b"TAG" + bytes(125)
+    assert np.abs(clips().decode(data, PATH) - tone(1, 3.0)).max() < 1e-4
+    with pytest.raises(InvalidRequest, match="over 2 seconds"):
+        clips(2.0).decode(flac(3.0, RATE), PATH)
+    with pytest.raises(InvalidRequest, match="48000 of the 50000 samples"):
+        clips().decode(flac(3.0, 50_000), PATH)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff",
+        b"\xff\xf1\x50\x80" + bytes(100),  # AAC
+        b"\xff\xe8" + bytes(100),
+        b"RIFF\0\0\0\0AVI " + bytes(100),
+        b"FORM\0\0\0\0AIFF" + bytes(100),
+        b"\0\0\0\x20ftypM4A " + bytes(100),
+        b"\x1aE\xdf\xa3" + bytes(100),  # WebM
+        b"caff" + bytes(100),
+        b"RF64\xff\xff\xff\xffWAVE" + bytes(100),
+    ],
+)
+def test_other_formats_never_reach_libsndfile(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    import soundfile
+
+    opened: list[Any] = []
+    monkeypatch.setattr(soundfile, "SoundFile", opened.append)
+    with pytest.raises(InvalidRequest, match="no audio that can be read"):
+        clips().decode(data, PATH)
+    assert not opened
 
 
 def test_arrays() -> None:

@@ -1,6 +1,7 @@
 """Speech over HTTP: the prompt is the processor's own, the answer transformers' own."""
 
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -204,15 +205,61 @@ async def test_bad_fields(client: httpx.AsyncClient, name: str) -> None:
 
 
 async def test_bad_files(client: httpx.AsyncClient) -> None:
-    for data, code in ((b"hello", "invalid_audio"), (b"\0" * (10**6 + 1), "invalid_audio")):
-        files = {"file": ("a.wav", data)}
-        reply = await client.post("/v1/audio/transcriptions", data=fields(), files=files)
-        error = reply.json()["error"]
-        assert (reply.status_code, error["param"], error["code"]) == (400, "file", code)
+    files = {"file": ("a.wav", b"hello")}
+    reply = await client.post("/v1/audio/transcriptions", data=fields(), files=files)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"], error["code"]) == (400, "file", "invalid_audio")
+    files = {"file": ("a.wav", b"\0" * (10**6 + 1))}
+    reply = await client.post("/v1/audio/transcriptions", data=fields(), files=files)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (413, "request_too_large")
+    assert "1000000 bytes" in error["message"]
     reply = await client.post("/v1/audio/transcriptions", data=fields(), files={"x": b"a"})
     assert reply.json()["error"]["param"] == "file"
     reply = await client.post("/v1/audio/transcriptions", json=fields())
     assert reply.status_code == 415
+
+
+class Upload:
+    """A form that comes piece by piece: some fields, then a file of ten megabytes."""
+
+    def __init__(self, model: str) -> None:
+        self.sent = 0
+        self._model = model
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        field = f'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\n{self._model}\r\n'
+        head = '--x\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
+        for piece in (field.encode(), head.encode(), *[bytes(10**5)] * 100, b"\r\n--x--\r\n"):
+            self.sent += len(piece)
+            yield piece
+
+
+@pytest.mark.parametrize(
+    ("model", "declared", "code", "most"),
+    [
+        ("tiny", "10000000", "request_too_large", 0),
+        ("tiny", None, "request_too_large", 2 * 10**6),
+        ("gpt-7", None, "model_not_found", 2 * 10**5),
+    ],
+)
+async def test_a_refused_upload_is_not_read(
+    client: httpx.AsyncClient, model: str, declared: str | None, code: str, most: int
+) -> None:
+    upload = Upload(model)
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    headers |= {} if declared is None else {"content-length": declared}
+    reply = await client.post("/v1/audio/transcriptions", content=upload, headers=headers)
+    assert reply.json()["error"]["code"] == code
+    assert upload.sent <= most
+
+
+async def test_a_form_that_is_none(client: httpx.AsyncClient) -> None:
+    for kind in ("multipart/form-data", "multipart/form-data; boundary=x"):
+        reply = await client.post(
+            "/v1/audio/transcriptions", content=b"hello", headers={"content-type": kind}
+        )
+        assert reply.status_code == 400, reply.text
 
 
 async def test_unknown_fields_are_named(client: httpx.AsyncClient) -> None:
