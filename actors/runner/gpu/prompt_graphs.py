@@ -38,8 +38,9 @@ MOST_TOKENS, MOST_WIDE_TOKENS = 1024, 256
 With more the device computes for longer than the host takes to launch (an estimate: not measured).
 """
 
-SPARE_TILES = 32
-"""Tiles of prompts beside whole ones and split ones. More prompts than that split less."""
+SPARE_TILES = 8
+"""Places for tiles of prompts beside those of one prompt and of split ones. With more tiles these
+are split less. Each place is a program in every layer, though it may have nothing to do."""
 
 ALIGNED_PLACES = 8
 """Items are of 40 bytes. Kernels are compiled for addresses that are multiples of 16."""
@@ -140,7 +141,7 @@ class StepLaunches:
     def _places(self, shape: TileShape, tokens: int) -> int:
         """Programs per head of a launch of the graph of so many ``tokens``."""
         rows = min(tokens, self._max_rows)
-        tiles = rows if shape.queries == 1 else tokens // shape.queries + min(rows, SPARE_TILES)
+        tiles = rows if shape.queries == 1 else tokens // shape.queries + SPARE_TILES
         return -(-(tiles + shape.programs) // ALIGNED_PLACES) * ALIGNED_PLACES
 
     def _make(self, sizes: Sizes, max_tokens: int, device: torch.device) -> _LaunchPair:
