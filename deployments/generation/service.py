@@ -137,7 +137,8 @@ class ServedModels:
     def max_upload_bytes(self) -> int:
         """Of a recording, for any of the models; 0: none hears."""
         media = [each.media for each in self.services if each.reads == "audio"]
-        return max((own.settings.max_upload_bytes for own in media if own is not None), default=0)
+        open_ = [own for own in media if own is not None and own.off is None]
+        return max((own.settings.max_upload_bytes for own in open_), default=0)
 
     def adapters_of(self, service: OpenAIService) -> list[AdapterRef]:
         """The adapters of a model; names of models come first."""
@@ -194,11 +195,17 @@ class ServedModels:
 
         Raises:
             ModelNotFound: there is no such model.
-            ModelNotSupported: it does not hear.
+            ModelNotSupported: it does not hear, or audio is off here.
         """
         service = await self.resolve_model(request, name)
         if service.media is None or service.reads != "audio":
             raise _not_supported(service, name)
+        if service.media.off is not None:
+            shown = (name or service.model_names[0])[:128]
+            raise ModelNotSupported(
+                f"The model `{shown}` hears, but this server takes no audio: {service.media.off}.",
+                "model",
+            )
         return service, service.media
 
     async def text_side(self, request: Request, name: str | None) -> OpenAIService:

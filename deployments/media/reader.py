@@ -34,6 +34,7 @@ class MediaReader:
     Args:
         processor: the model's.
         put: what an engine gets in place of the arrays, a Ray reference say.
+        off: why requests may have none; None: they may.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class MediaReader:
         settings: MediaSettings | None = None,
         put: Callable[[Any], Any] | None = None,
         fetcher: "MediaFetcher | None" = None,
+        off: str | None = None,
     ) -> None:
-        self.processor = processor
+        self.processor, self.off = processor, off
         self.settings = settings or MediaSettings()
         self._open: Pictures | Clips = Pictures(self.settings)
         if isinstance(processor, AudioProcessor):
@@ -86,6 +88,12 @@ class MediaReader:
             parts = self.parts(messages, param)
             if not parts:
                 return []
+            if self.off is not None:
+                raise InvalidRequest(
+                    f"This server takes no {WORDS[self.kind][1]}: {self.off}.",
+                    parts[0].param,
+                    "unsupported_content",
+                )
             self.counts.images.observe(len(parts))
             return await self._read(parts)
         except RayfinError as error:

@@ -24,11 +24,14 @@ NUMBERS_PER_SECOND = 2 * 48_000  # most numbers of all channels, for each second
 LOUDEST = 1000.0  # of what is 1 at full scale: squares of more become infinite
 
 
-def require_packages() -> None:
-    """Raises:
-    InvalidConfig: what decodes audio is not installed.
-    """
-    _package("soundfile"), _package("soxr")
+def audio_off() -> str | None:
+    """Why this process decodes no audio; None: it does."""
+    for name in ("soundfile", "soxr"):
+        try:
+            _package(name)
+        except InvalidConfig:
+            return f"{name} is not installed (pip install 'rayfin[audio]')"
+    return None
 
 
 class Longest(NamedTuple):

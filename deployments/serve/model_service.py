@@ -31,7 +31,7 @@ from rayfin.deployments.embeds.read import EmbedsReader
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.guidance.warden import Warden
 from rayfin.deployments.media.reader import MediaReader
-from rayfin.deployments.media.sound import require_packages
+from rayfin.deployments.media.sound import audio_off
 from rayfin.deployments.requests.build import sampling_defaults
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.preflight import (
@@ -256,9 +256,10 @@ def load_text(model: ModelArgs) -> TextSide:
     )
     media = None
     if processor is not None:
-        if processor.kind == "audio":
-            require_packages()
-        media = MediaReader(processor, server.media_settings(), ray.put)
+        off = audio_off() if processor.kind == "audio" else None
+        if off is not None:
+            logger.warning("%s hears, but audio is off: %s", args.model, off)
+        media = MediaReader(processor, server.media_settings(), ray.put, off=off)
     recipe = read_recipe(located(args))
     embeds = EmbedsReader(ray.put) if args.enable_prompt_embeds else None
     return TextSide(tokenizer, template, formats, defaults, recipe, media, embeds)

@@ -1,5 +1,6 @@
 """Checks before anything starts: a bad folder, a model that is not served."""
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import tokenizers
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, RayfinError
+from rayfin.actors.media.kinds import model_media
 from rayfin.actors.model_files.fast_tokenizer import chosen_class, chosen_name
 from rayfin.actors.model_files.files import model_json, require_safetensors
 from rayfin.actors.model_files.gguf_folder import gguf_folder, is_gguf
@@ -29,6 +31,8 @@ from rayfin.actors.timing import (
 
 if TYPE_CHECKING:  # which imports Ray, and an inline engine needs none
     from rayfin.deployments.serve.model_args import ModelArgs
+
+logger = logging.getLogger(__name__)
 
 UNREACHED = {"ConnectError", "ProxyError"}
 """Errors of the HTTP libraries of huggingface_hub, which has had several, where no host answers.
@@ -72,6 +76,17 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
         read(find_head(str(speculation.model), args))
     if tokenizer:
         _check_tokenizer(args)
+
+
+def check_audio(args: EngineArgs) -> None:
+    """Logs that a model that hears is served for its text, where nothing decodes audio."""
+    if model_media(located(args)) != "audio":
+        return
+    # Here, for it imports packages that other models do not need.
+    from rayfin.deployments.media.sound import audio_off
+
+    if (off := audio_off()) is not None:
+        logger.warning("%s hears, but audio is off: %s", args.model, off)
 
 
 def _check_config(args: EngineArgs, recipe: PoolingRecipe | None = None) -> None:

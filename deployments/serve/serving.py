@@ -28,6 +28,7 @@ from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.ports import require_own_ports, require_ports
 from rayfin.deployments.serve.preflight import (
     InBackground,
+    check_audio,
     check_model,
     require_files,
     require_hub,
@@ -131,6 +132,7 @@ def _prepare(models: Sequence[ModelArgs]) -> None:
     """Checks the models, and imports what serves them."""
     for model in models:
         check_model(model.engine)
+        check_audio(model.engine)
     import_module("rayfin.deployments.deploy")
 
 

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
+from audio_models import AudioModel
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.timing import HUB_SECONDS
@@ -21,6 +22,7 @@ from rayfin.deployments.serve import preflight
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.preflight import (
     InBackground,
+    check_audio,
     check_model,
     require_files,
     require_room,
@@ -259,3 +261,19 @@ def test_a_server_starts_without_torch() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert not {"torch", "transformers"} & set(done.stdout.split())
+
+
+def test_a_model_that_hears_without_the_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says that audio is off, and what to install; of other models it says nothing."""
+    AudioModel("voxtral", tmp_path)
+    hears = EngineArgs(model=str(tmp_path))
+    check_audio(hears)
+    monkeypatch.setitem(sys.modules, "soxr", None)
+    check_audio(EngineArgs(model=str(tmp_path), language_model_only=True))
+    check_audio(EngineArgs(model="demo"))
+    assert not caplog.messages
+    check_audio(hears)
+    (message,) = caplog.messages
+    assert "audio is off: soxr is not installed" in message and "rayfin[audio]" in message

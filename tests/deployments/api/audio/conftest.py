@@ -50,4 +50,5 @@ async def client(tiny: AudioModel, llm: LLM) -> AsyncIterator[httpx.AsyncClient]
     transport = httpx.ASGITransport(build_api(service), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         client.engine = engine  # type: ignore[attr-defined]
+        client.media = service.media  # type: ignore[attr-defined]
         yield client

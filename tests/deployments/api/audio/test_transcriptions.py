@@ -262,6 +262,28 @@ async def test_a_form_that_is_none(client: httpx.AsyncClient) -> None:
         assert reply.status_code == 400, reply.text
 
 
+async def test_audio_that_is_off(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without what decodes it: an upload is not read, and a chat with a clip is refused."""
+    monkeypatch.setattr(client.media, "off", "soxr is not installed")  # type: ignore[attr-defined]
+    upload = Upload("tiny")
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    reply = await client.post("/v1/audio/transcriptions", content=upload, headers=headers)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (404, "model_not_supported")
+    assert "soxr is not installed" in error["message"] and upload.sent == 0
+    part = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": [part]}], "max_tokens": 2}
+    reply = await client.post("/v1/chat/completions", json=body)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (400, "unsupported_content")
+    assert error["param"] == "messages[0].content[0].input_audio.data"
+    assert "soxr is not installed" in error["message"]
+    body["messages"] = [{"role": "user", "content": "hello"}]
+    assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+
+
 async def test_unknown_fields_are_named(client: httpx.AsyncClient) -> None:
     reply = await post(client, hotwords="Ada")
     assert reply.headers["x-rayfin-ignored-fields"] == "hotwords"
