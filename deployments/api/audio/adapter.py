@@ -76,7 +76,10 @@ class TranscriptionAdapter(GenerationAdapter):
             caller = Caller.of(request)
             self._generation = await Generation.prepare(
                 service,
-                [Prompt(clip.ids, FILE, images=clip.images) for clip in prompt.clips],
+                [
+                    Prompt(clip.ids, FILE, cache_salt=form.cache_salt, images=clip.images)
+                    for clip in prompt.clips
+                ],
                 params,
                 request_id=str(self._frame["id"]),
                 priority=0,

@@ -16,6 +16,7 @@ from rayfin.actors.errors import ClientGone, InvalidRequest
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.generation.bodies import GenerationBody
 from rayfin.deployments.http.body_limits import CLOSE
+from rayfin.deployments.requests.prompts import SALT, check_salt
 
 Task: TypeAlias = Literal["transcribe", "translate"]
 ResponseFormat: TypeAlias = Literal["json", "text", "verbose_json"]
@@ -43,7 +44,7 @@ SPEECH: dict[str, Any] = {
     "properties": {
         "file": {"type": "string", "format": "binary"},
         "response_format": {"enum": list(get_args(ResponseFormat))},
-        **dict.fromkeys((name for name in WORDS if name != "response_format"), TEXT),
+        **dict.fromkeys((name for name in (*WORDS, SALT) if name != "response_format"), TEXT),
         **{
             name: {"type": "integer" if kind is int else "number"} for name, kind in NUMBERS.items()
         },
@@ -65,6 +66,7 @@ class AudioForm:
     prompt: str = ""  # a hint of the client's
     response_format: ResponseFormat = "json"
     stream: bool = False
+    cache_salt: str | None = None  # pages are shared only among prompts with the same salt
     numbers: dict[str, int | float]
     ignored: list[str]
 
@@ -163,6 +165,7 @@ async def _read(form: FormData, task: Task, max_bytes: int) -> AudioForm:
         )
     numbers = {name: _number(name, fields.pop(name)) for name in NUMBERS if name in fields}
     switches = {name: _switch(name, fields.pop(name, "false")) for name in SWITCHES}
+    salt = check_salt(fields.pop(SALT)) if SALT in fields else None
     form_of_reply = _response_format(words["response_format"] or "json", switches["stream"])
     return AudioForm(
         task=task,
@@ -173,6 +176,7 @@ async def _read(form: FormData, task: Task, max_bytes: int) -> AudioForm:
         prompt=words["prompt"],
         response_format=form_of_reply,
         stream=switches["stream"],
+        cache_salt=salt,
         numbers=numbers,
         ignored=sorted(fields),
     )

@@ -1,5 +1,6 @@
 """What a model is asked when it is to write down speech, or to translate it."""
 
+import asyncio
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -38,7 +39,8 @@ async def speech_prompt(
     own = media.processor.transcription
     unread: tuple[str, ...] = ()
     if form.task == "transcribe" and own.write is not None:
-        ids = service.tokenizer.encode(_own_form(service, form, own), False)
+        # A template and a tokenizer take milliseconds for a long hint.
+        ids = await asyncio.to_thread(_own_form, service, form, own)
         unread = ("prompt",) if form.prompt and not own.takes_hint else ()
     else:
         ids = await _chat_form(service, form, own)
@@ -57,17 +59,19 @@ async def _chat_form(service: OpenAIService, form: AudioForm, own: Transcription
     return await chat_ids(service, [{"role": "user", "content": content}], FILE, read=[])
 
 
-def _own_form(service: OpenAIService, form: AudioForm, own: Transcription) -> str:
-    """The text of a prompt in the model's own form.
+def _own_form(service: OpenAIService, form: AudioForm, own: Transcription) -> list[int]:
+    """The tokens of a prompt in the model's own form, with the place of a clip.
 
     Raises:
-        InvalidRequest: the model does not know the language, or the hint holds a control token.
+        InvalidRequest: the model does not know the language, or the hint holds a control token or
+            a tag that a model writes itself.
     """
     assert own.write is not None
-    if own.takes_hint and service.tokenizer.control_tokens.search(form.prompt):
+    hint, tokenizer = form.prompt if own.takes_hint else "", service.tokenizer
+    if tokenizer.control_tokens.search(hint) or tokenizer.paired_tags.search(hint):
         raise InvalidRequest("prompt may not hold control tokens.", "prompt", "invalid_value")
     try:
-        return own.write(form.language, form.prompt if own.takes_hint else "")
+        return tokenizer.encode(own.write(form.language, hint), False)
     except (ValueError, TemplateError) as error:
         reason, name = str(error).partition("\n")[0], "language" if form.language else "prompt"
         raise InvalidRequest(f"{name}: {reason}", name, "invalid_value") from error

@@ -51,4 +51,5 @@ async def client(tiny: AudioModel, llm: LLM) -> AsyncIterator[httpx.AsyncClient]
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         client.engine = engine  # type: ignore[attr-defined]
         client.media = service.media  # type: ignore[attr-defined]
+        client.tokenizer = tokenizer  # type: ignore[attr-defined]
         yield client

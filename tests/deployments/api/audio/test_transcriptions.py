@@ -1,6 +1,7 @@
 """Speech over HTTP: the prompt is the processor's own, the answer transformers' own."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -97,7 +98,9 @@ async def test_language_and_hint(client: httpx.AsyncClient, tiny: AudioModel) ->
         assert "x-rayfin-ignored-fields" not in reply.headers
 
 
-async def test_qwens_own_form(client: httpx.AsyncClient, tiny: AudioModel) -> None:
+async def test_qwens_own_form(
+    client: httpx.AsyncClient, tiny: AudioModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A hint is the system's message, a language begins the answer; no hint opens a turn."""
     if tiny.family != "qwen3_asr":
         pytest.skip("another family")
@@ -106,7 +109,9 @@ async def test_qwens_own_form(client: httpx.AsyncClient, tiny: AudioModel) -> No
     shown = [token for token in engine.seen[-1].prompt.tolist() if token >= 0]
     text = Tokenizer.load(tiny.folder).decode(shown, False)
     assert text == "system: Ada\nuser: \nassistant: language German<asr_text>"
-    for field, value in (("language", "xx"), ("prompt", "<|audio_pad|>")):
+    known: Any = client.tokenizer  # type: ignore[attr-defined]
+    monkeypatch.setitem(vars(known), "paired_tags", re.compile("</?note>"))
+    for field, value in (("language", "xx"), ("prompt", "<|audio_pad|>"), ("prompt", "a <note>")):
         reply = await post(client, **{field: value})
         assert reply.status_code == 400 and reply.json()["error"]["param"] == field
 
@@ -191,6 +196,8 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {  # fields, param, code
     "a language": ({"language": "<s>"}, "language", "invalid_value"),
     "a switch": ({"stream": "perhaps"}, "stream", "invalid_type"),
     "twice": ({"prompt": ["a", "b"]}, "prompt", "duplicate_key"),
+    "a salt": ({"cache_salt": "a/b"}, "cache_salt", "invalid_value"),
+    "no salt": ({"cache_salt": ""}, "cache_salt", "invalid_value"),
     "another model": ({"model": "gpt-7"}, "model", "model_not_found"),
 }  # fmt: skip
 
@@ -282,6 +289,14 @@ async def test_audio_that_is_off(
     assert "soxr is not installed" in error["message"]
     body["messages"] = [{"role": "user", "content": "hello"}]
     assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+async def test_a_salt(client: httpx.AsyncClient) -> None:
+    """As in bodies of JSON: pages are shared among requests with the same salt alone."""
+    assert (await post(client, cache_salt="ours")).status_code == 200
+    engine: Any = client.engine  # type: ignore[attr-defined]
+    assert engine.seen[-1].extra_keys == ("salt:ours",)
+    assert (await post(client)).status_code == 200 and engine.seen[-1].extra_keys == ()
 
 
 async def test_unknown_fields_are_named(client: httpx.AsyncClient) -> None:
