@@ -57,6 +57,7 @@ class DraftParts:
 
     token_layers: int  # layers of the cache that decide tokens; those of drafts are behind them
     waiting_bytes: int = 0  # of the states of one request that wait for a head
+    gpu_model: "GpuDecoder | None" = None  # a draft model, if CUDA graphs can record it
 
 
 @dataclass(frozen=True, slots=True)

@@ -539,7 +539,7 @@ class ModelRunner:
     def _decode_graphs(
         self, slots: RequestSlots, limits: BatchLimits, pages_per_request: int
     ) -> "DecodeGraphs | None":
-        gpu_model = self._loaded.gpu_model
+        gpu_model, drafts = self._loaded.gpu_model, self._loaded.drafts
         if gpu_model is None or self._args.enforce_eager or self._plugins.wrap_model:
             return None
         from rayfin.actors.runner.gpu.graphs import DecodeGraphs
@@ -553,6 +553,7 @@ class ModelRunner:
             max_num_steps=self._args.max_lease,
             max_tokens=limits.max_batch_tokens,
             device=self._loaded.device,
+            draft=None if drafts is None else drafts.gpu_model,
         )
 
     def _bytes_of_graphs(self, limits: BatchLimits, model_len: int) -> int:

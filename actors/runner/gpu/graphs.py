@@ -98,8 +98,8 @@ class MultiStepOutput:
 class DecodeGraphs:
     """Runs decode steps as graphs; on a CPU without capture, for Triton's interpreter.
 
-    The layers of other steps are graphs too (`prompt_graphs`), of the same recorder: its memory is
-    shared, and one graph at a time runs.
+    The layers of other steps, and those of a ``draft`` model, are graphs too (`prompt_graphs`), of
+    the same recorder: they share its memory, and run one at a time.
     """
 
     def __init__(
@@ -113,6 +113,7 @@ class DecodeGraphs:
         max_num_steps: int,
         max_tokens: int,
         device: torch.device,
+        draft: GpuDecoder | None = None,
     ) -> None:
         self._model = model
         self._slots = slots
@@ -139,23 +140,28 @@ class DecodeGraphs:
         self._replay(self._sizes[0], extras=True)
         for size in reversed(self._sizes):  # the largest first, whose memory the others reuse
             self._replay(size, extras=False)
-        self._prompts = PromptGraphs(
-            model,
-            self._record if on_gpu else lambda work: work,
-            max_tokens=max_tokens,
-            max_rows=rows,
-            pages_per_request=pages_per_request,
-            page_size=page_size,
-            device=device,
-        )
+        self._layers = [
+            PromptGraphs(
+                each,
+                self._record if on_gpu else lambda work: work,
+                max_tokens=max_tokens,
+                max_rows=rows,
+                pages_per_request=pages_per_request,
+                page_size=page_size,
+                device=device,
+            )
+            for each in (model, draft)
+            if each is not None
+        ]
 
     def use(self, slots: RequestSlots) -> None:
-        """Runs the requests in ``slots`` from now on, and the model's other steps where they fit.
+        """Runs the requests in ``slots`` from now on, and the layers of the models' other steps.
 
         The pages stay those that were bound when the graphs were recorded.
         """
         self._slots = slots
-        self._model.replay = self._prompts.replay
+        for layers in self._layers:
+            layers.serve()
         self._state.use(slots)
         self.queued.clear()
         self._unread[:] = False

@@ -29,8 +29,8 @@ from rayfin.kernels.staging import staged
 from rayfin.kernels.triton.products import NARROW
 from rayfin.kernels.triton.tile_map import ITEM_FIELDS, TileMap
 
-BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768)
-"""Tokens of the graphs, with gaps of at most a half: the device computes what is padded."""
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768)
+"""Tokens of the graphs. From 64 on gaps are narrower: the device computes what is padded."""
 
 MOST_TOKENS, MOST_WIDE_TOKENS = 1024, 256
 """Tokens of the largest graph, of models up to `NARROW` and of wider ones.
@@ -91,13 +91,17 @@ class StepLaunches:
         batch: PagedBatch,
         sizes: Sizes,
     ) -> list[Launch]:
-        """The launches of the graph of so many ``tokens``; see `PagedBatch.scratch`."""
+        """The launches of the graph of so many ``tokens``; see `PagedBatch.scratch`.
+
+        With ``pdl`` that of decodes starts early: items and page tables are complete before the
+        graph starts. That of prompts, of large tiles, does not.
+        """
         pair = self._pairs[sizes]
         decodes, prompts = pair.launches
         first, count = self._places(decodes.shape, tokens), self._places(prompts.shape, tokens)
         return [
             replace(decodes, items=pair.items[:first], pdl=pdl),
-            replace(prompts, items=pair.items[first : first + count], pdl=pdl),
+            replace(prompts, items=pair.items[first : first + count]),
         ]
 
     def fill(self, tokens: int, batch: PagedBatch) -> bool:
@@ -201,6 +205,10 @@ class PromptGraphs:
         self._replays: dict[int, Callable[[], None]] = {}
         for size in reversed(self._sizes):  # the largest first, whose memory the others reuse
             self._replays[size] = record(self._step(size))
+
+    def serve(self) -> None:
+        """The model replays its steps from now on, until it gets other pages."""
+        self._model.replay = self.replay
 
     def replay(self, inputs: StepInputs) -> torch.Tensor | None:
         """The residual stream [T or more, hidden] of a step, or None if no graph holds it.

@@ -226,7 +226,8 @@ def with_draft(loaded: LoadedModel, args: EngineArgs) -> LoadedModel:
             "speculative_config",
         )
     pair = DraftedModel(loaded.model, draft.model, draft.max_position)
-    return replace(loaded, model=pair, drafts=DraftParts(len(loaded.model.layouts)))
+    parts = DraftParts(len(loaded.model.layouts), gpu_model=draft.gpu_model)
+    return replace(loaded, model=pair, drafts=parts)
 
 
 def prompts_of(inputs: StepInputs) -> StepInputs:

@@ -146,7 +146,7 @@ def test_weights_rounded_at_the_load(
 
 
 def test_drafts(two_layers: Any, served: Make, request_of: Make) -> None:
-    """Steps with drafts, here of the model for itself, are launched kernel by kernel."""
+    """Of the model for itself: layers of both are graphs by tokens (`test_prompt_graphs.py`)."""
     written = {"model": str(two_layers.folder), "num_speculative_tokens": 2, "adaptive": False}
     engine = served(two_layers.folder, speculative_config=json.dumps(written), **SETTINGS)
     tokens = engine.run(request_of(0, PROMPT, OUTPUT))
