@@ -115,6 +115,28 @@ def test_steps_of_more_rows_wait(tiny_model: Make, served: Make, launches: Launc
         assert any(is_early for _, is_early in launches.kernels) == early
 
 
+def test_layers_of_few_tokens_start_early(
+    tiny_model: Make, served: Make, launches: Launches
+) -> None:
+    """Of steps with prompts too, except for the attention of prompts: its tiles are large. The
+    first one follows torch's embedding."""
+    engine = served(
+        tiny_model("qwen3").folder, attention="triton", max_lease=2, max_decoding_batch=2
+    )
+    (layers,) = engine.runner._graphs._layers
+    for tokens, early in ((4, True), (8, False)):
+        launches.kernels.clear()
+        with launches:
+            layers._replays[tokens]()
+        first, *kernels = launches.kernels
+        assert first[0].startswith("embedding")
+        if early:
+            layer = [(name, True) for name in LAYER]
+            layer.insert(3, ("attend_tiles", False))
+            assert kernels == layer * (len(kernels) // len(layer)) and len(kernels) > len(layer)
+        assert any(is_early for _, is_early in kernels) == early
+
+
 def test_eager_attention_is_not_early(
     tiny_model: Make, served: Make, request_of: Make, launches: Launches
 ) -> None:
