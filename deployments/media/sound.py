@@ -108,9 +108,9 @@ class Clips:
         for block in _resampled(blocks(), file.rate, self._rate):
             yield self._finite(block, param)
         self._check(found, file.rate, param, longest)
-        if file.to_its_end and first is not None and found < first:
+        if found < file.least:
             raise InvalidRequest(
-                f"'{param}' ends early: it has {found} of the {first} samples of its header.",
+                f"'{param}' ends early: it has {found} of the {file.least} samples of its header.",
                 param,
                 CODE,
             )

@@ -1,8 +1,8 @@
 """Files of audio by blocks of samples: which formats are read, and how many samples there are.
 
 libsndfile sees a file only if its first bytes are those of a format that is served. It stops where
-a header says that the samples end: a FLAC is read to its real end instead, as its header may say
-less, or nothing at all where an encoder has written to a pipe.
+a header says that the samples end: a FLAC or MP3 is read to its real end instead, as its header may
+say less, or nothing at all where an encoder has written to a pipe.
 """
 
 import io
@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from rayfin.deployments.media.mp3_tag import endless_mp3
 
 FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")  # as soundfile calls them
 BLOCK = 2**20  # numbers that are decoded at once
@@ -35,6 +37,7 @@ class SoundFile:
     samples: int | None  # of a channel, as the header has them; None: it does not say
     blocks: Iterator[Block]
     to_its_end: bool = False  # whatever the header says
+    least: int = 0  # samples; with fewer the file is cut short
 
 
 @contextmanager
@@ -50,16 +53,19 @@ def open_sound(soundfile: Any, data: bytes) -> Iterator[SoundFile]:
     """
     if not is_served(data):
         raise ValueError("another format")
-    data = _bare_flac(data)
-    if data.startswith(FLAC):
-        with _open_flac(soundfile, data) as file:
+    start = _behind_tags(data)
+    if data.startswith(FLAC, start):
+        with _open_flac(soundfile, data[start:]) as file:
             yield file
         return
-    with soundfile.SoundFile(io.BytesIO(data)) as own:
+    mp3 = endless_mp3(data, start)
+    with soundfile.SoundFile(io.BytesIO(data if mp3 is None else mp3.data)) as own:
         if own.format not in FORMATS:
             raise ValueError(own.format)
         samples = None if own.frames >= UNKNOWN else own.frames
-        yield SoundFile(own.samplerate, own.channels, samples, _blocks(own))
+        if mp3 is not None:
+            samples = mp3.samples
+        yield SoundFile(own.samplerate, own.channels, samples, _blocks(own), mp3 is not None)
 
 
 def is_served(data: bytes) -> bool:
@@ -76,14 +82,14 @@ def _is_mpeg(second: int) -> bool:
     return second & 0x18 != 0x08 and second & 0x06 != 0
 
 
-def _bare_flac(data: bytes) -> bytes:
-    """A FLAC without tags before it; any other file as it is."""
+def _behind_tags(data: bytes) -> int:
+    """Where a file begins that has ID3 tags before it; else 0."""
     if not data.startswith(ID3) or len(data) < 10:
-        return data
+        return 0
     size = 10
     for place, byte in enumerate(data[6:10]):  # 7 bits each
         size += (byte & 0x7F) << 7 * (3 - place)
-    return data[size:] if data[size : size + 4] == FLAC else data
+    return size
 
 
 @contextmanager
@@ -116,7 +122,9 @@ def _open_flac(soundfile: Any, data: bytes) -> Iterator[SoundFile]:
                     skip = max(0, skip - len(block))
 
     with Straight(io.BytesIO(endless)) as file:
-        yield SoundFile(file.samplerate, file.channels, promised or None, blocks(file), True)
+        yield SoundFile(
+            file.samplerate, file.channels, promised or None, blocks(file), True, promised
+        )
 
 
 def _blocks(file: Any) -> Iterator[Block]:

@@ -74,6 +74,35 @@ def test_tags_behind_a_flac() -> None:
         clips().decode(flac(3.0, 50_000), PATH)
 
 
+def mp3(clip: Any, rate: int, mode: str, tagged: bool) -> bytes:
+    """An MP3 as it is written, or without its first frame, which says how many there are."""
+    data = wav(clip, rate, form="MP3", bitrate_mode=mode, compression_level=0.5)
+    if tagged:
+        return data
+    at = data.find(data[:2], 4)
+    return data[at:]
+
+
+@pytest.mark.parametrize("tags", [b"", b"ID3\4\0\0\0\0\0\5" + bytes(5)])
+@pytest.mark.parametrize("tagged", [True, False])
+@pytest.mark.parametrize("mode", ["CONSTANT", "VARIABLE"])
+@pytest.mark.parametrize(("rate", "channels"), [(16000, 1), (44100, 2), (8000, 1), (48000, 1)])
+def test_an_mp3_is_read_to_its_end(
+    rate: int, channels: int, mode: str, tagged: bool, tags: bytes
+) -> None:
+    """Also where its rate varies and nothing says how long it is: its start has the most bits."""
+    t = np.arange(2 * rate)
+    loud = np.random.default_rng(0).normal(0, 0.2, len(t)).astype(np.float32)
+    tone_behind = 0.3 * np.sin(2 * np.pi * 440 / rate * t).astype(np.float32)
+    clip = np.stack([np.concatenate([loud, tone_behind])] * channels, 1)
+    read = clips().decode(tags + mp3(clip, rate, mode, tagged), PATH)
+    assert 0 <= len(read) - 4 * RATE < 0.3 * RATE
+    behind = read[2 * RATE + RATE // 2 : 3 * RATE + RATE // 2]
+    assert np.argmax(np.abs(np.fft.rfft(behind))) == 440
+    with pytest.raises(InvalidRequest, match="over 3 seconds"):
+        clips(3.0).decode(tags + mp3(clip, rate, mode, tagged), PATH)
+
+
 @pytest.mark.parametrize(
     "data",
     [
