@@ -269,6 +269,7 @@ BATCH_SWEEP_SECONDS = 600.0  # between removals of what is past its time
 
 HEADER_SECONDS = 10.0
 BODY_SECONDS = 30.0
+RECORDING_SECONDS = 300.0  # of audio that is to be written down
 UPLOAD_SECONDS = 1800.0  # of a file for batches
 UPLOAD_STALE_SECONDS = 24 * 3600.0  # then what an upload that broke off has left is removed
 CONTINUE_SECONDS = 1.0

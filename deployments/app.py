@@ -9,7 +9,11 @@ from ray.serve import Application
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.timing import ENGINE_STOP_SECONDS, HANDOVER_SECONDS, INGRESS_DRAIN_SECONDS
-from rayfin.deployments.http.body_limits import MAX_BODY_BYTES, MAX_MEDIA_BODY_BYTES
+from rayfin.deployments.http.body_limits import (
+    MAX_BODY_BYTES,
+    MAX_MEDIA_BODY_BYTES,
+    RECORDING_FORM_BYTES,
+)
 from rayfin.deployments.http.layers import Cors, HttpSettings
 from rayfin.deployments.serve.autoscaling import autoscaling
 from rayfin.deployments.serve.cluster_room import has_room
@@ -192,4 +196,5 @@ def edge_settings(server: ServerArgs) -> HttpSettings:
         log_error_stack=server.log_error_stack,
         client_adapters=os.environ.get(CLIENT_ADAPTERS) == "1",
         max_upload_bytes=uploads,
+        max_recording_bytes=server.max_audio_upload_bytes + RECORDING_FORM_BYTES,
     )

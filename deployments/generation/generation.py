@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -9,9 +10,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from rayfin.actors.errors import InvalidRequest, RayfinError, RequestFailed
+from rayfin.actors.errors import InvalidRequest, Overloaded, RayfinError, RequestFailed
 from rayfin.actors.messages import EngineRequest, TokenDelta
 from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
+from rayfin.actors.timing import RETRY_AFTER_SECONDS
 from rayfin.deployments.generation.beams import check_search, hypothesis_deltas
 from rayfin.deployments.generation.calls import ParsedAnswer
 from rayfin.deployments.generation.choice import Choice, Prompt
@@ -162,11 +164,10 @@ class Generation:
         if self._searches:
             streams = [self._run_search(group) for group in self._by_prompt()]
         else:
-            streams = [self._run_choice(choice) for choice in self.choices]
-            if at_once is not None and at_once < len(streams):
-                gate = asyncio.Semaphore(at_once)
-                pairs = zip(self.choices, streams, strict=True)
-                streams = [_held(gate, choice.request, stream) for choice, stream in pairs]
+            start: Callable[[Choice], Deltas] = self._run_choice
+            if at_once is not None and at_once < len(self.choices):
+                start = partial(self._run_in_turn, asyncio.Semaphore(at_once))
+            streams = [start(choice) for choice in self.choices]
         return streams[0] if len(streams) == 1 else merged(streams)
 
     async def finish(self, deltas: Deltas) -> None:
@@ -243,6 +244,29 @@ class Generation:
             self._refund()
             raise
 
+    async def _run_in_turn(self, gate: asyncio.Semaphore, choice: Choice) -> Deltas:
+        """A choice once the gate lets it in; what it waits counts for its timeout.
+
+        A full queue refuses the first choices. Later ones wait for it: much has been done already.
+        """
+        came, timeout, late = time.monotonic(), choice.request.timeout, gate.locked()
+        async with gate:
+            while True:
+                left = math.inf if timeout is None else timeout - (time.monotonic() - came)
+                if timeout is not None:
+                    choice.request.timeout = max(left, LEAST_TIMEOUT)
+                begun = False
+                try:
+                    async with aclosing(self._run_choice(choice)) as deltas:
+                        async for item in deltas:
+                            begun = True
+                            yield item
+                    return
+                except Overloaded:
+                    if begun or not late or left <= 0:
+                        raise
+                await asyncio.sleep(RETRY_AFTER_SECONDS)
+
     def _append(self, choice: Choice, delta: TokenDelta) -> TextDelta:
         text = choice.output.push(delta)
         choice.append(text)
@@ -306,17 +330,6 @@ def _check_prompt_logprobs(requests: Sequence[EngineRequest]) -> None:
             f"this one would have {count}.",
             "prompt_logprobs",
         )
-
-
-async def _held(gate: asyncio.Semaphore, request: EngineRequest, stream: Deltas) -> Deltas:
-    """The stream once the gate lets it in; what it waits counts for its timeout."""
-    came = time.monotonic()
-    async with aclosing(stream), gate:
-        if request.timeout is not None:
-            waited = time.monotonic() - came
-            request.timeout = max(request.timeout - waited, LEAST_TIMEOUT)
-        async for item in stream:
-            yield item
 
 
 async def off_loop(characters: int, work: Callable[[], T]) -> T:

@@ -9,9 +9,11 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rayfin.actors.timing import UPLOAD_SECONDS
+from rayfin.actors.timing import RECORDING_SECONDS, UPLOAD_SECONDS
 
 UPLOAD_PATH = "/v1/files"
+RECORDING_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
+RECORDING_FORM_BYTES = 512 * 1024  # of such a form, beside the file
 CLOSE = {"Connection": "close"}  # the rest of a refused body is not read
 
 
@@ -21,24 +23,34 @@ class BodyLimits:
     A Content-Length over the limit is refused before the body is read, so a client that waits for
     100 Continue sends nothing.
 
+    Args:
+        max_upload_bytes, max_recording_bytes: of routes that may have more; None: as all others.
+
     Raises:
         HTTPException: 413 too large, 408 too slow, 415 compressed.
     """
 
     def __init__(
-        self, app: ASGIApp, max_bytes: int, seconds: float, max_upload_bytes: int | None = None
+        self,
+        app: ASGIApp,
+        max_bytes: int,
+        seconds: float,
+        max_upload_bytes: int | None = None,
+        max_recording_bytes: int | None = None,
     ) -> None:
         self._app = app
-        self._max_bytes = max_bytes
-        self._seconds = seconds
-        self._max_upload_bytes = max_upload_bytes
+        self._usual = (max_bytes, seconds)
+        self._own: dict[str, tuple[int, float]] = {}  # by path
+        if max_upload_bytes is not None:
+            self._own[UPLOAD_PATH] = (max_upload_bytes, UPLOAD_SECONDS)
+        if max_recording_bytes is not None:
+            recording = (max_recording_bytes, RECORDING_SECONDS)
+            self._own |= dict.fromkeys(RECORDING_PATHS, recording)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        max_bytes, seconds = self._max_bytes, self._seconds
-        if self._max_upload_bytes is not None and get_route_path(scope) == UPLOAD_PATH:
-            max_bytes, seconds = self._max_upload_bytes, UPLOAD_SECONDS
+        max_bytes, seconds = self._own.get(get_route_path(scope), self._usual)
         _check_headers(Headers(scope=scope), max_bytes)
         size, complete = 0, False
         deadline = asyncio.get_running_loop().time() + seconds

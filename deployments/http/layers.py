@@ -87,6 +87,7 @@ class HttpSettings:
     client_adapters: bool = False  # clients may load LoRA adapters, not only operators
     priority_tenants: frozenset[str] | None = None  # who may set a priority; None: every tenant
     max_upload_bytes: int | None = None  # of the body of an upload; None: as any other
+    max_recording_bytes: int | None = None  # the same, of audio that is to be written down
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,5 +173,6 @@ def settings_layers(settings: HttpSettings) -> dict[str, Middleware | None]:
             max_bytes=settings.max_body_bytes,
             seconds=settings.body_seconds,
             max_upload_bytes=settings.max_upload_bytes,
+            max_recording_bytes=settings.max_recording_bytes,
         ),
     }

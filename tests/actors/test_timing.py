@@ -142,7 +142,7 @@ def test_a_line_of_a_batch_is_sent_again_before_its_server_is_given_up() -> None
     first, longest = t.BATCH_PAUSE_SECONDS
     assert first < longest < t.BATCH_PATIENCE_SECONDS
     assert t.BATCH_RECORD_SECONDS < longest
-    assert t.BODY_SECONDS < t.UPLOAD_SECONDS < t.UPLOAD_STALE_SECONDS
+    assert t.BODY_SECONDS < t.RECORDING_SECONDS < t.UPLOAD_SECONDS < t.UPLOAD_STALE_SECONDS
 
 
 def test_a_scrape_returns_before_the_one_that_asked_for_it_gives_up() -> None:

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from rayfin.actors.errors import ClientGone, InvalidRequest
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.generation.bodies import GenerationBody
-from rayfin.deployments.http.body_limits import CLOSE
+from rayfin.deployments.http.body_limits import CLOSE, RECORDING_FORM_BYTES
 from rayfin.deployments.requests.prompts import SALT, check_salt
 
 Task: TypeAlias = Literal["transcribe", "translate"]
@@ -23,7 +23,6 @@ ResponseFormat: TypeAlias = Literal["json", "text", "verbose_json"]
 
 MAX_FIELDS = 64
 MAX_FIELD_BYTES = 64 * 1024
-MAX_FORM_BYTES = 512 * 1024  # of all that is not the file
 MAX_HINT = 8192  # characters of ``prompt``
 LANGUAGE = re.compile(r"[A-Za-z]{2,32}(-[A-Za-z0-9]{1,8})*")
 FLOATS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty")
@@ -115,14 +114,14 @@ async def _parsed(
     request: Request, max_bytes: int, check: Callable[[str], Awaitable[Any]]
 ) -> FormData:
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > max_bytes + MAX_FORM_BYTES:
+    if declared.isdecimal() and int(declared[:20]) > max_bytes + RECORDING_FORM_BYTES:
         raise _too_large(max_bytes)
 
     async def watched() -> AsyncGenerator[bytes, None]:
         size, checked = 0, False
         async for chunk in request.stream():
             size += len(chunk)
-            if size > max_bytes + MAX_FORM_BYTES:
+            if size > max_bytes + RECORDING_FORM_BYTES:
                 raise _too_large(max_bytes)
             yield chunk
             for name, value in parser.items:

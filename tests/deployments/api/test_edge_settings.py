@@ -183,3 +183,14 @@ async def test_settings_are_for_operators(service: OpenAIService) -> None:
         settings = answer.json()["models"][0]["settings"]
         assert (settings["max_prompts"], settings["page_size"]) == (7, 32)
         assert "sk-test" not in answer.text and "ak-test" not in answer.text
+
+
+async def test_recordings_have_a_limit_of_their_own(service: OpenAIService) -> None:
+    """A model of text refuses them by its name, and does not say that they are too large."""
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    async with client(service, max_body_bytes=100, max_audio_upload_bytes=1000) as http:
+        for path in ("transcriptions", "translations"):
+            for size, status in ((500, 404), (600_000, 413)):
+                reply = await http.post(f"/v1/audio/{path}", content=bytes(size), headers=headers)
+                assert reply.status_code == status, reply.text
+        assert (await http.post(CHAT, content=bytes(500))).status_code == 413

@@ -15,6 +15,7 @@ from rayfin.actors.messages import EngineRequest, TokenDelta
 from rayfin.deployments.api.audio.adapter import AT_ONCE
 from rayfin.deployments.api.audio.heard import HeardText
 from rayfin.deployments.api.audio.joined import JoinedText
+from rayfin.deployments.generation import generation
 from rayfin.deployments.media.cuts import cut_at_quiet
 from rayfin.deployments.text.tokenizer import Tokenizer
 
@@ -90,7 +91,7 @@ class Holding:
     def __init__(self, fails: int | None = None, seconds: float | None = None) -> None:
         self.taken: list[EngineRequest] = []
         self.open = self.most = 0
-        self._fails, self._seconds = fails, seconds
+        self._fails, self._seconds = fails, seconds  # the number of the one to fail
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         self.taken.append(request)
@@ -137,6 +138,23 @@ async def test_a_clip_that_fails(client: httpx.AsyncClient, hold: Any) -> None:
     reply = await post(client)
     assert reply.status_code == 429 and reply.json()["error"]["message"] == "no room"
     assert held.open == 0
+
+
+async def test_a_queue_that_fills_up(
+    client: httpx.AsyncClient, hold: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clip that is refused when others have run tries again, in its own time."""
+    monkeypatch.setattr(generation, "RETRY_AFTER_SECONDS", 0.01)
+    recording = np.tile(tone(3, 1.0), 11)
+    held = hold(seconds=0.01, fails=AT_ONCE + 1)
+    reply = await post(client, recording)
+    assert reply.status_code == 200, reply.text
+    names = [request.request_id for request in held.taken]
+    assert len(names) == len(set(names)) + 1
+    assert names.count(names[AT_ONCE + 1]) == 2
+    held = hold(seconds=0.1, fails=AT_ONCE + 1)
+    reply = await post(client, recording, headers={"x-request-timeout-ms": "50"})
+    assert reply.status_code == 429
 
 
 async def test_timeouts_count_what_a_clip_waits(client: httpx.AsyncClient, hold: Any) -> None:
