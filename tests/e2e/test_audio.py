@@ -37,7 +37,7 @@ def hearing(
 ) -> Iterator[Any]:
     args = EngineArgs(**{**settings, "model": str(folder)})
     server = ServerArgs(
-        served_model_name=["tiny"], max_audio_seconds=2.0, max_audio_upload_seconds=4.0
+        served_model_name=["tiny"], max_audio_seconds=2.0, max_audio_upload_seconds=20.0
     )
     yield deploy(bind_app(server, args), "audio", served, "/hearing")
     serve.delete("audio")
@@ -94,9 +94,27 @@ def test_a_long_recording(client: openai.OpenAI, hearing: Any) -> None:
     assert 4 <= hearing.idle().images_encoded - before <= 6
 
 
+def test_a_client_that_leaves_its_recording(client: openai.OpenAI, hearing: Any) -> None:
+    """The requests of its clips end in the engine, and those that wait never begin."""
+    file = ("speech.flac", wav(tone(6, 16.0), form="FLAC"))
+    asked: Any = {"model": "tiny", "file": file, "temperature": 1.0}
+    before = hearing.idle().finished
+    with client.audio.transcriptions.create(
+        **asked, stream=True, extra_body={"max_completion_tokens": 300, "seed": 5}
+    ) as stream:
+        next(iter(stream))
+    after = hearing.idle().finished
+    assert after.get("abort", 0) > before.get("abort", 0)
+    assert sum(after.values()) - sum(before.values()) < 16
+    whole = client.audio.transcriptions.create(
+        **asked, extra_body={"max_completion_tokens": OUTPUT, "seed": 5}
+    )
+    assert whole.usage and whole.usage.type == "duration" and whole.usage.seconds == 16
+
+
 def test_refusals(client: openai.OpenAI) -> None:
-    too_long = ("speech.wav", wav(tone(1, 4.5)))
-    for file, said in ((too_long, "over 4 seconds"), (("a.mp3", b"hello"), "no audio")):
+    too_long = ("speech.wav", wav(tone(1, 20.5)))
+    for file, said in ((too_long, "over 20 seconds"), (("a.mp3", b"hello"), "no audio")):
         with pytest.raises(openai.BadRequestError, match=said) as refused:
             client.audio.transcriptions.create(model="tiny", file=file)
         assert refused.value.code == "invalid_audio" and refused.value.param == "file"
