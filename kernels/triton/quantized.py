@@ -1,7 +1,14 @@
 """Products with weights of 4 and 8 bits that stay so in memory.
 
-A weight is (number - zero) * scale or table[code] * scale, rounded once to the dtype of the rows
-that it multiplies (as `Grouped.dense`, rounded). Rows are not rounded, and sums are in fp32.
+A weight is (number - zero) * scale or table[code] * scale. Rows are not rounded, and sums are in
+fp32. Three ways lead to a product:
+
+* Up to `MOST_ROWS` rows of 16 bits take `coded_columns`. Its numbers are exact, and scales multiply
+  sums, so that a weight is not rounded at all.
+* Codes that it does not read (tables, groups of odd sizes), and fp32, take `coded_product`, which
+  rounds each weight once to the dtype of the rows (as `Grouped.dense`, rounded).
+* More rows are bound by computation. For them the whole weight is made, rounded once, and torch
+  multiplies by it.
 """
 
 import math
@@ -10,6 +17,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 
 from rayfin.kernels.grouped import Grouped
@@ -30,12 +38,21 @@ E4M3_FACTOR = 2.0**120
 LARGEST_E4M3_SCALE = 128.0
 
 PROGRAMS_PER_CORE = 3
-"""Programs that a multiprocessor has room for, and needs to keep memory busy."""
+"""Programs of `coded_product` that a multiprocessor needs to keep memory busy."""
 
 MOST_PARTS = 16
 
 LEAST_BLOCKS = 4
 """Blocks of inputs at least that a program sums: fewer cost more to add up than they gain."""
+
+MOST_ROWS = 128
+"""Rows up to which products with codes are faster than making the weight whole (H200).
+
+At 256 rows of the 8B shape both take as long: ``benchmarks/gpu.py --sections kernels``.
+"""
+
+MOST_TABLE_ROWS = 64
+"""The same of `coded_product`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,27 +63,36 @@ class ProductShape:
     columns: int
     warps: int
     stages: int
-    splits: bool = True  # whether programs may share the inputs of an output
+    programs: int = PROGRAMS_PER_CORE  # of a multiprocessor, by parts of the inputs if need be
 
 
 FEW = ProductShape(rows=16, columns=64, warps=4, stages=5)
-"""For rows of a decode step: the smallest tile that a tensor core multiplies."""
+"""Of `coded_product`, for rows of a decode step: the smallest tile of a tensor core."""
 
 SOME = ProductShape(rows=64, columns=64, warps=4, stages=4)
 
-MANY = ProductShape(rows=128, columns=128, warps=8, stages=3, splits=False)
-
 TIGHT = ProductShape(rows=64, columns=64, warps=4, stages=3)
-"""For any rows above `FEW`, where a program has less shared memory than ``WIDE_BYTES``."""
+"""For rows above `FEW`, where a program has less shared memory than ``WIDE_BYTES``."""
 
 WIDE_BYTES = 160 << 10
-"""Shared memory of devices on which `SOME` and `MANY` fit: sm_80, and sm_90 and its successors.
+"""Shared memory of devices on which all shapes fit: sm_80, and sm_90 and its successors.
 
 Others, such as sm_86, sm_89 and sm_120, have 99 KiB.
 """
 
 PRECISE = ProductShape(rows=16, columns=16, warps=8, stages=2)
-"""For float32, which tensor cores do not multiply."""
+"""Of `coded_product`, for float32, which tensor cores do not multiply."""
+
+SHORT = 8192
+"""Outputs up to which products of many rows take smaller tiles, for want of programs."""
+
+COLUMNS = (  # of `coded_columns`, by rows: where outputs are few, and where they are many
+    (ProductShape(16, 128, 4, 4, programs=2), ProductShape(16, 128, 4, 4)),
+    (ProductShape(32, 128, 4, 4, programs=2), ProductShape(32, 128, 4, 4)),
+    (ProductShape(64, 64, 4, 4, programs=2), ProductShape(64, 128, 4, 3, programs=1)),
+    (ProductShape(128, 64, 4, 3, programs=2), ProductShape(128, 128, 8, 3, programs=1)),
+)
+"""Chosen on an H200 (docs/benchmarks/gpu.md)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +110,7 @@ class CodedWeight:
     zeros: torch.Tensor | None = None  # [G, N] fp32 beside scales in fp32; None: the usual one
     table: torch.Tensor | None = None  # [16] fp32
     order: torch.Tensor | None = None  # [K] int64: input i of the kernel is x[:, order[i]]
+    parted: bool = False  # codes are in the order of `coded_columns` (`_in_parts`)
 
     @property
     def outputs(self) -> int:
@@ -103,6 +130,8 @@ class CodedWeight:
             return one is two or (one is not None and two is not None and torch.equal(one, two))
 
         mine, theirs = ((w.kind, w.bits, w.group, w.inputs) for w in (self, other))
+        if self.parted != other.parted:
+            return False
         return mine == theirs and equal(self.order, other.order) and equal(self.table, other.table)
 
     def part(self, start: int, count: int) -> "CodedWeight":
@@ -118,8 +147,8 @@ class CodedWeight:
         )
 
 
-def pack_weight(weight: Grouped) -> CodedWeight | None:
-    """The weight on its device, or None if the kernel does not read such codes."""
+def pack_weight(weight: Grouped, dtype: torch.dtype = torch.float32) -> CodedWeight | None:
+    """The weight on its device for rows of ``dtype``, or None if no kernel reads such codes."""
     coded = _codes_of(weight)
     if coded is None:
         return None
@@ -130,7 +159,10 @@ def pack_weight(weight: Grouped) -> CodedWeight | None:
     group = weight.group if weight.group < inputs else padded
     if math.gcd(group, DEPTH) % each:
         return None
-    codes = torch.nn.functional.pad(codes, (0, padded - inputs)).view(outputs, -1, each)
+    part = DEPTH * bits // 16
+    parted = kind != TABLE and dtype.itemsize == 2 and group % part == 0
+    codes = torch.nn.functional.pad(codes, (0, padded - inputs))
+    codes = (_in_parts(codes, part) if parted else codes).view(outputs, -1, each)
     words = codes[:, :, 0].int()
     for i in range(1, each):
         words |= codes[:, :, i].int() << (bits * i)
@@ -150,7 +182,17 @@ def pack_weight(weight: Grouped) -> CodedWeight | None:
         zeros=zeros,
         table=None if weight.table is None else weight.table.float().contiguous(),
         order=weight.order,
+        parted=parted,
     )
+
+
+def _in_parts(codes: torch.Tensor, part: int) -> torch.Tensor:
+    """Codes [N, K] in an order in which those of a half word are ``part`` inputs apart.
+
+    So `coded_columns` takes successive inputs of a block from one place of its half words.
+    """
+    parts = codes.view(len(codes), -1, DEPTH // part, part)
+    return parts.transpose(2, 3).reshape(codes.shape)
 
 
 def stack_weights(weights: list[CodedWeight]) -> CodedWeight | None:
@@ -190,6 +232,9 @@ def product(
         shape: by the number of rows if None.
         split: programs that share the inputs of an output; None fills the device.
     """
+    x = _ordered(x, weight)
+    if shape is None and len(x) > most_rows(weight, x):
+        return F.linear(x, widened(weight, x.dtype), bias)
     out = x.new_empty(len(x), weight.outputs)
     _launch(x, weight, bias, out, 1.0, add=False, shape=shape, split=split)
     return out
@@ -206,7 +251,49 @@ def add_product(
     split: int | None = None,
 ) -> None:
     """hidden += residual_scale * (x W^T + b), in place. ``shape`` and ``split`` as in `product`."""
-    _launch(x, weight, bias, hidden, residual_scale, add=True, shape=shape, split=split)
+    x = _ordered(x, weight)
+    if shape is not None or len(x) <= most_rows(weight, x):
+        _launch(x, weight, bias, hidden, residual_scale, add=True, shape=shape, split=split)
+    elif bias is None:
+        hidden.addmm_(x, widened(weight, x.dtype).T, alpha=residual_scale)
+    else:
+        hidden.add_(F.linear(x, widened(weight, x.dtype), bias), alpha=residual_scale)
+
+
+def widened(weight: CodedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """The weights [N, K], each rounded once to a dtype; inputs are in the order of the kernel."""
+    out = torch.empty(weight.outputs, weight.inputs, dtype=dtype, device=weight.words.device)
+    codes = weight.words.view(torch.int16) if weight.parted else weight.words
+    rows, count = 4, 256
+    grid = (triton.cdiv(weight.outputs, rows), triton.cdiv(codes.shape[1], count))
+    kernels.widen_codes[grid](
+        codes,
+        weight.groups,
+        weight.groups if weight.zeros is None else weight.zeros,
+        weight.groups if weight.table is None else weight.table,
+        out,
+        **_constants(weight),
+        ROW_CODES=codes.shape[1],
+        PART=DEPTH * weight.bits // 16 if weight.parted else 1,
+        ROWS=rows,
+        COUNT=count,
+        num_warps=4,
+    )
+    return out
+
+
+def most_rows(weight: CodedWeight, x: torch.Tensor) -> int:
+    """Rows up to which a product with codes is faster than with the whole weight."""
+    if not weight.parted:
+        return MOST_TABLE_ROWS
+    if x.dtype.itemsize != 2:
+        return 0
+    return MOST_ROWS if shared_bytes(x.device) >= WIDE_BYTES else MOST_ROWS // 2
+
+
+def _ordered(x: torch.Tensor, weight: CodedWeight) -> torch.Tensor:
+    assert x.shape[1] == weight.inputs
+    return x.contiguous() if weight.order is None else x.index_select(1, weight.order)
 
 
 def _launch(
@@ -221,55 +308,81 @@ def _launch(
     split: int | None,
 ) -> None:
     rows, inputs = x.shape
-    assert inputs == weight.inputs and out.shape == (rows, weight.outputs)
     if not rows:
         return
-    x = x.contiguous() if weight.order is None else x.index_select(1, weight.order)
-    assert out.is_contiguous()
-    shape = shape or shape_for(rows, x.dtype, shared_bytes(x.device))
+    shape = shape or shape_for(rows, weight, x.dtype, shared_bytes(x.device))
+    assert out.shape == (rows, weight.outputs) and out.is_contiguous()
     blocks, row_blocks = -(-inputs // DEPTH), triton.cdiv(rows, shape.rows)
     tiles = triton.cdiv(weight.outputs, shape.columns)
     if split is None:
-        alone = not shape.splits or row_blocks > 1
-        split = 1 if alone else parts_of(tiles, blocks, _cores(x.device))
+        split = parts_of(tiles, blocks, _cores(x.device) * shape.programs)
+        split = 1 if row_blocks > 1 else split
     assert split == 1 or row_blocks == 1
     sums = out
     if split > 1:
         sums = torch.empty(split, *out.shape, dtype=torch.float32, device=out.device)
-    kernels.coded_product[(tiles, split, row_blocks)](
+    zeros = weight.groups if weight.zeros is None else weight.zeros
+    bias_or_any = x if bias is None else bias
+    results = (bias_or_any, out, sums, weight.arrived, rows, factor)
+    options: dict[str, Any] = {
+        **_constants(weight),
+        "GROUPS": len(weight.groups),
+        "DEPTH": DEPTH,
+        "SPANS": DEPTH // math.gcd(weight.group, DEPTH),
+        "BIAS": bias is not None,
+        "ADD": add,
+        "SPLIT": split,
+        "ROWS": shape.rows,
+        "COLUMNS": shape.columns,
+        "num_warps": shape.warps,
+    }
+    grid = (tiles, split, row_blocks)
+    if weight.parted:
+        codes = weight.words.view(torch.int16)
+        kernels.coded_columns[grid](
+            x,
+            codes,
+            weight.groups,
+            zeros,
+            *results,
+            **options,
+            ROW_CODES=codes.shape[1],
+            STAGES=shape.stages,
+            PAIRS=_has_ptx(x.device),
+        )
+        return
+    kernels.coded_product[grid](
         x,
         weight.words,
         weight.groups,
-        weight.groups if weight.zeros is None else weight.zeros,
+        zeros,
         weight.groups if weight.table is None else weight.table,
-        x if bias is None else bias,
-        out,
-        sums,
-        weight.arrived,
-        rows,
-        factor,
-        BIAS=bias is not None,
-        ADD=add,
-        SPLIT=split,
-        **_constants(weight),
-        **_options(shape),
+        *results,
+        **options,
+        ROW_WORDS=weight.words.shape[1],
+        num_stages=shape.stages,
     )
 
 
-def shape_for(rows: int, dtype: torch.dtype, shared: int = WIDE_BYTES) -> ProductShape:
+def shape_for(
+    rows: int, weight: CodedWeight, dtype: torch.dtype, shared: int = WIDE_BYTES
+) -> ProductShape:
     """The tile for so many rows, where a program has at most ``shared`` bytes of shared memory."""
+    if weight.parted:
+        shapes = next((pair for pair in COLUMNS if rows <= pair[0].rows), COLUMNS[-1])
+        if shared < WIDE_BYTES:
+            return replace(shapes[0], stages=2)
+        return shapes[weight.outputs > SHORT]
     if dtype == torch.float32:
         return PRECISE
     if rows <= FEW.rows:
         return FEW
-    if shared < WIDE_BYTES:
-        return TIGHT
-    return SOME if rows <= SOME.rows else MANY
+    return TIGHT if shared < WIDE_BYTES else SOME
 
 
-def parts_of(tiles: int, blocks: int, cores: int) -> int:
-    """How many programs share the inputs of an output, so that all multiprocessors are busy."""
-    wanted = min(cores * PROGRAMS_PER_CORE // tiles, blocks // LEAST_BLOCKS, MOST_PARTS)
+def parts_of(tiles: int, blocks: int, programs: int) -> int:
+    """How many programs share the inputs of an output, so that there are about ``programs``."""
+    wanted = min(programs // tiles, blocks // LEAST_BLOCKS, MOST_PARTS)
     # Each part has as many blocks as the first: a part less may take no longer.
     each = -(-blocks // max(wanted, 1))
     return -(-blocks // each)
@@ -281,11 +394,7 @@ def _constants(weight: CodedWeight) -> dict[str, Any]:
     return {
         "INPUTS": weight.inputs,
         "OUTPUTS": weight.outputs,
-        "ROW_WORDS": weight.words.shape[1],
-        "DEPTH": DEPTH,
-        "SPANS": DEPTH // math.gcd(weight.group, DEPTH),
         "GROUP": weight.group,
-        "GROUPS": len(weight.groups),
         "GROUP_STRIDE": strides.pop(),
         "KIND": weight.kind,
         "BITS": weight.bits,
@@ -295,9 +404,8 @@ def _constants(weight: CodedWeight) -> dict[str, Any]:
     }
 
 
-def _options(shape: ProductShape) -> dict[str, Any]:
-    sizes = {"ROWS": shape.rows, "COLUMNS": shape.columns}
-    return {**sizes, "num_warps": shape.warps, "num_stages": shape.stages}
+def _has_ptx(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None
 
 
 @cache

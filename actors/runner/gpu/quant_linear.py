@@ -15,7 +15,13 @@ from rayfin.actors.runner.models.attention.indexer import inside_indexers
 from rayfin.actors.runner.quantized.linear import SmallLinear, inside_head
 from rayfin.actors.runner.quantized.loader import quant_linears
 from rayfin.kernels.grouped import Grouped, round_weight
-from rayfin.kernels.triton.quantized import CodedWeight, pack_weight, product, stack_weights
+from rayfin.kernels.triton.quantized import (
+    CodedWeight,
+    pack_weight,
+    product,
+    stack_weights,
+    widened,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +31,8 @@ GATES = ("gate", "router")
 READ = ("dt_proj",)
 """How names of layers end whose weight the model multiplies by itself (Mamba): these are plain."""
 
-CHECKED_ROWS = (1, 17, 65)
-"""Rows of a step of each tile."""
+CHECKED_ROWS = (1, 17, 33, 65, 129)
+"""Rows of a step of each tile, and of one that makes the weight whole."""
 
 CHECKED_OUTPUTS = 4096
 """The last ones of a layer, whose plain weight is for the comparison only."""
@@ -36,7 +42,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
 class TritonLinear(SmallLinear):
-    """y = x W^T + b of a weight of codes, each rounded once to the dtype of x.
+    """y = x W^T + b of a weight of codes, each rounded at most once to the dtype of x.
 
     Nothing waits for the device, so that CUDA graphs record it.
     """
@@ -54,11 +60,11 @@ class TritonLinear(SmallLinear):
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def dequantized(self) -> nn.Linear:
-        """A plain layer of the same numbers: what an identity matrix has as products."""
-        dtype, inputs = self.weight.dtype, self.in_features
-        each = torch.eye(inputs, dtype=dtype, device=self.codes.words.device)
-        linear = nn.Linear(inputs, self.out_features, bias=False, device="meta")
-        weight = product(each, self.codes, None).T.contiguous()
+        """A plain layer of the same numbers, each rounded once."""
+        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        weight, order = widened(self.codes, self.weight.dtype), self.codes.order
+        if order is not None:
+            weight = torch.empty_like(weight).index_copy_(1, order, weight)
         linear.weight = nn.Parameter(weight, requires_grad=False)
         linear.bias = self.bias  # type: ignore[assignment]
         return linear
@@ -77,7 +83,7 @@ class CheckedKernel:
 
     def pack(self, weight: Grouped, dtype: torch.dtype) -> CodedWeight | None:
         """The weight for rows of ``dtype``, or None if the kernel has to leave it."""
-        codes = pack_weight(weight)
+        codes = pack_weight(weight, dtype)
         if codes is None:
             return None
         absent = [part is None for part in (codes.zeros, codes.table, codes.order)]

@@ -1,8 +1,9 @@
 """Matrix products with weights of 4 and 8 bits, which are widened on their way to the tensor cores.
 
-A word of 32 bits holds the eight or four codes of successive inputs of one output, the first in its
-lowest bits. So a thread has successive inputs when it has widened a word, and stores them in shared
-memory at once.
+`coded_columns` is the fast one, for rows of 16 bits. `coded_product` takes all others. There a word
+of 32 bits holds the eight or four codes of successive inputs of one output, the first in its lowest
+bits. So a thread has successive inputs when it has widened a word, and stores them in shared memory
+at once. `widen_codes` makes the weight whole.
 """
 
 import triton
@@ -19,6 +20,45 @@ BRAIN = tl.constexpr(2)
 # The float 2^23 + i has the integer i in its lowest bits.
 LARGE_BITS = tl.constexpr(0x4B000000)
 LARGE = tl.constexpr(8388608.0)
+
+# PTX for two half words at once: the numbers of one part of their codes, see `exact`.
+BF16_NIBBLES = tl.constexpr(
+    tuple(
+        f"{{ .reg .b32 t, one; shr.b32 t, $1, {shift}; mov.b32 one, 0x3f803f80;"
+        " lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 $0, t, one, $2; }"
+        for shift in (0, 4, 8, 12)
+    )
+)
+FP16_NIBBLES = tl.constexpr(
+    tuple(
+        f"{{ .reg .b32 t; shr.b32 t, $1, {shift};"
+        " lop3.b32 t, t, 0x000f000f, 0x64006400, 0xea; add.rn.f16x2 $0, t, $2; }"
+        for shift in (0, 4, 8, 12)
+    )
+)
+# A number of e4m3 in the upper half of 16 bits becomes 2^-120 of itself in bf16, 2^-8 in fp16.
+BF16_OCTETS = tl.constexpr(
+    tuple(
+        f"{{ .reg .b32 t, s, up, zero; shl.b32 t, $1, {shift}; and.b32 s, t, 0x80008000;"
+        " shr.b32 t, t, 4; lop3.b32 t, t, 0x07f007f0, s, 0xea; mov.b32 up, 0x7b807b80;"
+        " mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, t, up, zero; }"
+        for shift in (8, 0)
+    )
+)
+FP16_OCTETS = tl.constexpr(
+    tuple(
+        f"{{ .reg .b32 t, s, up; shl.b32 t, $1, {shift}; and.b32 s, t, 0x80008000;"
+        " shr.b32 t, t, 1; lop3.b32 t, t, 0x3f803f80, s, 0xea; mov.b32 up, 0x5c005c00;"
+        " mul.rn.f16x2 $0, t, up; }"
+        for shift in (8, 0)
+    )
+)
+
+# Numbers of a tile whose parts a thread has room to read all at once.
+UNROLLED = tl.constexpr(4096)
+
+E4M3_PART = tl.constexpr(2.0**-120)
+"""What is left on sums of e4m3, whose scales are for numbers of 2^-120 (`numbers_of`)."""
 
 
 @triton.jit
@@ -69,6 +109,43 @@ def finish(
     if ADD:
         summed = tl.load(target, mask=written, other=0.0).to(tl.float32) + summed * factor
     tl.store(target, summed.to(out.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def join(
+    summed,  # [ROWS, COLUMNS] fp32, of this program's inputs
+    bias,
+    out,
+    sums,  # [SPLIT, T, N] fp32
+    arrived,
+    rows,
+    m,
+    n,
+    written,
+    factor,
+    OUTPUTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """The last program of an output finishes the sum of all parts, always in their order."""
+    place = m[:, None] * OUTPUTS + n[None, :]
+    part = tl.program_id(1).to(tl.int64) * rows * OUTPUTS
+    tl.store(sums + part + place, summed, mask=written)
+    tl.debug_barrier()  # all threads have stored: the arrival releases what they wrote
+    counter = arrived + tl.program_id(0)
+    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
+        whole = tl.zeros_like(summed)
+        if summed.numel <= UNROLLED:
+            for _ in tl.static_range(SPLIT):  # their reads do not wait for each other
+                whole += tl.load(sums + place, mask=written, other=0.0, cache_modifier=".cg")
+                place += rows.to(tl.int64) * OUTPUTS
+        else:
+            for _ in range(SPLIT):
+                whole += tl.load(sums + place, mask=written, other=0.0, cache_modifier=".cg")
+                place += rows.to(tl.int64) * OUTPUTS
+        finish(whole, bias, out, m, n, written, factor, OUTPUTS, BIAS, ADD)
+        tl.store(counter, 0)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -147,15 +224,190 @@ def coded_product(
     if SPLIT == 1:
         finish(summed, bias, out, m, n, written, factor, OUTPUTS, BIAS, ADD)
     else:
-        place = m[:, None] * OUTPUTS + n[None, :]
-        part = tl.program_id(1).to(tl.int64) * rows * OUTPUTS
-        tl.store(sums + part + place, summed, mask=written)
-        tl.debug_barrier()  # all threads have stored: the arrival releases what they wrote
-        counter = arrived + tl.program_id(0)
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
-            whole = tl.zeros([ROWS, COLUMNS], tl.float32)
-            for _ in tl.static_range(SPLIT):  # their reads do not wait for each other
-                whole += tl.load(sums + place, mask=written, other=0.0, cache_modifier=".cg")
-                place += rows.to(tl.int64) * OUTPUTS
-            finish(whole, bias, out, m, n, written, factor, OUTPUTS, BIAS, ADD)
-            tl.store(counter, 0)
+        join(
+            summed, bias, out, sums, arrived, rows, m, n, written, factor, OUTPUTS, BIAS, ADD, SPLIT
+        )
+
+
+@triton.jit
+def exact(
+    packed,  # int16
+    PLACE: tl.constexpr,  # of a code in the half words
+    zero,  # [.., 1] fp32
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    dtype: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """The numbers of one code of each half word, less their zero points, exact in 16 bits.
+
+    128 + i in bf16, and 1024 + i in fp16, have the integer i in their lowest bits. Nothing but
+    elementwise operations lies between the load of codes and the product, so that the compiler
+    loads them in the order in which tensor cores take them. With ``PAIRS`` a few instructions make
+    two numbers; Triton makes them one by one.
+    """
+    BRAIN_FLOAT: tl.constexpr = dtype == tl.bfloat16
+    BASE: tl.constexpr = 128.0 if BRAIN_FLOAT else 1024.0
+    if KIND == INTEGER and BITS == 4:
+        minus = (-(zero + BASE)).to(dtype)
+        if PAIRS and BRAIN_FLOAT:
+            numbers = tl.inline_asm_elementwise(
+                BF16_NIBBLES[PLACE], "=r,r,r", [packed, minus], tl.bfloat16, True, pack=2
+            )
+        elif PAIRS:
+            numbers = tl.inline_asm_elementwise(
+                FP16_NIBBLES[PLACE], "=r,r,r", [packed, minus], tl.float16, True, pack=2
+            )
+        else:
+            code = ((packed >> (4 * PLACE)) & 15).to(tl.int16)
+            ONE: tl.constexpr = 0x4300 if BRAIN_FLOAT else 0x6400
+            numbers = (code | ONE).to(dtype, bitcast=True) + minus
+    elif KIND == E4M3 and PAIRS:
+        if BRAIN_FLOAT:
+            numbers = tl.inline_asm_elementwise(
+                BF16_OCTETS[PLACE], "=r,r", [packed], tl.bfloat16, True, pack=2
+            )
+        else:
+            numbers = tl.inline_asm_elementwise(
+                FP16_OCTETS[PLACE], "=r,r", [packed], tl.float16, True, pack=2
+            )
+    else:
+        codes = (packed.to(tl.int32) >> (BITS * PLACE)) & 255
+        numbers = numbers_of(codes, zero, packed, KIND)
+        if KIND == E4M3:
+            numbers *= 1.0 / E4M3_PART
+        numbers = numbers.to(dtype)
+    return numbers
+
+
+@triton.jit
+def zero_of(own, zeros, at, there, FORM: tl.constexpr, MIDDLE: tl.constexpr, ZEROS: tl.constexpr):
+    """Zero points of groups ``own`` at offsets, in fp32."""
+    if ZEROS:
+        zero = tl.load(zeros + at, mask=there, other=0.0)
+    elif FORM != WIDE:
+        zero = ((own >> 16) | LARGE_BITS).to(tl.float32, bitcast=True) - LARGE
+    else:
+        zero = tl.full(own.shape, MIDDLE, tl.float32)
+    return zero
+
+
+@triton.jit(do_not_specialize=["rows"])
+def coded_columns(
+    x,  # [T, K] of 16 bits
+    codes,  # [N, C] int16: two or four codes each, a half or a quarter of a block apart
+    groups,  # as are those that follow, see `coded_product`
+    zeros,
+    bias,
+    out,
+    sums,
+    arrived,
+    rows,  # T
+    factor,
+    INPUTS: tl.constexpr,  # K
+    OUTPUTS: tl.constexpr,  # N
+    ROW_CODES: tl.constexpr,  # C
+    DEPTH: tl.constexpr,  # inputs of a block
+    SPANS: tl.constexpr,  # parts of a block, each within one group
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_STRIDE: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    FORM: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    PAIRS: tl.constexpr,  # see `exact`
+):
+    """`coded_product` with weights on the tensor cores' left side: (W x^T)^T.
+
+    There Hopper's take them from registers, so that codes become numbers between shared memory
+    and the tensor cores, and nothing is stored on the way. The numbers are exact, and scales
+    multiply the sums of their inputs in fp32: weights are not rounded.
+    """
+    dtype: tl.constexpr = x.dtype.element_ty
+    EACH: tl.constexpr = 16 // BITS
+    PART: tl.constexpr = DEPTH // EACH
+    BLOCKS: tl.constexpr = (INPUTS + DEPTH - 1) // DEPTH
+    PART_BLOCKS: tl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT
+    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    m = (tl.program_id(2) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    first = tl.program_id(1) * PART_BLOCKS
+    exists = n < OUTPUTS
+    there = (m < rows)[:, None]
+    k = tl.arange(0, PART)
+    row_codes = codes + n[:, None].to(tl.int64) * ROW_CODES + k[None, :]
+    own_rows = x + m[:, None] * INPUTS + k[None, :]
+    summed = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for block in tl.range(first, tl.minimum(first + PART_BLOCKS, BLOCKS), num_stages=STAGES):
+        start = block * DEPTH
+        packed = tl.load(row_codes + block * PART, mask=exists[:, None], other=0)
+        for span in tl.static_range(SPANS):
+            group = (start + span * (DEPTH // SPANS)) // GROUP
+            at, known = group * GROUP_STRIDE + n, exists & (group < GROUPS)
+            own = tl.load(groups + at, mask=known, other=0)
+            zero = zero_of(own, zeros, at, known, FORM, MIDDLE, ZEROS)[:, None]
+            part = tl.zeros([COLUMNS, ROWS], tl.float32)
+            for i in tl.static_range(EACH // SPANS):
+                place = span * (EACH // SPANS) + i
+                inside = there
+                if INPUTS % DEPTH != 0:
+                    inside = there & (start + place * PART + k < INPUTS)[None, :]
+                a = tl.load(own_rows + start + place * PART, mask=inside, other=0.0)
+                number = exact(packed, span * (EACH // SPANS) + i, zero, KIND, BITS, dtype, PAIRS)
+                part = tl.dot(number, tl.trans(a), part)
+            scale = scale_of(own, FORM)
+            if KIND == E4M3:
+                scale *= E4M3_PART
+            summed += part * scale[:, None]
+    y = tl.trans(summed)
+    written = there & exists[None, :]
+    if SPLIT == 1:
+        finish(y, bias, out, m, n, written, factor, OUTPUTS, BIAS, ADD)
+    else:
+        join(y, bias, out, sums, arrived, rows, m, n, written, factor, OUTPUTS, BIAS, ADD, SPLIT)
+
+
+@triton.jit
+def widen_codes(
+    codes,  # [N, C]: int16 in the order of `coded_columns`, or int32 in that of `coded_product`
+    groups,  # as for `coded_product`, as are those that follow
+    zeros,
+    table,
+    out,  # [N, K], written
+    INPUTS: tl.constexpr,  # K
+    OUTPUTS: tl.constexpr,  # N
+    ROW_CODES: tl.constexpr,  # C
+    PART: tl.constexpr,  # inputs between the codes of an int16; 1: successive codes of an int32
+    GROUP: tl.constexpr,
+    GROUP_STRIDE: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    FORM: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """The weights, each rounded once to the type of ``out``. Program (outputs, codes)."""
+    EACH: tl.constexpr = 32 // BITS if PART == 1 else 16 // BITS
+    MASK: tl.constexpr = 15 if BITS == 4 else 255
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    place = tl.program_id(1) * COUNT + tl.arange(0, COUNT)[None, :]
+    known = (n < OUTPUTS) & (place < ROW_CODES)
+    row = n.to(tl.int64)
+    packed = tl.load(codes + row * ROW_CODES + place, mask=known, other=0).to(tl.int32)
+    for i in tl.static_range(EACH):
+        k = place // PART * (EACH * PART) + i * PART + place % PART
+        at, inside = k // GROUP * GROUP_STRIDE + n, known & (k < INPUTS)
+        own = tl.load(groups + at, mask=inside, other=0)
+        zero = zero_of(own, zeros, at, inside, FORM, MIDDLE, ZEROS)
+        numbers = numbers_of((packed >> (i * BITS)) & MASK, zero, table, KIND)
+        weights = numbers * scale_of(own, FORM)
+        tl.store(out + row * INPUTS + k, weights.to(out.dtype.element_ty), mask=inside)

@@ -139,36 +139,57 @@ def products() -> Iterator[Kernel]:
 
 
 def coded(shared: int) -> Iterator[Kernel]:
-    types = dict.fromkeys(("words", "arrived"), "*i32")
-    types |= {"zeros": "*fp32", "table": "*fp32", "sums": "*fp32", "rows": "i32", "factor": "fp32"}
-    for dtype, rows, bits, kind, group, form in (
-        ("bf16", 1, 4, quantized.INTEGER, 128, quantized.HALF),
-        ("fp16", 1, 4, quantized.INTEGER, 128, quantized.HALF),
-        ("fp16", 64, 4, quantized.INTEGER, 32, quantized.HALF),
-        ("fp16", 65, 4, quantized.INTEGER, 128, quantized.HALF),
-        ("bf16", 65, 4, quantized.TABLE, 64, quantized.WIDE),
-        ("bf16", 1, 8, quantized.E4M3, 128, quantized.WIDE),
-        ("bf16", 64, 8, quantized.E4M3, 128, quantized.WIDE),
-        ("bf16", 65, 8, quantized.E4M3, 128, quantized.WIDE),
-        ("bf16", 1, 8, quantized.INTEGER, 4096, quantized.BRAIN),
-        ("bf16", 65, 8, quantized.INTEGER, 4096, quantized.BRAIN),
-        ("fp32", 1, 4, quantized.INTEGER, 128, quantized.HALF),
+    types = {"arrived": "*i32", "words": "*i32", "table": "*fp32", "sums": "*fp32"}
+    types |= {"zeros": "*fp32", "rows": "i32", "factor": "fp32"}
+    for dtype, rows, outputs, bits, kind, group, form in (
+        ("bf16", 1, 4096, 4, quantized.INTEGER, 128, quantized.HALF),
+        ("bf16", 1, 28672, 4, quantized.INTEGER, 128, quantized.HALF),
+        ("fp16", 1, 4096, 4, quantized.INTEGER, 128, quantized.HALF),
+        ("fp16", 17, 4096, 4, quantized.INTEGER, 32, quantized.HALF),
+        ("bf16", 64, 28672, 4, quantized.INTEGER, 128, quantized.HALF),
+        ("bf16", 65, 28672, 4, quantized.INTEGER, 128, quantized.HALF),
+        ("bf16", 64, 4096, 4, quantized.TABLE, 64, quantized.WIDE),
+        ("bf16", 1, 4096, 8, quantized.E4M3, 128, quantized.WIDE),
+        ("bf16", 64, 28672, 8, quantized.E4M3, 128, quantized.WIDE),
+        ("fp16", 65, 4096, 8, quantized.E4M3, 128, quantized.WIDE),
+        ("bf16", 1, 4096, 8, quantized.INTEGER, 4096, quantized.BRAIN),
+        ("bf16", 1, 4096, 8, quantized.INTEGER, 16, quantized.HALF),
+        ("fp32", 1, 4096, 4, quantized.INTEGER, 128, quantized.HALF),
     ):
         torchs = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-        shape = quantized.shape_for(rows, torchs, shared)
+        depth, part = quantized.DEPTH, quantized.DEPTH * bits // 16
+        parted = kind != quantized.TABLE and dtype != "fp32" and group % part == 0
+        nothing = torch.empty(outputs, 0)
+        weight = quantized.CodedWeight(
+            *(nothing, nothing, nothing, 4096, group, bits, kind, form), parted=parted
+        )
+        shape = quantized.shape_for(rows, weight, torchs, shared)
         more = types | dict.fromkeys(("x", "bias", "out"), f"*{dtype}")
-        more["groups"] = "*i32" if form else "*fp32"
-        constants = {
-            **{"INPUTS": 4096, "OUTPUTS": 4096, "ROW_WORDS": 4096 * bits // 32},
-            **{"DEPTH": quantized.DEPTH, "SPANS": max(quantized.DEPTH // group, 1)},
-            **{"GROUP": group, "GROUPS": 4096 // group, "GROUP_STRIDE": 4096, "KIND": kind},
+        more |= {"groups": "*i32" if form else "*fp32", "codes": "*i16" if parted else "*i32"}
+        whole = {
+            **{"INPUTS": 4096, "OUTPUTS": outputs, "ROW_CODES": 4096 * bits // 16},
+            **{"GROUP": group, "GROUP_STRIDE": outputs, "KIND": kind},
             **{"BITS": bits, "FORM": form, "MIDDLE": quantized.MIDDLES[bits], "ZEROS": False},
-            **{"BIAS": True, "ADD": True},
-            **{"ROWS": shape.rows, "COLUMNS": shape.columns, "SPLIT": 6 if shape.splits else 1},
         }
-        options = {"num_warps": shape.warps, "num_stages": shape.stages}
-        name = f"coded product {dtype} {rows}, {bits} bits, kind {kind}, groups of {group}"
-        yield name, quant_kernels.coded_product, more, constants, options
+        constants = whole | {
+            **{"DEPTH": depth, "SPANS": max(depth // group, 1), "GROUPS": 4096 // group},
+            **{"BIAS": True, "ADD": True, "SPLIT": 6, "PAIRS": True, "STAGES": shape.stages},
+            **{"ROWS": shape.rows, "COLUMNS": shape.columns, "ROW_WORDS": 4096 * bits // 32},
+        }
+        kernel = quant_kernels.coded_columns if parted else quant_kernels.coded_product
+        options = {"num_warps": shape.warps} | ({} if parted else {"num_stages": shape.stages})
+        of = f"{dtype} {rows} x {outputs}, {bits} bits, kind {kind}, groups of {group}"
+        yield f"coded product {of}", kernel, more, used(kernel, constants), options
+        more = whole | {"PART": part if parted else 1, "ROWS": 4, "COUNT": 256}
+        types_whole = types | {"groups": "*i32" if form else "*fp32", "out": f"*{dtype}"}
+        types_whole["codes"] = "*i16" if parted else "*i32"
+        kernel = quant_kernels.widen_codes
+        yield f"widen {of}", kernel, types_whole, used(kernel, more), {"num_warps": 4}
+
+
+def used(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
+    """Those constants that the kernel has."""
+    return {name: value for name, value in constants.items() if name in kernel.arg_names}
 
 
 def experts() -> Iterator[Kernel]:

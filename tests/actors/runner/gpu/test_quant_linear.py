@@ -34,12 +34,12 @@ from rayfin.actors.runner.gpu.weights import GatedMlp
 from rayfin.kernels.attention.triton_backend import TritonAttention
 from rayfin.kernels.triton.quantized import (
     DEPTH,
-    FEW,
     CodedWeight,
     _cores,
     pack_weight,
     parts_of,
     product,
+    shape_for,
 )
 
 Make = Callable[..., Any]
@@ -136,7 +136,7 @@ def test_codes_without_a_kernel_become_plain(
     load: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, plain = load("gptq", "llama")
-    monkeypatch.setattr("rayfin.actors.runner.gpu.quant_linear.pack_weight", lambda weight: None)
+    monkeypatch.setattr("rayfin.actors.runner.gpu.quant_linear.pack_weight", lambda *weight: None)
     assert pack_quantized(model) == 0 and not layers_of(model) and not quant_linears(model)
     assert "14 layers of codes that no kernel reads are plain" in caplog.text
     paged = PagedModel(model, paged_attention)
@@ -264,10 +264,11 @@ def test_a_graph_records_a_layer(kind: str) -> None:
     if kind == "e4m3":
         scale = torch.full((192, 16), 2.0**-8, device=DEVICE)
         weight = Grouped((plain * 256).to(torch.float8_e4m3fn), scale, 128, 8)
-    codes = pack_weight(weight)
-    assert codes is not None
-    tiles, blocks = 192 // FEW.columns, 2048 // DEPTH
-    assert parts_of(tiles, blocks, _cores(DEVICE)) > 1
+    codes = pack_weight(weight, torch.float16)
+    assert codes is not None and codes.parted
+    shape = shape_for(2, codes, torch.float16)
+    tiles, blocks = -(-192 // shape.columns), 2048 // DEPTH
+    assert parts_of(tiles, blocks, _cores(DEVICE) * shape.programs) > 1
     layer, x = TritonLinear(codes, None, plain.dtype), torch.randn(2, 2048, device=DEVICE).half()
     wanted = layer(x)
     expected = nn.functional.linear(x, weight.dense().half())
