@@ -29,18 +29,21 @@ from rayfin.kernels.staging import staged
 from rayfin.kernels.triton.products import NARROW
 from rayfin.kernels.triton.tile_map import ITEM_FIELDS, TileMap
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768)
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Tokens of the graphs. From 64 on gaps are narrower: the device computes what is padded."""
 
-MOST_TOKENS, MOST_WIDE_TOKENS = 1024, 256
+MOST_TOKENS, MOST_WIDE_TOKENS = 3072, 768
 """Tokens of the largest graph, of models up to `NARROW` and of wider ones.
 
-With more the device computes for longer than the host takes to launch (an estimate: not measured).
+With more the device computes for longer than the host takes to launch. That is some 15 ms for 28
+layers, in which an H200 computes 4096 tokens of the 0.6B shape, and gains nothing by a graph
+(``benchmarks/gpu.py --sections prompts``).
 """
 
-SPARE_TILES = 8
-"""Places for tiles of prompts beside those of one prompt and of split ones. With more tiles these
-are split less. Each place is a program in every layer, though it may have nothing to do."""
+SPARE_TILES, SPARE_SHARE = 8, 16
+"""Places for tiles of prompts beside those of one prompt and of split ones: at least so many, and
+one for each ``SPARE_SHARE`` tokens. With more prompts these are split less. Each place is a program
+in every layer, though it may have nothing to do; more of them do not show in a larger step."""
 
 ALIGNED_PLACES = 8
 """Items are of 40 bytes. Kernels are compiled for addresses that are multiples of 16."""
@@ -145,7 +148,8 @@ class StepLaunches:
     def _places(self, shape: TileShape, tokens: int) -> int:
         """Programs per head of a launch of the graph of so many ``tokens``."""
         rows = min(tokens, self._max_rows)
-        tiles = rows if shape.queries == 1 else tokens // shape.queries + SPARE_TILES
+        spare = max(SPARE_TILES, min(rows, tokens // SPARE_SHARE))
+        tiles = rows if shape.queries == 1 else tokens // shape.queries + spare
         return -(-(tiles + shape.programs) // ALIGNED_PLACES) * ALIGNED_PLACES
 
     def _make(self, sizes: Sizes, max_tokens: int, device: torch.device) -> _LaunchPair:

@@ -48,7 +48,7 @@ def test_buckets() -> None:
     assert token_buckets(3, 64) == [1, 2, 3]
     assert token_buckets(24, 64) == [1, 2, 4, 8, 16, 24]
     narrow, wide = token_buckets(8192, 1024), token_buckets(8192, 4096)
-    assert narrow[-1] == 1024 and wide[-1] == 256 and set(wide) < set(narrow)
+    assert narrow[-1] == 3072 and wide[-1] == 768 and set(wide) < set(narrow)
     assert narrow == sorted(set(narrow)) and token_buckets(512, 1024)[-1] == 512
     assert all(larger <= 2 * size for size, larger in zip(narrow, narrow[1:], strict=False))
 
