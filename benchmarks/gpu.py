@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from gpu_attention import attention, check_attention
 from gpu_bench import Bench
-from gpu_engine import actors, engine, fp8, graphs, idle, peer, prefill, release
+from gpu_engine import actors, engine, fp8, graphs, idle, peer, prefill, prompts, release
 from gpu_products import check_coded, check_products, kernels, matmul
-from gpu_steps import check_steps, steps, steps_8b
+from gpu_steps import check_steps, steps, steps_8b, steps_int4
 
 from rayfin import __version__
 
@@ -42,9 +42,11 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "matmul": matmul,
     "engine": engine,
     "prefill": prefill,
+    "prompts": prompts,
     "kernels": kernels,
     "steps": steps,
     "steps_8b": steps_8b,
+    "steps_int4": steps_int4,
     "fp8": fp8,
     "graphs": graphs,
     "idle": idle,
@@ -54,7 +56,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 CALLS = {  # of the first session on a GPU, in order; 5 is compute-sanitizer's and ncu's
     1: ("check", "attention", "matmul"),
     2: ("engine", "fp8", "prefill"),
-    3: ("kernels", "steps", "steps_8b"),
+    3: ("kernels", "steps", "steps_8b", "steps_int4", "prompts"),
     4: ("check", "attention", "steps", "graphs", "idle"),
     6: ("actors", "peer"),
 }

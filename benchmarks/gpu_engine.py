@@ -296,6 +296,21 @@ def idle(bench: Bench) -> None:
     release(bench)
 
 
+def prompts(bench: Bench) -> None:
+    """Steps of one short prompt each, beside the time of their kernels: the rest is the host's."""
+    columns = ("tokens", "ms, with scheduling and sampling", "ms of kernels")
+    table = bench.table("prompts", "A step of one prompt, 0.6B shape", columns)
+    with running(bench) as llm:
+        for tokens in (16, 64) if bench.toy else (16, 64, 256, 512, 1024, 4096):
+            shapes = [(tokens, 1)]
+            timed(llm, shapes)
+            took = min(timed(llm, shapes, seed) for seed in range(2 if bench.toy else 10))
+            busy = _busy_in(bench, llm, shapes)
+            table.add(tokens, f"{took * 1e3:.2f}", f"{busy * 1e3:.2f}")
+    del llm
+    release(bench)
+
+
 def _busy_in(bench: Bench, llm: LLM, shapes: list[tuple[int, int]]) -> float:
     activity = ProfilerActivity.CUDA if bench.on_gpu else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:

@@ -31,7 +31,7 @@ CODED = {  # products with weights of few bits: name -> (outputs, inputs)
     "8b gate, up": (28672, 4096),
     "8b down": (4096, 14336),
 }
-CODED_ROWS = (1, 16, 64, 256, 2048)
+CODED_ROWS = (1, 16, 64, 128, 256, 2048)
 GATED = {"0.6b gate, up": (6144, 1024), "8b gate, up": (28672, 4096)}
 ROWS = (1, 2, 4, 8)
 TORCHS_ROWS = (16, 64, 128)  # torch's products alone
@@ -87,17 +87,18 @@ def check_coded(bench: Bench) -> None:
         return
     columns = ("product", "rows", "largest difference, of the largest output")
     table = bench.table("check", "Check: products with weights of few bits", columns)
-    from rayfin.kernels.triton.quantized import add_product, pack_weight, product
+    from rayfin.kernels.triton.quantized import add_product, most_rows, pack_weight, product
 
     for name in CODED:
         for kind, weight in _grouped(CODED[name], bench).items():
-            codes = pack_weight(weight)
+            codes = pack_weight(weight, bench.dtype)
             assert codes is not None
             whole = weight.dense().to(bench.dtype).float()
-            for rows in (1, 16, 64, 65, 256):
+            for rows in (1, 16, 17, 64, 65, 256):
                 x = _random(rows, whole.shape[1], bench)
                 wanted = F.linear(x.float(), whole)
-                bench.expect("coded_product", partial(product, x, codes, None))
+                kernel = "coded_columns" if rows <= most_rows(codes, x) else "widen_codes"
+                bench.expect(kernel, partial(product, x, codes, None))
                 hidden = torch.zeros(rows, len(whole), dtype=x.dtype, device=x.device)
                 add_product(x, codes, None, hidden)
                 for given in (product(x, codes, None), hidden):
@@ -122,18 +123,19 @@ def _grouped(shape: tuple[int, int], bench: Bench) -> dict[str, Grouped]:
 
 def _coded(bench: Bench) -> None:
     """Products with weights of few bits beside torch's with plain ones; targets in gpu.md."""
-    from rayfin.kernels.triton.quantized import pack_weight, product
+    from rayfin.kernels.triton.quantized import most_rows, pack_weight, product
 
     columns = ("product", "rows", "bits", "us", "torch's of 16 bits, us", "share of its floor")
     table = bench.table("kernels", "Products with weights of few bits", columns)
     for name, shape in CODED.items():
         plain = _weight(shape, bench)
         for kind, weight in _grouped(shape, bench).items():
-            codes = pack_weight(weight)
+            codes = pack_weight(weight, bench.dtype)
             assert codes is not None
             for rows in CODED_ROWS:
                 x = _random(rows, shape[1], bench)
-                bench.expect("coded_product", partial(product, x, codes, None))
+                kernel = "coded_columns" if rows <= most_rows(codes, x) else "widen_codes"
+                bench.expect(kernel, partial(product, x, codes, None))
                 took = bench.seconds(partial(product, x, codes, None))
                 torchs = bench.seconds(partial(F.linear, x, plain))
                 operations = 2 * rows * plain.numel() / bench.flops

@@ -34,14 +34,19 @@ def steps_8b(bench: Bench) -> None:
     _steps(bench, "8b")
 
 
-def _steps(bench: Bench, shape: str) -> None:
+def steps_int4(bench: Bench) -> None:
+    """The same with the 8B shape's linear layers in 4 bits, beside floors of 16."""
+    _steps(bench, "8b", "int4")
+
+
+def _steps(bench: Bench, shape: str, quantization: str | None = None) -> None:
     if not bench.on_gpu:
         print("\n(no graphs without a GPU)")
         return
     floors = Floors.of(shape_of(bench, shape)[1], bench.bandwidth, bench.flops)
-    section = "steps" if shape == "0.6b" else f"steps_{shape}"
-    name = f"{shape.upper()} shape"
-    with running(bench, shape) as llm:
+    section = "steps" if shape == "0.6b" else f"steps_{quantization or shape}"
+    name = f"{shape.upper()} shape" + (f", {quantization}" if quantization else "")
+    with running(bench, shape, quantization=quantization) as llm:
         runner = runner_of(llm)
         graphs = runner._graphs
         assert graphs is not None and runner._loaded.gpu_model is not None
@@ -60,6 +65,8 @@ def _steps(bench: Bench, shape: str) -> None:
             replay = load(graphs, rows, runner)
             named = bench.kernels(replay)
             assert any("attend_tiles" in name for name in named), "not the graph of our kernels"
+            kernels = ("coded_columns", "widen_codes")
+            assert not quantization or any(each in name for each in kernels for name in named)
             for name, (launches, took) in list(named.items())[:SHOWN]:
                 table.add(rows, name.split("(")[0][:60], launches, f"{took:.1f}")
         graphs.use(runner._slots)
