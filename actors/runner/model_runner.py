@@ -533,7 +533,8 @@ class ModelRunner:
         from rayfin.actors.runner.gpu.warm_up import warm_up
 
         sampler = self._sampler if self._samples and isinstance(self._sampler, Sampler) else None
-        sizes = (self._args.page_size, config.num_pages, config.max_model_len)
+        most = min(config.max_model_len, config.limits.max_batch_tokens)
+        sizes = (self._args.page_size, config.num_pages, most)
         warm_up(self._model, sampler, *sizes, self._loaded.device)
 
     def _decode_graphs(

@@ -10,8 +10,9 @@ from rayfin.actors.runner.sampling.sampler import Sampler
 from rayfin.actors.runner.step.batch import build_inputs
 from rayfin.actors.runner.step.request_slots import RequestSlots
 
-WARMED_TOKENS = (1, 2, 4, 17, 65)
-"""The heights of products of few rows, of tiles of weights of few bits, and a step of many rows."""
+WARMED_TOKENS = (1, 2, 4, 17, 33, 65, 129)
+"""The heights of products of few rows and of tiles of weights of few bits, and a step of many rows,
+for which these weights are made whole."""
 
 SETTINGS = Sampling(temperature=0.6, top_k=20, top_p=0.95)
 
@@ -22,20 +23,23 @@ def warm_up(
     sampler: Sampler | None,
     page_size: int,
     num_pages: int,
-    model_len: int,
+    most_tokens: int,
     device: torch.device,
 ) -> None:
     """Runs steps of a decode row, alone and with a prompt, and samples; writes over pages.
+
+    None has more than ``most_tokens``: the largest step, for which memory was measured, or a
+    request's length.
 
     A kernel compiles for about a second. A step that met it first would exceed the time limit of a
     step. ``sampler`` is None where a rank has no logits. A draft model's kernels are for its own
     sizes, so it runs the same steps.
     """
     if isinstance(model, DraftedModel):
-        own_len = min(model_len, model.draft_positions or model_len)
-        warm_up(model.draft, None, page_size, num_pages, own_len, device)
+        own = min(most_tokens, model.draft_positions or most_tokens)
+        warm_up(model.draft, None, page_size, num_pages, own, device)
     for tokens in WARMED_TOKENS:
-        if tokens > min(num_pages * page_size, model_len):
+        if tokens > min(num_pages * page_size, most_tokens):
             return
         info = first_step(tokens, page_size)
         slots = RequestSlots(2, len(info.new_pages))

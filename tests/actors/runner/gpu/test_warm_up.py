@@ -18,8 +18,10 @@ pytest.importorskip("triton")
 from rayfin.actors.runner.gpu import warm_up as module
 from rayfin.actors.runner.gpu.warm_up import WARMED_TOKENS, warm_up
 from rayfin.actors.step_cost import StepCost
+from rayfin.kernels.grouped import Grouped
+from rayfin.kernels.triton import quantized
 from rayfin.kernels.triton.products import FEW_ROWS, _programs
-from rayfin.kernels.triton.quantized import shape_for
+from rayfin.kernels.triton.quantized import CodedWeight, most_rows, pack_weight, shape_for
 
 Make = Callable[..., Any]
 CPU = torch.device("cpu")
@@ -39,7 +41,7 @@ class Recording:
         return torch.zeros(len(inputs.sampled), 7)
 
 
-def run(num_pages: int, model_len: int) -> tuple[list[StepInputs], list[SamplingRows]]:
+def run(num_pages: int, most_tokens: int) -> tuple[list[StepInputs], list[SamplingRows]]:
     drawn: list[SamplingRows] = []
 
     def sample(logits: torch.Tensor, rows: SamplingRows, allowed: Any = None) -> torch.Tensor:
@@ -48,34 +50,59 @@ def run(num_pages: int, model_len: int) -> tuple[list[StepInputs], list[Sampling
 
     model = Recording()
     sampler = Sampler(RequestSlots(1, 1), CPU, sample)
-    warm_up(model, sampler, 4, num_pages, model_len, CPU)  # type: ignore[arg-type]
+    warm_up(model, sampler, 4, num_pages, most_tokens, CPU)  # type: ignore[arg-type]
     return model.steps, drawn
 
 
-def test_every_height_of_tiles_and_a_step_of_many_rows() -> None:
+def coded_weights() -> list[CodedWeight]:
+    """Weights of codes for each of their kernels, of few and of many outputs."""
+    made = []
+    for outputs in (8, quantized.SHORT + 1):
+        codes = torch.zeros(outputs, 128, dtype=torch.uint8)
+        plain = Grouped(codes, torch.ones(outputs, 1), 128, 4)
+        for weight in (plain, replace(plain, table=torch.zeros(16))):
+            coded = pack_weight(weight, torch.bfloat16)
+            assert coded is not None
+            made.append(coded)
+    assert [weight.parted for weight in made] == [True, False] * 2
+    return made
+
+
+def test_every_height_of_tiles_and_a_step_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """As they are compiled for: no later step meets a product's kernel first."""
-    steps, drawn = run(num_pages=100, model_len=1000)
+    steps, drawn = run(num_pages=100, most_tokens=1000)
     lengths = [len(step.input_ids) for step in steps]
     few = [length for length in lengths if length <= FEW_ROWS]
     heights = [_programs(rows, 1024, 1024, torch.bfloat16)[1]["ROWS"] for rows in range(1, 5)]
     assert FEW_ROWS == 4 and set(few) == set(heights)
+
+    def way(rows: int, weight: CodedWeight) -> object:
+        """The tile of a product with codes; "whole" where another kernel makes the weight so."""
+        x, shared = torch.empty(rows, 128, dtype=torch.bfloat16), quantized.shared_bytes(CPU)
+        return "whole" if rows > most_rows(weight, x) else shape_for(rows, weight, x.dtype, shared)
+
     for shared in (99 << 10, 227 << 10):
-        wanted, met = (
-            {shape_for(rows, torch.bfloat16, shared) for rows in heights}
-            for heights in (range(1, 2000), lengths)
-        )
-        assert met == wanted, "a tile of weights of few bits is not compiled"
+        monkeypatch.setattr(quantized, "shared_bytes", lambda device, size=shared: size)
+        for weight in coded_weights():
+            wanted, met = (
+                {way(rows, weight) for rows in heights} for heights in (range(1, 300), lengths)
+            )
+            assert met == wanted, "a tile of weights of few bits is not compiled"
+            assert "whole" in met
     assert max(lengths) > FEW_ROWS and tuple(lengths) == WARMED_TOKENS
-    assert [step.batch.rows for step in steps] == [1, 2, 2, 2, 2]
+    assert [step.batch.rows for step in steps] == [1, 2, 2, 2, 2, 2, 2]
     for step in steps:  # tiles of decodes and of prompts
         assert step.batch.decoding == 1
         assert step.batch.slots.max() < 100 * 4
     assert len(drawn) == len(steps) and drawn[0].any_top_k and drawn[0].any_top_p
 
 
-def test_no_step_is_longer_than_the_pages_or_the_model() -> None:
-    assert [len(step.input_ids) for step in run(num_pages=9, model_len=1000)[0]] == [1, 2, 4, 17]
-    assert [len(step.input_ids) for step in run(num_pages=100, model_len=3)[0]] == [1, 2]
+def test_no_step_is_longer_than_the_pages_or_what_is_allowed() -> None:
+    def lengths(num_pages: int, most_tokens: int) -> list[int]:
+        return [len(step.input_ids) for step in run(num_pages, most_tokens)[0]]
+
+    assert lengths(num_pages=9, most_tokens=1000) == [1, 2, 4, 17, 33]
+    assert lengths(num_pages=100, most_tokens=3) == [1, 2]
 
 
 def test_a_runner_on_a_gpu_starts_with_it(
@@ -85,6 +112,7 @@ def test_a_runner_on_a_gpu_starts_with_it(
     monkeypatch.setattr(module, "warm_up", lambda *inputs: called.append(inputs))
     runner = served(tiny_model("llama").folder).runner
     config = runner._bound[0]
+    most = min(config.max_model_len, config.limits.max_batch_tokens)
     called.clear()
     runner._warm_up(config)
     assert not called, "a CPU compiles nothing"
@@ -92,7 +120,10 @@ def test_a_runner_on_a_gpu_starts_with_it(
     runner._warm_up(config)
     ((_, sampler, *sizes),) = called
     assert sampler is runner._sampler
-    assert sizes == [4, config.num_pages, config.max_model_len, torch.device("cuda")]
+    assert sizes == [4, config.num_pages, most, torch.device("cuda")]
+    limits = replace(config.limits, max_batch_tokens=5)
+    runner._warm_up(replace(config, limits=limits))
+    assert called[-1][4] == 5, "memory was measured for steps of no more tokens"
 
 
 def test_a_draft_model_runs_the_steps_too() -> None:
@@ -102,7 +133,7 @@ def test_a_draft_model_runs_the_steps_too() -> None:
     pair = DraftedModel(target, draft, 40)  # type: ignore[arg-type]
     warm_up(pair, None, 4, 100, 1000, CPU)
     lengths = [[len(step.input_ids) for step in model.steps] for model in (target, draft)]
-    assert lengths == [[1, 2, 4, 17, 65], [1, 2, 4, 17, 1, 3, 16]]
+    assert lengths == [list(WARMED_TOKENS), [1, 2, 4, 17, 33, 1, 3, 16, 32]]
 
 
 def test_steps_are_timed_when_their_kernels_are_compiled(
