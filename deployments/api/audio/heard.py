@@ -1,5 +1,6 @@
 """The transcript in an answer, apart from what a model writes before it."""
 
+NO_LANGUAGE = "None"  # what a model writes that hears no speech
 MOST_HELD = 64  # characters of a language and its mark
 
 
@@ -24,7 +25,8 @@ class HeardText:
                 return ""
             self._open = True
             if found:
-                self.language = before.strip().removeprefix("language ") or None
+                language = before.strip().removeprefix("language ").strip()
+                self.language = None if language == NO_LANGUAGE else language or None
             else:
                 text = self._held
         self.text += text

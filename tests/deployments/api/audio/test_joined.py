@@ -46,3 +46,7 @@ def test_languages() -> None:
     own.push(1, "language German<asr_text>Tag", last=True)
     assert own.language == "German" and own.text == ""
     assert own.push(0, "language None<asr_text>Hm", last=True) == "Hm Tag"
+    assert own.language == "German"
+    silent = joined(1, "<asr_text>")
+    assert silent.push(0, "language None<asr_text>", last=True) == ""
+    assert silent.language is None
