@@ -159,13 +159,14 @@ class Generation:
         Closing it aborts the engine requests that still run.
 
         Args:
-            at_once: choices that run side by side, the first ones first; None: all.
+            at_once: choices that run side by side, the first ones first, and of which all but the
+                first one wait for a full queue; None: all, and none waits.
         """
         if self._searches:
             streams = [self._run_search(group) for group in self._by_prompt()]
         else:
             start: Callable[[Choice], Deltas] = self._run_choice
-            if at_once is not None and at_once < len(self.choices):
+            if at_once is not None and len(self.choices) > 1:
                 start = partial(self._run_in_turn, asyncio.Semaphore(at_once))
             streams = [start(choice) for choice in self.choices]
         return streams[0] if len(streams) == 1 else merged(streams)
@@ -222,7 +223,8 @@ class Generation:
         every, count = self._candidates, len(self._candidates) // len(self.prompts)
         return [every[i : i + count] for i in range(0, len(every), count)]
 
-    async def _run_choice(self, choice: Choice) -> Deltas:
+    async def _run_choice(self, choice: Choice, waits: bool = False) -> Deltas:
+        """The deltas of a choice; one that ``waits`` is run again if a full queue refuses it."""
         try:
             for delta in choice.earlier:
                 yield choice, self._append(choice, delta)
@@ -240,30 +242,36 @@ class Generation:
                     if choice.output.finished:
                         return
             raise RequestFailed("The engine failed on this request.")
-        except RayfinError:
-            self._refund()
+        except RayfinError as error:
+            if not (waits and isinstance(error, Overloaded)):
+                self._refund()
             raise
 
     async def _run_in_turn(self, gate: asyncio.Semaphore, choice: Choice) -> Deltas:
-        """A choice once the gate lets it in; what it waits counts for its timeout.
+        """A choice once the gate lets it in; what it waits counts for its timeout alone.
 
-        A full queue refuses the first choices. Later ones wait for it: much has been done already.
+        A full queue refuses the first choice. The others wait for it: the queue may be shorter than
+        they are many, and later on much has been done already.
         """
-        came, timeout, late = time.monotonic(), choice.request.timeout, gate.locked()
+        came, request, waits = time.monotonic(), choice.request, choice is not self.choices[0]
+        timeout, arrival = request.timeout, request.arrival
         async with gate:
             while True:
-                left = math.inf if timeout is None else timeout - (time.monotonic() - came)
+                waited = time.monotonic() - came
+                request.arrival = arrival + waited
+                left = math.inf if timeout is None else timeout - waited
                 if timeout is not None:
-                    choice.request.timeout = max(left, LEAST_TIMEOUT)
+                    request.timeout = max(left, LEAST_TIMEOUT)
                 begun = False
                 try:
-                    async with aclosing(self._run_choice(choice)) as deltas:
+                    async with aclosing(self._run_choice(choice, waits)) as deltas:
                         async for item in deltas:
                             begun = True
                             yield item
                     return
                 except Overloaded:
-                    if begun or not late or left <= 0:
+                    if begun or not waits or left <= 0:
+                        self._refund()
                         raise
                 await asyncio.sleep(RETRY_AFTER_SECONDS)
 

@@ -19,6 +19,7 @@ from rayfin.actors.media.processed import WORDS, MediaProcessor, ProcessedMedia,
 from rayfin.deployments.media.cuts import cut_at_quiet
 from rayfin.deployments.media.decode import Pictures
 from rayfin.deployments.media.parts import A, MediaPart, read_part
+from rayfin.deployments.media.room import RecordingPlace, RecordingRoom
 from rayfin.deployments.media.settings import MediaSettings
 from rayfin.deployments.media.sound import Clips
 from rayfin.deployments.telemetry.image_counters import ImageCounters
@@ -59,6 +60,7 @@ class MediaReader:
         count = min(4, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(count, "media")
         self._recordings = ThreadPoolExecutor(count, "recordings")  # each may take many seconds
+        self.room = RecordingRoom(self.settings.max_held_bytes)
         self.counts = ImageCounters()
         self._cache = _Processed(self.settings.cache_bytes)
 
@@ -116,25 +118,36 @@ class MediaReader:
         work = (loop.run_in_executor(self._threads, self.process, part) for part in files)
         return list(await asyncio.gather(*work))
 
-    async def read_recording(self, data: bytes, param: str) -> list[ProcessedMedia]:
+    async def read_recording(
+        self, data: bytes, param: str, place: RecordingPlace
+    ) -> list[ProcessedMedia]:
         """A recording as clips in order, each as long as the model hears well, or shorter.
+
+        Args:
+            place: of ``room``; when this returns it holds what the clips have.
 
         Raises:
             InvalidRequest: it is no audio, too long, or too short for a token.
+            Overloaded: other recordings hold too much.
         """
         gone = threading.Event()  # its client
         try:
             self.counts.images.observe(1)
+            place.take(len(data))
             loop = asyncio.get_running_loop()
-            work = partial(self._recording, data, param, gone)
-            return await loop.run_in_executor(self._recordings, work)
+            work = partial(self._recording, data, param, place, gone)
+            clips = await loop.run_in_executor(self._recordings, work)
+            place.take(-len(data))
+            return clips
         except RayfinError as error:
             self.counts.refused(error.code)
             raise
         finally:
             gone.set()
 
-    def _recording(self, data: bytes, param: str, gone: threading.Event) -> list[ProcessedMedia]:
+    def _recording(
+        self, data: bytes, param: str, place: RecordingPlace, gone: threading.Event
+    ) -> list[ProcessedMedia]:
         """One clip after another: its samples are there only while they are processed."""
         own, settings = self.processor, self.settings
         assert isinstance(self._open, Clips) and isinstance(own, AudioProcessor)
@@ -147,6 +160,7 @@ class MediaReader:
                 if gone.is_set():
                     return []
                 made.append(self._process(clip))
+                place.take(made[-1].num_bytes)
         except InvalidRequest as error:
             error.param = param
             raise

@@ -23,6 +23,7 @@ class MediaSettings:
     chunk_seconds: float | None = None  # of a clip of a recording; None: the model's own window
     max_upload_seconds: float = 3600.0  # of a recording that is to be written down
     max_upload_bytes: int = 25 * MEBIBYTE  # the same, of its file
+    max_held_bytes: int = 2**30  # of all recordings that are written down now
     max_bytes: int = 20 * MEBIBYTE  # of a file ...
     max_total_bytes: int = 64 * MEBIBYTE  # ... and of all in a request
     timeout: float = 5.0  # seconds of a fetch, redirects included

@@ -6,6 +6,7 @@ import math
 import time
 import uuid
 from collections.abc import Iterable
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -53,6 +54,7 @@ class TranscriptionAdapter(GenerationAdapter):
 
     def __init__(self, service: OpenAIService, media: MediaReader, form: AudioForm) -> None:
         self._service, self._media, self._form = service, media, form
+        self._place = media.room.place()
         self._frame: dict[str, Any] = {
             "id": f"trsc-{uuid.uuid4().hex}",
             "object": OBJECTS[form.task],
@@ -64,10 +66,17 @@ class TranscriptionAdapter(GenerationAdapter):
             self.media_type = "text/plain; charset=utf-8"
 
     async def prepare(self, request: Request) -> Generation:
+        try:
+            return await self._prepared(request)
+        except BaseException:
+            self._place.leave()
+            raise
+
+    async def _prepared(self, request: Request) -> Generation:
         form, service = self._form, self._service
         with rename_error_params({"max_tokens": "max_completion_tokens"}):
             params = form.sampling_params(service.sampling_defaults)
-            prompt = await speech_prompt(service, self._media, form)
+            prompt = await speech_prompt(service, self._media, form, self._place)
             self._form = replace(form, data=b"")  # a stream may take minutes
             self._seconds = prompt.seconds
             known = form.language is not None or form.task == "translate"
@@ -89,8 +98,16 @@ class TranscriptionAdapter(GenerationAdapter):
         self._generation.headers |= ignored_header([*form.ignored, *prompt.unread])
         return self._generation
 
-    def run(self, generation: Generation) -> Deltas:
-        return generation.run(AT_ONCE)
+    async def run(self, generation: Generation) -> Deltas:
+        try:
+            async with aclosing(generation.run(AT_ONCE)) as deltas:
+                async for item in deltas:
+                    yield item
+        finally:
+            self._place.leave()
+
+    def discard(self) -> None:
+        self._place.leave()
 
     def reply(self, generation: Generation) -> str:
         form = self._form

@@ -11,6 +11,7 @@ from rayfin.deployments.api.audio.form import AudioForm
 from rayfin.deployments.generation.prompts import chat_ids
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.media.reader import MediaReader
+from rayfin.deployments.media.room import RecordingPlace
 from rayfin.deployments.text.messages import PlacedPart
 from rayfin.deployments.text.opening import ChatPrompt
 
@@ -28,12 +29,13 @@ class SpeechPrompt(NamedTuple):
 
 
 async def speech_prompt(
-    service: OpenAIService, media: MediaReader, form: AudioForm
+    service: OpenAIService, media: MediaReader, form: AudioForm, place: RecordingPlace
 ) -> SpeechPrompt:
     """The prompts that ask for what the form wants, one for each clip.
 
     Raises:
         InvalidRequest: the file is no audio, too long, or does not fit.
+        Overloaded: other recordings hold too much.
     """
     assert isinstance(media.processor, AudioProcessor)
     own = media.processor.transcription
@@ -44,7 +46,7 @@ async def speech_prompt(
         unread = ("prompt",) if form.prompt and not own.takes_hint else ()
     else:
         ids = await _chat_form(service, form, own)
-    read = await media.read_recording(form.data, FILE)
+    read = await media.read_recording(form.data, FILE, place)
     clips = [ChatPrompt(*media.place(ids, [clip], FILE)) for clip in read]
     return SpeechPrompt(clips, sum(clip.seconds for clip in read), own, unread)
 

@@ -13,13 +13,16 @@ def add_audio_routes(app: FastAPI, models: ServedModels) -> None:
 
     async def answer(request: Request, task: Task) -> Response:
         async def check(name: str | None) -> None:
-            await models.resolve_hearing(request, name)
+            _, media = await models.resolve_hearing(request, name)
+            media.room.check()
 
         if not models.max_upload_bytes:
             await check(None)  # which says what the first model does instead
         form = await read_form(request, task, models.max_upload_bytes, check)
         service, media = await models.resolve_hearing(request, form.model)
-        return await GenerationRoute(TranscriptionAdapter(service, media, form)).answer(request, {})
+        adapter = TranscriptionAdapter(service, media, form)
+        del form  # with the file, which the adapter forgets once it is read
+        return await GenerationRoute(adapter).answer(request, {})
 
     @app.post("/v1/audio/transcriptions")
     async def transcriptions(request: Request) -> Response:

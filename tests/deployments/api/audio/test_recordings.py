@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from audio_models import RATE, AudioModel, tone, wav
-from rayfin.actors.errors import Overloaded
+from rayfin.actors.errors import Overloaded, RayfinError, RequestFailed
 from rayfin.actors.messages import EngineRequest, TokenDelta
 from rayfin.deployments.api.audio.adapter import AT_ONCE
 from rayfin.deployments.api.audio.heard import HeardText
 from rayfin.deployments.api.audio.joined import JoinedText
 from rayfin.deployments.generation import generation
 from rayfin.deployments.media.cuts import cut_at_quiet
+from rayfin.deployments.media.room import RecordingRoom
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.anyio
@@ -88,18 +89,26 @@ async def test_a_stream(client: httpx.AsyncClient, tiny: AudioModel) -> None:
 class Holding:
     """An engine that takes requests and answers none of them, until it is let go or fails one."""
 
-    def __init__(self, fails: int | None = None, seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        fails: int | None = None,
+        seconds: float | None = None,
+        error: type[RayfinError] = Overloaded,
+    ) -> None:
         self.taken: list[EngineRequest] = []
+        self.arrivals: list[float] = []
         self.open = self.most = 0
         self._fails, self._seconds = fails, seconds  # the number of the one to fail
+        self._error = error
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         self.taken.append(request)
+        self.arrivals.append(request.arrival)
         self.open += 1
         self.most = max(self.most, self.open)
         try:
             if len(self.taken) - 1 == self._fails:
-                raise Overloaded("no room")
+                raise self._error("no room")
             if self._seconds is None:
                 await asyncio.Event().wait()
             else:
@@ -134,10 +143,12 @@ async def test_a_client_that_leaves(client: httpx.AsyncClient, hold: Any, stream
 
 async def test_a_clip_that_fails(client: httpx.AsyncClient, hold: Any) -> None:
     """Its error is the request's, and the others are aborted."""
-    held = hold(fails=2)
-    reply = await post(client)
-    assert reply.status_code == 429 and reply.json()["error"]["message"] == "no room"
-    assert held.open == 0
+    for fails, error, status in ((2, RequestFailed, 500), (0, Overloaded, 429)):
+        held = hold(fails=fails, error=error)
+        reply = await post(client)
+        assert reply.status_code == status and reply.json()["error"]["message"] == "no room"
+        assert held.open == 0
+        assert client.media.room.num_bytes == 0  # type: ignore[attr-defined]
 
 
 async def test_a_queue_that_fills_up(
@@ -152,6 +163,12 @@ async def test_a_queue_that_fills_up(
     names = [request.request_id for request in held.taken]
     assert len(names) == len(set(names)) + 1
     assert names.count(names[AT_ONCE + 1]) == 2
+    # A queue may be shorter than the clips are many: all but the first one wait for it.
+    held = hold(seconds=0.01, fails=1)
+    reply = await post(client)
+    assert reply.status_code == 200, reply.text
+    names = [request.request_id for request in held.taken]
+    assert names.count(names[1]) == 2
     held = hold(seconds=0.1, fails=AT_ONCE + 1)
     reply = await post(client, recording, headers={"x-request-timeout-ms": "50"})
     assert reply.status_code == 429
@@ -169,6 +186,39 @@ async def test_timeouts_count_what_a_clip_waits(client: httpx.AsyncClient, hold:
     assert all(own <= 59.96 for own in timeouts[AT_ONCE:])
     names = [request.request_id for request in held.taken]
     assert names == sorted(names, key=lambda name: int(name.split("-")[2]))
+
+
+async def test_times_of_late_clips(client: httpx.AsyncClient, hold: Any) -> None:
+    """What a clip waits for its turn is no time of its own: not to its first token, say."""
+    held = hold(seconds=0.1)
+    reply = await post(client, np.tile(tone(3, 1.0), 11))
+    assert reply.status_code == 200, reply.text
+    first, late = held.arrivals[0], held.arrivals[AT_ONCE:]
+    assert late and min(late) >= first + 0.1
+
+
+async def test_room_for_recordings(client: httpx.AsyncClient, hold: Any) -> None:
+    """One is taken however large it is; another one finds no room until the first has ended."""
+    media: Any = client.media  # type: ignore[attr-defined]
+    media.room = RecordingRoom(10)
+    held = hold()
+    asking = asyncio.create_task(post(client))
+    while not held.taken:
+        await asyncio.sleep(0.01)
+    features = media.room.num_bytes
+    assert features > 10
+    for stream in ("false", "true"):
+        reply = await post(client, stream=stream)
+        assert reply.status_code == 429, reply.text
+        assert "hold" in reply.json()["error"]["message"]
+    assert media.room.num_bytes == features
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert media.room.num_bytes == 0
+    hold(seconds=0.01)
+    for more in ({}, {"stream": "true"}, {"language": "xx-no-such"}, {"temperature": "-1"}):
+        await post(client, **more)
+        assert media.room.num_bytes == 0
 
 
 async def test_a_recording_that_is_too_long(client: httpx.AsyncClient) -> None:
