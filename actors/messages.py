@@ -194,6 +194,7 @@ class EngineRequest:
     parent_key: int | None = None  # key of an earlier choice of the same prompt, to fork from
     beams: BeamParams | None = None
     satisfied: bool = False  # the client's: a stop string came, so to close its stream is no abort
+    underway: bool = False  # the client's: others of the same HTTP request have had an engine
     deaths: int = 0  # of engines and runners, while they had it in flight
     session: str = ""  # requests of one go to one engine, as long as it takes them
     receipt: Receipt | None = None  # its tokens stay known for a while after its end, to go on from

@@ -57,7 +57,7 @@ class Patience:
     """How long requests wait for an engine while there is none, in seconds."""
 
     newcomer: float = 25.0  # one that no engine has had yet
-    stream: float = 120.0  # one that has lost its engine
+    stream: float = 120.0  # one that has lost its engine, or that is underway
 
 
 class EngineSource:
@@ -336,7 +336,7 @@ class EnginePool:
         while not (ready := self._ready(refused) or self._ready()):
             if self._over:
                 raise EngineUnavailable("the server is being stopped")
-            if self._all_asleep and not replay.begun:  # a stream waits
+            if self._all_asleep and not (replay.begun or replay.underway):  # a stream waits
                 raise EngineAsleep("every engine sleeps, until an operator wakes it")
             seconds, tokens = self._seconds_left(replay), len(request.prompt)
             if not waited and not replay.attempts:
@@ -372,7 +372,8 @@ class EnginePool:
             DeadlineExceeded: its own deadline has passed.
         """
         now = _now()
-        patience = self._patience.stream if replay.attempts else self._patience.newcomer
+        known = replay.attempts or replay.underway
+        patience = self._patience.stream if known else self._patience.newcomer
         left = replay.waiting_since + patience - now
         own_left = replay.left(now)
         if left <= 0:

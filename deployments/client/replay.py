@@ -39,6 +39,11 @@ class Replay:
         """Whether it has output."""
         return bool(self._output)
 
+    @property
+    def underway(self) -> bool:
+        """See ``EngineRequest``."""
+        return self._source.underway
+
     def attempt(self, now: float) -> EngineRequest:
         """The request to send next.
 

@@ -258,7 +258,7 @@ class Generation:
         async with gate:
             while True:
                 waited = time.monotonic() - came
-                request.arrival = arrival + waited
+                request.arrival, request.underway = arrival + waited, waits and self._started
                 left = math.inf if timeout is None else timeout - waited
                 if timeout is not None:
                     request.timeout = max(left, LEAST_TIMEOUT)

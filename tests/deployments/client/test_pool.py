@@ -347,6 +347,27 @@ async def test_no_engine(client: EnginePool, engines: list[FakeScheduler]) -> No
     assert await client.stats() == {}
 
 
+async def test_no_engine_for_one_that_is_underway(
+    client: EnginePool, engines: list[FakeScheduler]
+) -> None:
+    """It waits as long as a stream that has lost its engine, and new requests end before."""
+    await client.info()
+    lost = engines.pop()
+    lost.die()
+    await until(lambda: not client._connections)
+    late = request("late")
+    late.underway = True
+    waiting = asyncio.create_task(anext(client.stream(late)))
+    with pytest.raises(EngineUnavailable, match="no engine has taken the request for 0.2 s"):
+        await read(client, "a")
+    engines.append(FakeScheduler())
+    await until(lambda: engines[0].calls)
+    ((requests, _, _),) = engines[0].calls
+    assert [own.request_id for own in requests] == ["late"]
+    engines[0].say((requests[0].key, 10))
+    assert (await waiting).tokens == [10]
+
+
 async def test_there_never_was_an_engine(anyio_backend: str) -> None:
     client = EnginePool("edge", dict, patience=Patience(newcomer=0.01))
     with pytest.raises(EngineUnavailable, match="no engine is ready"):

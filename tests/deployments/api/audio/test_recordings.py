@@ -195,6 +195,8 @@ async def test_times_of_late_clips(client: httpx.AsyncClient, hold: Any) -> None
     assert reply.status_code == 200, reply.text
     first, late = held.arrivals[0], held.arrivals[AT_ONCE:]
     assert late and min(late) >= first + 0.1
+    # If there is no engine meanwhile they wait for one as long as those that have begun.
+    assert [own.underway for own in held.taken] == [False] * AT_ONCE + [True] * len(late)
 
 
 async def test_room_for_recordings(client: httpx.AsyncClient, hold: Any) -> None:
