@@ -122,7 +122,7 @@ class TranscriptionAdapter(GenerationAdapter):
         return VerboseTranscript(
             task=form.task,
             language=form.language or self._heard.language,
-            duration=round(self._seconds, 3),
+            duration=self._seconds,
             text=text,
             usage=usage,
         ).model_dump_json()

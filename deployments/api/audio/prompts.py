@@ -48,7 +48,9 @@ async def speech_prompt(
         ids = await _chat_form(service, form, own)
     read = await media.read_recording(form.data, FILE, place)
     clips = [ChatPrompt(*media.place(ids, [clip], FILE)) for clip in read]
-    return SpeechPrompt(clips, sum(clip.seconds for clip in read), own, unread)
+    # A sum of floats may be over a whole second by its last bit, and seconds are rounded up.
+    seconds = round(sum(clip.seconds for clip in read), 3)
+    return SpeechPrompt(clips, seconds, own, unread)
 
 
 async def _chat_form(service: OpenAIService, form: AudioForm, own: Transcription) -> list[int]:

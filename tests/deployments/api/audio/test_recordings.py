@@ -70,6 +70,10 @@ async def test_a_long_recording(client: httpx.AsyncClient, tiny: AudioModel) -> 
     assert [request.prompt.tolist() for request in engine.seen] == prompts
     verbose = (await post(client, response_format="verbose_json")).json()
     assert (verbose["duration"], verbose["text"]) == (3.3, text)
+    whole_seconds = tone(2, 3.0)
+    lengths = [len(clip) / RATE for clip in cut_at_quiet([whole_seconds], RATE, 1.0)]
+    assert sum(lengths) > 3.0  # as floats
+    assert (await post(client, whole_seconds)).json()["usage"]["seconds"] == 3
 
 
 async def test_a_stream(client: httpx.AsyncClient, tiny: AudioModel) -> None:
