@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -127,6 +128,7 @@ logger = logging.getLogger("rayfin.http")
 IDEMPOTENCY_KEY = "idempotency-key"
 REPLAYED = b"idempotent-replayed"  # Stripe's name for it
 KEY = re.compile(r"[ -~]{1,255}")
+LONG_BODY = 2**20  # bytes from which to digest them leaves the event loop
 
 
 class Idempotency:
@@ -156,12 +158,14 @@ class Idempotency:
         except ClientDisconnect:
             raise ClientGone from None
         tenant = scope.get("state", {}).get("tenant", "")
-        digest = _digest(scope, body)
+        short = len(body) < LONG_BODY
+        digest = _digest(scope, body) if short else await asyncio.to_thread(_digest, scope, body)
         answer = self._answers.get(tenant, keys[0])
         known = answer is not None
         if answer is None:
             answer = self._answers.new(tenant, keys[0], digest)
             answer.task = asyncio.create_task(self._run(scope, body, answer))
+        del body  # a recording has 25 MiB, and its answer may take minutes
         if answer.digest != digest:
             raise HTTPException(409, "This Idempotency-Key came with another request before.")
         await _replay(answer, receive, _marked(send) if known else send)
@@ -169,6 +173,7 @@ class Idempotency:
     async def _run(self, scope: Scope, body: bytes, answer: Answer) -> None:
         """Computes the answer, independent of any one client."""
         unsent = [{"type": "http.request", "body": body, "more_body": False}]
+        del body
         good = True
 
         async def receive() -> Message:
@@ -198,6 +203,12 @@ class Idempotency:
 def _digest(scope: Scope, body: bytes) -> bytes:
     """Two requests with the same digest ask for the same."""
     kind = Headers(scope=scope).get("content-type", "")
+    if kind.lower().startswith("multipart/"):
+        # Each try of a client separates the fields of its form by another boundary.
+        boundary = parse_options_header(kind)[1].get(b"boundary", b"")
+        if boundary:
+            kind = kind.replace(boundary.decode("latin-1"), "")
+            body = body.replace(boundary, b"")
     digest = hashlib.sha256()
     for part in (scope["path"].encode(), scope["query_string"], kind.encode(), body):
         digest.update(len(part).to_bytes(8, "big") + part)

@@ -192,6 +192,24 @@ async def test_timeouts_count_what_a_clip_waits(client: httpx.AsyncClient, hold:
     assert names == sorted(names, key=lambda name: int(name.split("-")[2]))
 
 
+async def test_an_idempotency_key(client: httpx.AsyncClient) -> None:
+    """A form that is sent again has another boundary, and the same answer."""
+    engine: Any = client.engine  # type: ignore[attr-defined]
+    engine.seen.clear()
+    headers = {"Idempotency-Key": "order 1"}
+    first, again = [await post(client, headers=headers) for _ in range(2)]
+    count = len(engine.seen)
+    assert again.status_code == 200 and again.content == first.content
+    assert "idempotent-replayed" in again.headers and "idempotent-replayed" not in first.headers
+    assert first.request.headers["content-type"] != again.request.headers["content-type"]
+    for other in (
+        await post(client, tone(8, 3.3), headers=headers),
+        await post(client, language="de", headers=headers),
+    ):
+        assert other.status_code == 409
+    assert len(engine.seen) == count
+
+
 async def test_times_of_late_clips(client: httpx.AsyncClient, hold: Any) -> None:
     """What a clip waits for its turn is no time of its own: not to its first token, say."""
     held = hold(seconds=0.1)
