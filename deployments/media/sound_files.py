@@ -17,7 +17,8 @@ import numpy.typing as npt
 from rayfin.deployments.media.mp3_tag import endless_mp3
 
 FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")  # as soundfile calls them
-BLOCK = 2**20  # numbers that are decoded at once
+BLOCK = 2**20  # numbers that are decoded at once, at most ...
+LONGEST_BLOCK = 60  # ... and seconds: of a low rate a second becomes many more numbers
 UNKNOWN = 2**62  # libsndfile counts so many samples or more where a header has no number
 
 ID3 = b"ID3"  # tags before an MP3, and before some FLACs
@@ -128,6 +129,6 @@ def _open_flac(soundfile: Any, data: bytes) -> Iterator[SoundFile]:
 
 
 def _blocks(file: Any) -> Iterator[Block]:
-    size = max(1, BLOCK // file.channels)
+    size = max(1, min(BLOCK // file.channels, LONGEST_BLOCK * file.samplerate))
     while len(block := file.read(size, dtype="float32", always_2d=True)):
         yield block

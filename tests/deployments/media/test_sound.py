@@ -74,6 +74,14 @@ def test_tags_behind_a_flac() -> None:
         clips().decode(flac(3.0, 50_000), PATH)
 
 
+def test_blocks_of_a_low_rate_are_short() -> None:
+    """A file of kilobytes must not take gigabytes: at the model's rate it has many more samples."""
+    silence = np.zeros(300 * 1000, np.float32)
+    blocks = list(clips(600.0).recording(wav(silence, 1000, form="FLAC"), PATH))
+    assert sum(map(len, blocks)) == 300 * RATE
+    assert max(map(len, blocks)) <= 61 * RATE
+
+
 def mp3(clip: Any, rate: int, mode: str, tagged: bool) -> bytes:
     """An MP3 as it is written, or without its first frame, which says how many there are."""
     data = wav(clip, rate, form="MP3", bitrate_mode=mode, compression_level=0.5)
