@@ -371,7 +371,8 @@ def shape_for(
     if weight.parted:
         shapes = next((pair for pair in COLUMNS if rows <= pair[0].rows), COLUMNS[-1])
         if shared < WIDE_BYTES:
-            return replace(shapes[0], stages=2)
+            # Two stages leave no block on its way while one is waited for; four halve the programs.
+            return replace(shapes[0], stages=3)
         return shapes[weight.outputs > SHORT]
     if dtype == torch.float32:
         return PRECISE

@@ -311,7 +311,7 @@ def test_programs_fill_the_device(device: torch.device) -> None:
         shapes = [shape_for(rows, coded, half) for rows in (1, 16, 17, 64, 65, 128)]
         first, second, third, last = (pair[many] for pair in COLUMNS)
         assert shapes == [first, first, second, third, last, last]
-        assert shape_for(17, coded, half, 99 << 10) == replace(COLUMNS[1][0], stages=2)
+        assert shape_for(17, coded, half, 99 << 10) == replace(COLUMNS[1][0], stages=3)
     assert parts_of(tiles=64, blocks=32, programs=396) == 6
     assert parts_of(tiles=448, blocks=32, programs=396) == 1
     assert parts_of(tiles=1, blocks=112, programs=396) <= quantized.MOST_PARTS
