@@ -301,13 +301,15 @@ def prompts(bench: Bench) -> None:
     columns = ("tokens", "ms, with scheduling and sampling", "ms of kernels")
     table = bench.table("prompts", "A step of one prompt, 0.6B shape", columns)
     with running(bench) as llm:
+        model = runner_of(llm)._loaded.gpu_model
+        assert not bench.on_gpu or (model is not None and model.replay is not None), "no graphs"
         for tokens in (16, 64) if bench.toy else (16, 64, 256, 512, 1024, 4096):
             shapes = [(tokens, 1)]
             timed(llm, shapes)
             took = min(timed(llm, shapes, seed) for seed in range(2 if bench.toy else 10))
             busy = _busy_in(bench, llm, shapes)
             table.add(tokens, f"{took * 1e3:.2f}", f"{busy * 1e3:.2f}")
-    del llm
+    del llm, model
     release(bench)
 
 

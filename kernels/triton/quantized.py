@@ -46,9 +46,10 @@ LEAST_BLOCKS = 4
 """Blocks of inputs at least that a program sums: fewer cost more to add up than they gain."""
 
 MOST_ROWS = 128
-"""Rows up to which products with codes are faster than making the weight whole (H200).
+"""Rows up to which products with codes are faster than making the weight whole.
 
-At 256 rows of the 8B shape both take as long: ``benchmarks/gpu.py --sections kernels``.
+On an H200 256 rows of the 8B shape's gate and up took 160 us with codes and 187 with the whole
+weight, those of down 132 and 100.
 """
 
 MOST_TABLE_ROWS = 64
@@ -63,7 +64,7 @@ class ProductShape:
     columns: int
     warps: int
     stages: int
-    programs: int = PROGRAMS_PER_CORE  # of a multiprocessor, by parts of the inputs if need be
+    programs: int = PROGRAMS_PER_CORE  # of a multiprocessor; parts of the inputs make so many
 
 
 FEW = ProductShape(rows=16, columns=64, warps=4, stages=5)

@@ -4,9 +4,15 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from rayfin import LLM
 from rayfin.actors.messages import EngineInfo, EngineRequest, TokenDelta
 from rayfin.deployments.client.deltas import split_deltas
+from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.media.reader import MediaReader
+from rayfin.deployments.media.settings import MediaSettings
 from rayfin.deployments.offline.engines import OfflineEngine
+from rayfin.deployments.text.parsing.detect import detect
+from rayfin.deployments.text.tokenizer import Tokenizer
 
 
 class InlineClient:
@@ -37,3 +43,25 @@ class InlineClient:
 
     async def recall(self, tenant: str, request_ids: Any) -> list[None]:
         return [None for _ in request_ids]
+
+
+def media_service(
+    llm: LLM, model: Any, settings: MediaSettings, template: str | None = None
+) -> OpenAIService:
+    """A model that sees or hears (a folder and a processor) behind the API, in this process.
+
+    Args:
+        template: of chats, where the folder has none.
+    """
+    tokenizer = Tokenizer.load(model.folder)
+    template = None if tokenizer.inner.chat_template else template
+    client: Any = InlineClient(llm._engine)
+    return OpenAIService(
+        client=client,
+        tokenizer=tokenizer,
+        model_names=["tiny"],
+        max_model_len=llm._engine.info.max_model_len,
+        chat_template=template,
+        formats=detect(tokenizer, template),
+        media=MediaReader(model.processor, settings),
+    )

@@ -360,6 +360,7 @@ def coded_columns(
                 if INPUTS % DEPTH != 0:
                     inside = there & (start + place * PART + k < INPUTS)[None, :]
                 a = tl.load(own_rows + start + place * PART, mask=inside, other=0.0)
+                # Not ``place``, which Triton takes for a tensor.
                 number = exact(packed, span * (EACH // SPANS) + i, zero, KIND, BITS, dtype, PAIRS)
                 part = tl.dot(number, tl.trans(a), part)
             scale = scale_of(own, FORM)

@@ -9,14 +9,11 @@ import openai
 import pytest
 
 from audio_models import AUDIO, AudioModel, tone, wav
-from inline_client import InlineClient
+from inline_client import media_service
 from rayfin import LLM
 from rayfin.actors.media.media_input import VIRTUAL_TOKENS
 from rayfin.deployments.api.app import build_api
-from rayfin.deployments.generation.service import OpenAIService
-from rayfin.deployments.media.reader import MediaReader
 from rayfin.deployments.media.settings import MediaSettings
-from rayfin.deployments.text.parsing.detect import detect
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.anyio
@@ -44,24 +41,11 @@ def llm(tiny: AudioModel) -> Iterator[LLM]:
 
 @pytest.fixture
 async def client(tiny: AudioModel, llm: LLM) -> AsyncIterator[httpx.AsyncClient]:
-    tokenizer = Tokenizer.load(tiny.folder)
-    template = None if tokenizer.inner.chat_template else tiny.processor.chat_template
-    engine: Any = InlineClient(llm._engine)
-    service = OpenAIService(
-        client=engine,
-        tokenizer=tokenizer,
-        model_names=["tiny"],
-        max_model_len=llm._engine.info.max_model_len,
-        chat_template=template,
-        formats=detect(tokenizer, template),
-        media=MediaReader(
-            tiny.processor,
-            MediaSettings(urls=False, max_audios=3, max_seconds=5.0, max_bytes=10**6),
-        ),
-    )
+    settings = MediaSettings(urls=False, max_audios=3, max_seconds=5.0, max_bytes=10**6)
+    service = media_service(llm, tiny, settings, tiny.processor.chat_template)
     transport = httpx.ASGITransport(build_api(service), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        client.engine = engine  # type: ignore[attr-defined]
+        client.engine = service.client  # type: ignore[attr-defined]
         yield client
 
 

@@ -15,18 +15,16 @@ import openai
 import pytest
 from PIL import Image
 
-from inline_client import InlineClient
+from inline_client import media_service
 from rayfin import LLM, BeamSearchParams, SamplingParams
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.media.media_input import VIRTUAL_TOKENS
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.api.responses.store import ResponseStore
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
-from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.media.parts import MediaPart
 from rayfin.deployments.media.reader import MediaReader
 from rayfin.deployments.media.settings import MediaSettings
-from rayfin.deployments.text.parsing.detect import detect
 from rayfin.deployments.text.tokenizer import Tokenizer
 from vision_models import IMAGE, VisionModel, picture
 
@@ -54,20 +52,11 @@ def llm(tiny: VisionModel) -> Iterator[LLM]:
 
 @pytest.fixture
 async def client(tiny: VisionModel, llm: LLM) -> AsyncIterator[httpx.AsyncClient]:
-    tokenizer = Tokenizer.load(tiny.folder)
-    engine: Any = InlineClient(llm._engine)
-    service = OpenAIService(
-        client=engine,
-        tokenizer=tokenizer,
-        model_names=["tiny"],
-        max_model_len=llm._engine.info.max_model_len,
-        formats=detect(tokenizer),
-        media=MediaReader(tiny.processor, MediaSettings(urls=False, max_images=3)),
-    )
+    service = media_service(llm, tiny, MediaSettings(urls=False, max_images=3))
     app = build_api(service, responses=ResponseStoreClient(store=ResponseStore()))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        client.engine, client.app = engine, app  # type: ignore[attr-defined]
+        client.engine, client.app = service.client, app  # type: ignore[attr-defined]
         yield client
 
 
