@@ -7,7 +7,7 @@ gets never depends on the clips beside it.
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.media.assemble import assembled
 from rayfin.actors.media.kinds import MediaKind
 from rayfin.actors.media.processed import ProcessedMedia, ReplacingText, as_arrays, processed
+
+if TYPE_CHECKING:  # it imports transformers
+    from rayfin.actors.media.whisper import SpeechPrompts
 
 Samples: TypeAlias = npt.NDArray[np.float32]
 """A clip [N] in [-1, 1], of one channel at the processor's rate."""
@@ -48,6 +51,7 @@ class Transcription:
     write: Callable[[str | None, str], str] | None = None
     takes_hint: bool = True
     mark: str = ""  # in answers: what is before it is the language
+    speech: "SpeechPrompts | None" = None  # of Whisper: then no other field counts
 
 
 class AudioProcessor:
@@ -90,8 +94,13 @@ class AudioProcessor:
         extractor = auto.from_pretrained(args.model, **hub)
         parts = {"feature_extractor": extractor, "audio_processor": extractor}
         usual = names.PROCESSOR_MAPPING_NAMES.get(config.model_type)
-        inner = assembled(args, parts, lambda name: _own_class(name, config), usual)
-        return cls(inner, args.mm_processor_kwargs or {})
+        inner = assembled(args, parts, lambda name: _own_class(name, config, args), usual)
+        made = cls(inner, args.mm_processor_kwargs or {})
+        if config.model_type == "whisper":
+            from rayfin.actors.media.whisper import speech_prompts
+
+            made.transcription = Transcription(speech=speech_prompts(inner.tokenizer, config, args))
+        return made
 
     @property
     def chat_template(self) -> str | None:
@@ -154,8 +163,12 @@ def _window(extractor: Any, longest: float | None) -> float:
     return window if longest is None else min(window, longest)
 
 
-def _own_class(kind: str | None, config: Any) -> Any:
+def _own_class(kind: str | None, config: Any, args: EngineArgs) -> Any:
     """The class of a processor for audio where transformers' own makes no tokens of a clip."""
+    if config.model_type == "whisper":
+        from rayfin.actors.media.whisper import whisper_class
+
+        return whisper_class(config, args.page_size)
     if kind != "VoxtralProcessor":
         return None
     from rayfin.actors.media.voxtral import voxtral_class

@@ -14,6 +14,10 @@ SAME_CLASS = {"gemma3"}
 """Models whose class for images is that for text too: with a processor they read images."""
 
 
+SPEECH_MODELS = {"whisper"}
+"""Encoder-decoders that are served: their prompts begin with a clip."""
+
+
 def media_kind(config: "PretrainedConfig") -> MediaKind | None:
     """What a model reads beside text, as transformers has it; None: nothing.
 
@@ -23,6 +27,8 @@ def media_kind(config: "PretrainedConfig") -> MediaKind | None:
     from transformers.models.auto import modeling_auto as auto
 
     kind = config.model_type
+    if kind in SPEECH_MODELS:
+        return "audio"
     plain = kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in SAME_CLASS
     if plain or config.is_encoder_decoder:
         return None
