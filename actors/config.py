@@ -414,6 +414,7 @@ class ModelFacts:
     smaller_pages: tuple[tuple[str, int], ...] = ()  # kv_cache_dtype and bytes of a page
     int4_saves: int = 0  # bytes of weights that quantization "int4" would free
     media_token_id: int | None = None  # of a model that reads images, or hears
+    clip_first: bool = False  # prompts begin with a clip: the model writes down speech
     adapter_bytes: int = 0  # kept for LoRA adapters, and not among those left for pages
     embeds_size: int = 0  # numbers of each embedding that may stand in a prompt
     uncut: Uncut = Uncut()  # parts of prompts that no step cuts
@@ -461,6 +462,7 @@ class EngineConfig:
     max_loras: int = 0  # adapters in one step; 0: requests have none
     send_history: bool = False  # runners get the tokens of every request, for a proposer, say
     media_token_id: int | None = None  # None: the model reads text only
+    clip_first: bool = False  # prompts begin with a clip
     embeds_size: int = 0  # of each embedding in a prompt; 0: prompts are tokens
     uncut: Uncut = Uncut()  # parts of prompts that no step cuts
     page_bytes: int = 0  # of all layers
@@ -584,6 +586,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         speculation=speculation,
         max_loras=loras_in_step(args, facts.device),
         media_token_id=facts.media_token_id,
+        clip_first=facts.clip_first,
         embeds_size=facts.embeds_size,
         uncut=replace(facts.uncut, room=limits.max_batch_tokens - limits.max_decoding_batch),
     )

@@ -13,7 +13,7 @@ import torch
 from rayfin.actors.adapters.files import read_ref
 from rayfin.actors.config import BatchLimits, EngineArgs, ModelFacts, resolve_limits
 from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.media.kinds import MediaKind, media_kind, served_media
+from rayfin.actors.media.kinds import SPEECH_MODELS, MediaKind, media_kind, served_media
 from rayfin.actors.model_files.plain_config import known_config
 from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.pooling.recipe import PoolingRecipe
@@ -131,6 +131,7 @@ class LoadedModel:
             smaller_pages=self.smaller_pages(args.page_size),
             int4_saves=self.int4_saves,
             media_token_id=self.media_token_id,
+            clip_first=self.vision is not None and self.vision.clip_first,
             adapter_bytes=self.adapter_bytes,
             embeds_size=self.embeds_size,
             uncut=self.uncut,
@@ -169,7 +170,9 @@ class LoadedModel:
         """What follows the steps for the model's sake."""
         found: list[StepObserver] = [] if self.adapters is None else [self.adapters]
         found += [parts.slots for parts in (self.vision, self.embeds) if parts is not None]
-        return found if self.vision is None else [*found, self.vision.encoder]
+        if self.vision is None:
+            return found
+        return [*found, self.vision.encoder, *self.vision.observers]
 
     @property
     def max_position(self) -> int | None:
@@ -258,7 +261,11 @@ def load(
             from rayfin.actors.runner.checkpoint import load_encoder_checkpoint
 
             return load_encoder_checkpoint(args, config, recipe, device)
-    # Here, for it imports transformers' modelling code.
+    # Here, for they import transformers' modelling code.
+    if config.model_type in SPEECH_MODELS:
+        from rayfin.actors.runner.whisper.load import load_whisper
+
+        return load_whisper(args, config, device, ranks)
     from rayfin.actors.runner.checkpoint import load_checkpoint
 
     loaded = load_checkpoint(args, config, device, place, recipe, fetch)

@@ -82,6 +82,7 @@ def load_engine(args: EngineArgs) -> tuple[Engine, EngineInfo, Executor]:
         max_logprobs=config.max_logprobs,
         prefix_caching=config.prefix_caching,
         media_token_id=config.media_token_id,
+        clip_first=config.clip_first,
         embeds_size=config.embeds_size,
         uncut=config.uncut,
     )

@@ -61,11 +61,13 @@ def build_requests(
     Raises:
         ContextLengthExceeded: no room for one token, or the prompt needs more pages than exist.
         InvalidRequest: an empty prompt, an id outside the vocabulary, a limit outside the context
-            or the engine's own.
+            or the engine's own, or no clip in front where the model wants one.
     """
     prompt = _prompt(prompt_ids, info, param)
     if images:
         prompt = _with_images(prompt, images, info, params, param)
+    if info.clip_first:
+        _check_clip(prompt, images, param)
     if embeds:
         prompt = _with_embeds(prompt, embeds, params)
     _check_uncut(prompt, images, info, params, param)
@@ -177,6 +179,17 @@ def _with_images(
             f"prompt_logprobs does not go with {MEDIA}.", "prompt_logprobs", "unsupported_parameter"
         )
     return put_virtual_ids(prompt, images, info.media_token_id)
+
+
+def _check_clip(prompt: Int32Array, images: Sequence[MediaInput], param: str) -> None:
+    """Refuses a prompt that is not one clip and tokens behind it."""
+    if len(images) != 1 or images[0].start or images[0].length >= len(prompt):
+        raise InvalidRequest(
+            "A prompt of this model is one clip of audio, then the tokens of a transcript: it only "
+            "writes down speech.",
+            param,
+            "unsupported_content",
+        )
 
 
 def _with_embeds(

@@ -27,6 +27,7 @@ from rayfin.actors.media.virtual_ids import put_virtual_ids
 RATE, MELS = 16000, 8
 WINDOW = 2  # seconds that the encoder hears: 30 of a real one
 FRAMES = 50 * WINDOW  # states of its encoder
+PAGE_SIZE = 8  # which FRAMES are no whole pages of
 POSITIONS = 64  # of its decoder
 LANGUAGES = ("en", "de", "fr", "zh")
 NAMES = (
@@ -137,14 +138,23 @@ class WhisperOracle:
     def __init__(self, folder: Path, seed: int = 0, **options: Any) -> None:
         self.folder = folder
         self.model = make_whisper(folder, seed, **options)
-        self.processor = AudioProcessor.load(EngineArgs(model=str(folder)))
+        self._processors: dict[int, AudioProcessor] = {}
+        self.processor = self._of_pages(PAGE_SIZE)
         speech = self.processor.transcription.speech
         assert speech is not None
         self.prompts = speech
 
-    def prompt(self, ids: list[int], clip: Samples) -> tuple[list[int], Any]:
+    def _of_pages(self, page_size: int) -> AudioProcessor:
+        if page_size not in self._processors:
+            args = EngineArgs(model=str(self.folder), page_size=page_size)
+            self._processors[page_size] = AudioProcessor.load(args)
+        return self._processors[page_size]
+
+    def prompt(
+        self, ids: list[int], clip: Samples, page_size: int = PAGE_SIZE
+    ) -> tuple[list[int], Any]:
         """Tokens and the clip of a prompt that begins with the place of one."""
-        own = self.processor
+        own = self._of_pages(page_size)
         made = own.process(clip)
         whole, inputs = put_media(ids, [made], own.media_token_id, "prompt", kind="audio")
         ids = put_virtual_ids(np.array(whole, np.int32), inputs, own.media_token_id).tolist()

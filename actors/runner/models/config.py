@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
-from rayfin.actors.media.kinds import media_kind
+from rayfin.actors.media.kinds import SPEECH_MODELS, media_kind
 from rayfin.actors.pooling.recipe import PoolingRecipe
 
 if TYPE_CHECKING:  # with the classes of all families, which take seconds
@@ -83,6 +83,8 @@ def max_position(config: "PretrainedConfig") -> int | None:
     """
     text = config.get_text_config(decoder=True)
     limit: int | None = getattr(text, "max_position_embeddings", None)
+    if config.model_type in SPEECH_MODELS:
+        limit = config.max_target_positions
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         original = rope.get("original_max_position_embeddings") or getattr(
@@ -103,7 +105,7 @@ def _refuse_unservable(config: "PretrainedConfig") -> None:
 
 
 def _refuse_unpageable(config: "PretrainedConfig") -> None:
-    if config.is_encoder_decoder:
+    if config.is_encoder_decoder and config.model_type not in SPEECH_MODELS:
         raise UnsupportedModel(unsupported(config, "it is an encoder-decoder"), "model")
 
 

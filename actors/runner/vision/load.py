@@ -28,6 +28,7 @@ from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, set_a
 from rayfin.actors.runner.models.replace import chunked_logits
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.models.weights import load_model
+from rayfin.actors.runner.observers import StepObserver
 from rayfin.actors.runner.vision.encoder import MediaEncoder
 from rayfin.actors.runner.vision.media_slots import MediaSlots, ModelRope
 from rayfin.actors.runner.vision.text_view import TextView
@@ -60,6 +61,8 @@ class VisionParts:
     slots: MediaSlots
     cache_bytes: int  # of embeddings
     uncut: Uncut = Uncut()  # parts of prompts that no step cuts
+    observers: tuple[StepObserver, ...] = ()  # more of them
+    clip_first: bool = False  # each prompt begins with a clip
 
     def around(self, text: StepModel) -> VisionModel:
         """The model whose language model is ``text``."""

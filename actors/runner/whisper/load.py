@@ -1,0 +1,190 @@
+"""Loads a Whisper model: its encoder as transformers has it, its decoder over pages.
+
+It is admitted by a probe: a prompt behind a clip, cut inside it, must give the logits that
+transformers' own forward gives.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForSpeechSeq2Seq, PretrainedConfig
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import InvalidConfig, UnsupportedModel
+from rayfin.actors.media.audio_processor import AudioProcessor
+from rayfin.actors.media.load import load_processor
+from rayfin.actors.media.processed import put_media
+from rayfin.actors.media.virtual_ids import put_virtual_ids
+from rayfin.actors.media.whisper import SpeechTokens, clip_tokens
+from rayfin.actors.messages import NewRequest, Sampling
+from rayfin.actors.runner.cpu.packed_layers import PackedLinear
+from rayfin.actors.runner.loading import LoadedModel, cpu_kernels
+from rayfin.actors.runner.models.dtypes import page_type
+from rayfin.actors.runner.models.replace import chunked_logits
+from rayfin.actors.runner.models.weights import load_model
+from rayfin.actors.runner.vision.encoder import MediaEncoder
+from rayfin.actors.runner.vision.load import PROBE_SLOT, TOLERANCE, VisionParts, probe_clip
+from rayfin.actors.runner.vision.media_slots import MediaSlots
+from rayfin.actors.runner.whisper.decoder import WhisperDecoder
+from rayfin.actors.runner.whisper.rules import RuleTokens, TranscriptRules
+from rayfin.kernels.attention.select import page_types, select_attention
+from rayfin.kernels.cpu.kernels import CpuKernels
+
+
+class ClipStates:
+    """The encoder, whose states fill whole pages: what ``MediaEncoder`` runs for a clip."""
+
+    def __init__(self, model: Any, tokens: int) -> None:
+        self._model, self._tokens = model, tokens
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self._model.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self._model.dtype
+        return dtype
+
+    def get_audio_features(
+        self, input_features: torch.Tensor, return_dict: bool = True
+    ) -> BaseModelOutputWithPooling:
+        """The states [1, tokens, hidden] of mel features [1, mels, frames]; the last are zeros."""
+        states = self._model.get_encoder()(input_features).last_hidden_state
+        padding = self._tokens - states.shape[1]
+        padded = nn.functional.pad(states, (0, 0, 0, padding))
+        return BaseModelOutputWithPooling(pooler_output=padded)
+
+
+def load_whisper(
+    args: EngineArgs, config: PretrainedConfig, device: torch.device, ranks: int
+) -> LoadedModel:
+    """The model, compared with transformers' forward.
+
+    Raises:
+        InvalidConfig: a file is missing or wrong, or a setting does not go with such a model.
+        UnsupportedModel: the logits differ.
+    """
+    _check(args, config, ranks)
+    processor = load_processor(args)
+    assert isinstance(processor, AudioProcessor) and processor.transcription.speech is not None
+    model: Any = load_model(args, config, device, "sdpa", AutoModelForSpeechSeq2Seq)
+    tokens = clip_tokens(config, args.page_size)
+    kernels: CpuKernels | None = None
+    if device.type == "cpu":
+        kernels = cpu_kernels(args, model.num_parameters())
+    try:
+        kernel = select_attention(device, model.dtype, args.attention, kernels)
+    except ValueError as error:
+        raise InvalidConfig(str(error), "attention") from None
+    decoder = WhisperDecoder(model, kernel, tokens)
+    cache_bytes = int(args.mm_encoder_cache_gb * 2**30)
+    encoder = MediaEncoder(ClipStates(model, tokens), cache_bytes, "audio")
+    parts = VisionParts(model, None, processor, encoder, MediaSlots(None), cache_bytes)
+    parts.clip_first = True
+    prompt = _probe_prompt(processor.transcription.speech.tokens)
+    expected = _own_logits(model, processor, prompt)
+    if kernels and model.dtype in (torch.float32, torch.bfloat16):
+        _pack(model, kernels)
+        encoder.threads = kernels.threads
+        torch.set_num_threads(1)  # little is left to torch, whose threads would be in the way
+    _require_equal(parts, decoder, prompt, expected, args.page_size)
+    rule_tokens = RuleTokens.of(processor.transcription.speech.tokens, model.generation_config)
+    rules = TranscriptRules(rule_tokens, tokens, config.max_target_positions)
+    decoder.rules, parts.observers = rules, (rules,)
+    return LoadedModel(
+        *(device, config, parts.around(decoder), None),
+        page_type(args.kv_cache_dtype, model.dtype, kernel),
+        *(kernels, None),
+        page_types=tuple(page_types(kernel)),
+        vision=parts,
+        parameters=int(model.num_parameters()),
+        position_offset=-tokens,
+    )
+
+
+def _check(args: EngineArgs, config: PretrainedConfig, ranks: int) -> None:
+    """Refuses settings that do not go with such a model."""
+    name = ", ".join(config.architectures or [type(config).__name__])
+    if ranks > 1:
+        raise UnsupportedModel(f"{name} cannot be shared by several devices", "model")
+    if args.serves_lora:
+        raise UnsupportedModel(f"{name} cannot be served with LoRA adapters", "enable_lora")
+    if args.language_model_only:
+        raise InvalidConfig(
+            f"{name} writes down speech; it is no language model", "language_model_only"
+        )
+    if args.quantization not in (None, "dequantize"):
+        raise InvalidConfig(
+            f"quantization {args.quantization!r} is for models of text", "quantization"
+        )
+    if args.speculation is not None and args.speculation.one_device:
+        raise InvalidConfig(f"{name} is served without a draft model or head", "speculative_config")
+
+
+def _pack(model: Any, kernels: CpuKernels) -> None:
+    """Puts the linear layers of the decoder, and the head, on the compiled kernels."""
+    owners = [module for module in model.model.decoder.modules()] + [model]
+    for owner in owners:
+        for name, child in list(owner.named_children()):
+            if type(child) is nn.Linear:
+                setattr(owner, name, PackedLinear(kernels, child.weight, child.bias, kernels.pack))
+
+
+def _probe_prompt(tokens: SpeechTokens) -> list[int]:
+    """A prompt and a few tokens of a transcript, behind the place of a clip."""
+    return [tokens.place, tokens.start, tokens.no_times, *range(5, 12)]
+
+
+@torch.inference_mode()
+def _own_logits(model: Any, processor: AudioProcessor, prompt: list[int]) -> torch.Tensor:
+    """Logits [T, V] of transformers' forward behind the clip of the probe."""
+    features = processor.process(probe_clip(processor)).arrays["input_features"]
+    output = model(
+        input_features=torch.from_numpy(features).to(model.device, model.dtype),
+        decoder_input_ids=torch.tensor([prompt[1:]], device=model.device),
+        use_cache=False,
+    )
+    logits: torch.Tensor = output.logits[0].float()
+    return logits
+
+
+def _require_equal(
+    parts: VisionParts,
+    decoder: WhisperDecoder,
+    prompt: list[int],
+    expected: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Raises:
+    UnsupportedModel: the logits over pages differ from those ``expected`` [T, V].
+    """
+    own = parts.processor
+    media = own.process(probe_clip(own))  # type: ignore[arg-type]
+    ids, clips = put_media(prompt, [media], own.media_token_id, "model", own.place_id, "audio")
+    virtual = put_virtual_ids(np.array(ids, np.int32), clips, own.media_token_id)
+    request = NewRequest(
+        PROBE_SLOT, Sampling(), len(ids), history=virtual, prompt_len=len(ids), images=clips
+    )
+    parts.slots.enter(request)
+    first = clips[0].length
+    cuts = [0, first // 2 + 1, first + 3, len(ids) - 1, len(ids)]
+    tokens = torch.from_numpy(virtual.astype(np.int64)).to(decoder.device)
+    try:
+        model = parts.around(decoder)
+        logits = chunked_logits(model, decoder, tokens, cuts, page_size, slot=PROBE_SLOT)
+    finally:
+        parts.slots.close()
+        parts.encoder.clear()
+    most = expected.abs().max().clamp(min=1e-6)
+    difference = float((logits[first:] - expected).abs().max() / most)
+    if not difference <= TOLERANCE.get(decoder.dtype, 0.1):
+        raise UnsupportedModel(
+            f"{type(parts.model).__name__} cannot be served: over pages its logits differ from its "
+            f"own forward by {difference:.1e} of the largest one",
+            "model",
+        )

@@ -1,0 +1,157 @@
+"""Which tokens may come next in a transcript, as ``generate`` of transformers has it for Whisper.
+
+Some tokens are never sampled, others not as the first one. Behind ``<|startoftranscript|>`` only a
+language may come. A prompt without ``<|notimestamps|>`` asks for times: they come in pairs and do
+not decrease, and one comes where all times together are more probable than any other token.
+
+Source: Radford et al., 2022; OpenAI's ``ApplyTimestampRules``.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from rayfin.actors.media.whisper import SpeechTokens
+from rayfin.actors.messages import Int32Array, NewRequest, SchedulerInfo
+from rayfin.actors.runner.observers import Observer
+from rayfin.actors.runner.step.batch import StepInputs
+from rayfin.actors.runner.whisper.split_step import SplitStep
+
+NEVER = -float("inf")
+
+
+@dataclass(slots=True)
+class Transcript:
+    """The tokens of one request behind its clip."""
+
+    tokens: Int32Array  # [positions of the decoder]; those behind the known ones are anything
+    begin: int  # of them are prompt
+    times: bool  # the answer has times
+    detects: bool  # the answer is a language
+
+
+@dataclass(frozen=True, slots=True)
+class RuleTokens:
+    """Tokens with a rule."""
+
+    tokens: SpeechTokens
+    end: int  # of text; text tokens are below it
+    never: list[int] = field(default_factory=list)
+    never_first: list[int] = field(default_factory=list)
+    most_first_time: int | None = None  # index of the last time that may come first
+
+    @classmethod
+    def of(cls, tokens: SpeechTokens, settings: Any) -> "RuleTokens":
+        """Those of a model's generation config."""
+        end = settings.eos_token_id or settings.bos_token_id
+        return cls(
+            tokens,
+            end[0] if isinstance(end, list) else end,
+            list(getattr(settings, "suppress_tokens", None) or []),
+            list(getattr(settings, "begin_suppress_tokens", None) or []),
+            getattr(settings, "max_initial_timestamp_index", None),
+        )
+
+
+class TranscriptRules(Observer):
+    """The rules on logits, and the tokens so far that they depend on.
+
+    Tokens pass through the model in order, so each forward shows those that it was given; what a
+    request knows when it enters is in its history.
+
+    Args:
+        clip_tokens: in front of each prompt.
+        positions: of the decoder.
+    """
+
+    def __init__(self, own: RuleTokens, clip_tokens: int, positions: int) -> None:
+        self._own, self._clip_tokens, self._positions = own, clip_tokens, positions
+        self._slots: dict[int, Transcript] = {}
+
+    def before(self, info: SchedulerInfo) -> None:
+        for slot in info.finished:
+            self._slots.pop(slot, None)
+        for new in info.new_requests:
+            self._slots.pop(new.handle, None)
+            if new.history is not None:
+                self.enter(new)
+
+    def enter(self, new: NewRequest) -> None:
+        """Takes a request into its slot."""
+        assert new.history is not None
+        known = new.history[self._clip_tokens :]
+        tokens = np.zeros(self._positions, np.int32)
+        tokens[: len(known)] = known[: self._positions]
+        begin = new.prompt_len - self._clip_tokens
+        last = int(tokens[begin - 1]) if 0 < begin <= self._positions else -1
+        own = self._own.tokens
+        detects = bool(own.languages) and last == own.start
+        times = not detects and last in (own.start, *own.tasks.values())
+        self._slots[new.handle] = Transcript(tokens, begin, times, detects)
+
+    def close(self) -> None:
+        self._slots.clear()
+
+    def applied(self, logits: torch.Tensor, inputs: StepInputs, step: SplitStep) -> torch.Tensor:
+        """The logits [S, V] after the rules, which may change them in place."""
+        if self._own.never:
+            logits[:, self._own.never] = NEVER
+        if inputs.slots is None or step.own is None:
+            return logits
+        starts = np.asarray(inputs.batch.query_start_cpu, np.int64)
+        ends = np.asarray(inputs.batch.kv_len_cpu, np.int64) - self._clip_tokens
+        ids = inputs.input_ids.cpu().numpy()
+        for row, slot in enumerate(inputs.slots.tolist()):
+            own = self._slots.get(slot)
+            if own is not None and ends[row] > 0:
+                count = int(min(starts[row + 1] - starts[row], ends[row]))
+                first = int(ends[row]) - count
+                last = starts[row + 1]
+                own.tokens[first : ends[row]] = ids[last - count : last][: self._positions - first]
+        at = np.searchsorted(starts, inputs.sampled.cpu().numpy(), side="right") - 1
+        for index, row in enumerate(at.tolist()):
+            own = self._slots.get(int(inputs.slots[row]))
+            if own is not None:
+                behind = int(inputs.sampled[index]) - int(starts[row + 1])  # -1: the last one
+                self._apply(logits[index], own, int(ends[row]) + behind + 1)
+        return logits
+
+    def _apply(self, logits: torch.Tensor, own: Transcript, known: int) -> None:
+        """Changes the logits [V] behind the first ``known`` tokens."""
+        rules = self._own
+        is_first = known == own.begin
+        if is_first and own.detects:
+            languages = list(rules.tokens.languages.values())
+            kept = logits[languages].clone()
+            logits.fill_(NEVER)
+            logits[languages] = kept
+            return
+        if is_first and rules.never_first:
+            logits[rules.never_first] = NEVER
+        if own.times:
+            self._apply_times(logits, own.tokens[own.begin : known], is_first=is_first)
+
+    def _apply_times(self, logits: torch.Tensor, said: Int32Array, *, is_first: bool) -> None:
+        first_time = self._own.tokens.first_time
+        logits[self._own.tokens.no_times] = NEVER
+        is_time = said >= first_time
+        last = bool(is_time[-1:].any())
+        last_two = last and (len(said) < 2 or bool(is_time[-2]))
+        if last_two:
+            logits[first_time:] = NEVER
+        elif last:
+            logits[: self._own.end] = NEVER
+        if is_time.any():
+            latest = int(said[is_time][-1])
+            # The end of a segment may be the start of the next one; any other time is later.
+            lowest = latest if last and not last_two else latest + 1
+            logits[first_time:lowest] = NEVER
+        if is_first:
+            logits[:first_time] = NEVER
+            if self._own.most_first_time is not None:
+                logits[first_time + self._own.most_first_time + 1 :] = NEVER
+        log_probs = torch.log_softmax(logits.float(), -1)
+        if log_probs[first_time:].logsumexp(-1) > log_probs[:first_time].max():
+            logits[:first_time] = NEVER
