@@ -1,15 +1,20 @@
 """Whisper's transcripts are those of transformers' forward and logits processors, on every way."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from audio_models import tone
-from whisper_models import EOS, FIRST_TIME, WhisperOracle
+from rayfin.actors.errors import InvalidConfig, RunnerGroupFailed, UnsupportedModel
+from rayfin.actors.runner.loading import load
+from rayfin.actors.runner.whisper.decoder import WhisperDecoder
+from whisper_models import EOS, FIRST_TIME, FRAMES, PAGE_SIZE, WhisperOracle
 
 Make = Callable[..., Any]
 OUTPUT = 24
+NGRAMS = '{"method": "ngram", "num_speculative_tokens": 3}'
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +55,135 @@ def test_tokens_are_transformers_own(
     assert tokens == expected
     assert len({tuple(own) for own in tokens.values()}) == len(prompts), "the clips change nothing"
     assert any(token >= FIRST_TIME for token in tokens[1])
+
+
+def test_a_language_is_heard(oracle: WhisperOracle, served: Make, request_of: Make) -> None:
+    """One token; the transcript that is asked for then finds the clip's pages."""
+    engine = served(oracle.folder, page_size=PAGE_SIZE, mm_encoder_cache_gb=0.0)
+    clips = [tone(seed, 1.5) for seed in range(5)]
+    for key, clip in enumerate(clips):
+        detect = oracle.prompt(oracle.prompts.detect(), clip)
+        (token,) = engine.run(_request(request_of, key, detect, 1))[key]
+        assert token == oracle.language(clip)
+    encoder = engine.runner._loaded.vision.encoder
+    encoded = encoder.num_encoded
+    code = oracle.prompts.language(token)
+    ask = oracle.prompts.ask(code, "transcribe", "", times=False)
+    tokens = engine.run(_request(request_of, 9, oracle.prompt(ask, clip)))[9]
+    assert tokens == oracle.greedy(ask, clip, OUTPUT)
+    assert encoder.num_encoded == encoded and engine.cached[9] >= FRAMES
+
+
+def test_english_only(tmp_path: Path, served: Make, request_of: Make) -> None:
+    own = WhisperOracle(tmp_path, seed=1, english=True)
+    prompts = [(own.prompts.ask(None, "transcribe", "", times=times), tone(1)) for times in (0, 1)]
+    assert [len(ids) for ids, _ in prompts] == [3, 2]
+    engine = served(own.folder, page_size=PAGE_SIZE)
+    made = (own.prompt(*prompt) for prompt in prompts)
+    tokens = engine.run(*(_request(request_of, key, one) for key, one in enumerate(made)))
+    assert tokens == {key: own.greedy(*prompt, OUTPUT) for key, prompt in enumerate(prompts)}
+    with pytest.raises(ValueError, match="does not translate"):
+        own.prompts.ask(None, "translate", "", times=False)
+    with pytest.raises(ValueError, match="English only"):
+        own.prompts.ask("de", "transcribe", "", times=False)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 256])
+def test_chunks_cut_clips(
+    chunk: int, oracle: WhisperOracle, served: Make, request_of: Make
+) -> None:
+    settings = {"max_decoding_batch": 1, "max_batch_tokens": chunk, "page_size": PAGE_SIZE}
+    engine = served(oracle.folder, **settings)
+    ids, clip = _prompts(oracle)[2]
+    tokens = engine.run(_request(request_of, 0, oracle.prompt(ids, clip)))[0]
+    assert tokens == oracle.greedy(ids, clip, OUTPUT)
+    assert engine.runner._loaded.vision.encoder.num_encoded == 1
+
+
+def test_preempted(oracle: WhisperOracle, served: Make, request_of: Make) -> None:
+    """In the middle of clips and of transcripts, whose times go on where they were."""
+    prompts = [(oracle.prompts.ask("en", "transcribe", "", times=True), tone(k)) for k in range(4)]
+    pages = 2 * (FRAMES // PAGE_SIZE + 2)
+    engine = served(oracle.folder, num_pages=pages, page_size=PAGE_SIZE, max_batch_tokens=30)
+    made = (oracle.prompt(*prompt) for prompt in prompts)
+    tokens = engine.run(
+        *(_request(request_of, key, one) for key, one in enumerate(made)), stagger=1
+    )
+    assert tokens == {key: oracle.greedy(*prompt, OUTPUT) for key, prompt in enumerate(prompts)}
+    assert engine.engine.stats().preemptions > 0
+
+
+def test_replaced_runners(oracle: WhisperOracle, served: Make, request_of: Make) -> None:
+    """In the middle of a clip, and in the middle of transcripts."""
+    engine = served(oracle.folder, page_size=PAGE_SIZE, max_batch_tokens=60)
+    prompts = _prompts(oracle)[:3]
+    step, count, deaths = engine.engine.step, 0, (2, 16)
+
+    def step_and_die() -> Any:
+        nonlocal count
+        count += 1
+        if count in deaths:
+            engine.engine.replace_runners(RunnerGroupFailed("planted"))
+            engine.runner._loaded.vision.encoder.clear()
+        return step()
+
+    engine.engine.step = step_and_die
+    made = (oracle.prompt(*prompt) for prompt in prompts)
+    tokens = engine.run(*(_request(request_of, key, one) for key, one in enumerate(made)))
+    assert tokens == {key: oracle.greedy(*own, OUTPUT) for key, own in enumerate(prompts)}
+    assert count > deaths[1], "all was over before the second death"
+
+
+def test_drafts_and_leases(oracle: WhisperOracle, served: Make, request_of: Make) -> None:
+    """Several tokens a step, of n-grams and of leases, keep to the rules."""
+    for settings in ({"speculative_config": NGRAMS}, {"max_lease": 8}):
+        engine = served(oracle.folder, page_size=PAGE_SIZE, max_batch_tokens=80, **settings)
+        prompts = _prompts(oracle)
+        made = (oracle.prompt(*prompt) for prompt in prompts)
+        tokens = engine.run(*(_request(request_of, key, one) for key, one in enumerate(made)))
+        assert tokens == {key: oracle.greedy(*own, OUTPUT) for key, own in enumerate(prompts)}
+
+
+def test_choices_of_one_prompt(oracle: WhisperOracle, served: Make, request_of: Make) -> None:
+    engine = served(oracle.folder, page_size=PAGE_SIZE, max_batch_tokens=40)
+    ids, clip = _prompts(oracle)[1]
+    prompt = oracle.prompt(ids, clip)
+    first, second = (_request(request_of, key, prompt) for key in range(2))
+    second.parent_key = first.key
+    tokens = engine.run(first, second)
+    assert tokens[0] == tokens[1] == oracle.greedy(ids, clip, OUTPUT)
+    assert engine.runner._loaded.vision.encoder.num_encoded == 1
+
+
+def test_in_16_bits(oracle: WhisperOracle, served: Make, request_of: Make) -> None:
+    """Tokens depend on none beside them."""
+    engine = served(oracle.folder, dtype="bfloat16", page_size=PAGE_SIZE, max_batch_tokens=64)
+    made = [oracle.prompt(*prompt) for prompt in _prompts(oracle)]
+    together = engine.run(*(_request(request_of, key, one) for key, one in enumerate(made)))
+    for key, one in enumerate(made):
+        alone = served(oracle.folder, dtype="bfloat16", page_size=PAGE_SIZE)
+        assert alone.run(_request(request_of, key, one))[key] == together[key]
+
+
+def test_a_model_that_differs_is_refused(
+    oracle: WhisperOracle, engine_args: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WhisperDecoder, "_keep_clips", lambda self, inputs: None)
+    with pytest.raises(UnsupportedModel, match="over pages its logits differ"):
+        load(engine_args(oracle.folder))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"enable_lora": True}, "LoRA"),
+        ({"language_model_only": True}, "no language model"),
+        ({"quantization": "int4"}, "for models of text"),
+        ({"enable_prompt_embeds": True}, "for models of text"),
+    ],
+)
+def test_settings_that_do_not_go_with_it(
+    settings: dict[str, Any], message: str, oracle: WhisperOracle, engine_args: Make
+) -> None:
+    with pytest.raises((InvalidConfig, UnsupportedModel), match=message):
+        load(engine_args(oracle.folder, **settings))
