@@ -28,10 +28,11 @@ from transformers.utils import logging as transformers_logging
 
 from rayfin import LLM, SamplingParams
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
+from rayfin.actors.media.kinds import SPEECH_MODELS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- made by tools/model_table.py -->\n", "<!-- end -->\n"
-FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+FAMILIES = tuple(own for own in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if own not in SPEECH_MODELS)
 LAYERS, VOCABULARY, MAX_TOKENS, SECONDS = 4, 128, 8, 240  # LAYERS is also a number of heads
 MAX_PARAMETERS = 20_000_000
 PROMPTS = (5, 19, 40)  # tokens: below and above the windows, and in several chunks
@@ -130,7 +131,7 @@ ENCODERS = (
 
 DECODERS_OF_PAIRS = (
     *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp"),
-    *("musicgen", "musicgen_melody", "pegasus", "plbart", "prophetnet", "trocr", "whisper"),
+    *("musicgen", "musicgen_melody", "pegasus", "plbart", "prophetnet", "trocr"),
     *("git", "mllama", "emu3", "moss_transcribe_diarize", "xlm", "xlnet"),
 )
 """Families whose causal class is a half of an encoder-decoder, needs images or sound, or attends

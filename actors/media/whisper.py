@@ -180,4 +180,4 @@ def generation_config(args: EngineArgs) -> GenerationConfig:
     try:
         return GenerationConfig.from_pretrained(args.model, **args.hub)
     except OSError:
-        return GenerationConfig()
+        return GenerationConfig()  # type: ignore[no-untyped-call]

@@ -23,7 +23,7 @@ NEVER = -float("inf")
 
 
 @dataclass(slots=True)
-class Transcript:
+class SpokenRow:
     """The tokens of one request behind its clip."""
 
     tokens: Int32Array  # [positions of the decoder]; those behind the known ones are anything
@@ -68,7 +68,7 @@ class TranscriptRules(Observer):
 
     def __init__(self, own: RuleTokens, clip_tokens: int, positions: int) -> None:
         self._own, self._clip_tokens, self._positions = own, clip_tokens, positions
-        self._slots: dict[int, Transcript] = {}
+        self._slots: dict[int, SpokenRow] = {}
 
     def before(self, info: SchedulerInfo) -> None:
         for slot in info.finished:
@@ -89,7 +89,7 @@ class TranscriptRules(Observer):
         own = self._own.tokens
         detects = bool(own.languages) and last == own.start
         times = not detects and last in (own.start, *own.tasks.values())
-        self._slots[new.handle] = Transcript(tokens, begin, times, detects)
+        self._slots[new.handle] = SpokenRow(tokens, begin, times, detects)
 
     def close(self) -> None:
         self._slots.clear()
@@ -118,7 +118,7 @@ class TranscriptRules(Observer):
                 self._apply(logits[index], own, int(ends[row]) + behind + 1)
         return logits
 
-    def _apply(self, logits: torch.Tensor, own: Transcript, known: int) -> None:
+    def _apply(self, logits: torch.Tensor, own: SpokenRow, known: int) -> None:
         """Changes the logits [V] behind the first ``known`` tokens."""
         rules = self._own
         is_first = known == own.begin
