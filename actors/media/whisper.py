@@ -82,6 +82,10 @@ class SpeechPrompts:
         """The prompt whose one answer token is the language of the clip; see ``language``."""
         return [self.tokens.place, self.tokens.start]
 
+    def plain_code(self, language: str) -> str:
+        """The code of a language that is written as one ("en-US"), or by its English name."""
+        return _plain(language)
+
     def language(self, token: int) -> str | None:
         """The code of the language that a token stands for."""
         return next((code for code, own in self.tokens.languages.items() if own == token), None)

@@ -25,7 +25,8 @@ from rayfin.deployments.media.sound import Clips
 from rayfin.deployments.telemetry.image_counters import ImageCounters
 from rayfin.deployments.text.messages import media_of
 
-if TYPE_CHECKING:  # which imports an HTTP client
+if TYPE_CHECKING:  # which import transformers, and an HTTP client
+    from rayfin.actors.media.whisper import SpeechPrompts
     from rayfin.deployments.media.fetch import MediaFetcher
 
 
@@ -68,6 +69,12 @@ class MediaReader:
     def kind(self) -> MediaKind:
         """What the model reads beside text."""
         return self.processor.kind
+
+    @property
+    def speech(self) -> "SpeechPrompts | None":
+        """The prompts of a model that does nothing but write down speech (Whisper)."""
+        own = self.processor
+        return own.transcription.speech if isinstance(own, AudioProcessor) else None
 
     @property
     def media_token_id(self) -> int:

@@ -13,20 +13,25 @@ from typing import Any
 from starlette.requests import Request
 
 from rayfin.actors.errors import RayfinError
-from rayfin.deployments.api.audio.form import AudioForm
-from rayfin.deployments.api.audio.heard import HeardText
+from rayfin.deployments.api.audio.form import SUBTITLES, AudioForm
+from rayfin.deployments.api.audio.heard import HeardText, SpokenText
 from rayfin.deployments.api.audio.joined import JoinedText
-from rayfin.deployments.api.audio.prompts import FILE, speech_prompt
+from rayfin.deployments.api.audio.language import LanguageFinder, rest_of
+from rayfin.deployments.api.audio.prompts import FILE, SpeechPrompt, speech_prompt
 from rayfin.deployments.api.audio.replies import (
     DurationUsage,
     SpeechChoice,
     SpeechDelta,
+    TimedTranscript,
     TokenUsage,
     Transcript,
     TranscriptDelta,
     TranscriptDone,
     VerboseTranscript,
 )
+from rayfin.deployments.api.audio.segments import Segment, segments
+from rayfin.deployments.api.audio.subtitles import srt, vtt
+from rayfin.deployments.api.audio.whisper import whisper_prompt
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Deltas, Generation
 from rayfin.deployments.generation.plan import AnswerRules, plan_text
@@ -62,7 +67,7 @@ class TranscriptionAdapter(GenerationAdapter):
             "model": service.served_name(form.model),
         }
         self.streamed = form.stream
-        if form.response_format == "text":
+        if form.response_format in ("text", *SUBTITLES):
             self.media_type = "text/plain; charset=utf-8"
 
     async def prepare(self, request: Request) -> Generation:
@@ -74,15 +79,15 @@ class TranscriptionAdapter(GenerationAdapter):
 
     async def _prepared(self, request: Request) -> Generation:
         form, service = self._form, self._service
+        form.check_times(self._media.speech is not None)
         with rename_error_params({"max_tokens": "max_completion_tokens"}):
             params = form.sampling_params(service.sampling_defaults)
-            prompt = await speech_prompt(service, self._media, form, self._place)
-            self._form = replace(form, data=b"")  # a stream may take minutes
-            self._seconds = prompt.seconds
-            known = form.language is not None or form.task == "translate"
-            mark = "" if known else prompt.asked.mark
-            self._heard = JoinedText([HeardText(mark) for _ in prompt.clips])
             caller = Caller.of(request)
+            prompt = await self._prompt_of(form, caller)
+            self._form = replace(form, data=b"")  # a stream may take minutes
+            self._prompt, self._temperature = prompt, params.temperature
+            self._listen(prompt)
+            caller = rest_of(caller, prompt.spent)
             self._generation = await Generation.prepare(
                 service,
                 [
@@ -98,6 +103,24 @@ class TranscriptionAdapter(GenerationAdapter):
         self._generation.headers |= ignored_header([*form.ignored, *prompt.unread])
         return self._generation
 
+    async def _prompt_of(self, form: AudioForm, caller: Caller) -> SpeechPrompt:
+        service, media, name = self._service, self._media, str(self._frame["id"])
+        if media.speech is None:
+            return await speech_prompt(service, media, form, self._place)
+        finder = LanguageFinder(service, media, caller, name, form.cache_salt)
+        return await whisper_prompt(form, self._place, finder)
+
+    def _listen(self, prompt: SpeechPrompt) -> None:
+        """Makes what reads the answers."""
+        form, speech = self._form, self._media.speech
+        known = form.language is not None or form.task == "translate"
+        heard = [HeardText("" if known else prompt.mark) for _ in prompt.clips]
+        self._heard = JoinedText(heard, strip=speech is not None)
+        self._spoken: list[SpokenText] = []
+        if speech is not None:
+            tokenizer, first = self._service.tokenizer, speech.tokens.first_time
+            self._spoken = [SpokenText(tokenizer, first) for _ in prompt.clips]
+
     async def run(self, generation: Generation) -> Deltas:
         try:
             async with aclosing(generation.run(AT_ONCE)) as deltas:
@@ -112,24 +135,44 @@ class TranscriptionAdapter(GenerationAdapter):
     def reply(self, generation: Generation) -> str:
         form = self._form
         for choice in generation.choices:
-            self._heard.push(choice.index, "".join(choice.text), last=True)
+            self._push(choice, "".join(choice.text), choice.token_ids, last=True)
         text = self._heard.text
         if form.response_format == "text":
             return text
-        usage = DurationUsage(seconds=math.ceil(self._seconds))
+        if form.response_format == "srt":
+            return srt(self._segments(generation))
+        if form.response_format == "vtt":
+            return vtt(self._segments(generation))
+        usage = DurationUsage(seconds=math.ceil(self._prompt.seconds))
         if form.response_format == "json":
             return Transcript(text=text, usage=usage).model_dump_json()
-        return VerboseTranscript(
+        verbose = VerboseTranscript(
             task=form.task,
-            language=form.language or self._heard.language,
-            duration=self._seconds,
+            language=form.language or self._prompt.language or self._heard.language,
+            duration=self._prompt.seconds,
             text=text,
             usage=usage,
-        ).model_dump_json()
+        )
+        if self._media.speech is not None:
+            parts = self._segments(generation)
+            verbose = TimedTranscript(**dict(verbose), segments=parts)
+        return verbose.model_dump_json()
+
+    def _segments(self, generation: Generation) -> list[Segment]:
+        speech, tokenizer = self._media.speech, self._service.tokenizer
+        assert speech is not None
+        answers = [choice.token_ids for choice in generation.choices]
+        return segments(answers, self._prompt.lengths, speech, tokenizer, self._temperature)
+
+    def _push(self, choice: Choice, text: str, token_ids: list[int], *, last: bool) -> str:
+        """What an answer goes on with, and what that adds to the whole transcript."""
+        if self._spoken:
+            text = self._spoken[choice.index].push(token_ids, last=last)
+        return self._heard.push(choice.index, text, last=last)
 
     def events(self, choice: Choice, delta: TextDelta) -> list[str]:
         ended = delta.finish_reason is not None
-        text = self._heard.push(choice.index, delta.text, last=ended)
+        text = self._push(choice, delta.text, delta.token_ids, last=ended)
         if not text:
             return []
         written = SpeechChoice(delta=SpeechDelta(content=text))

@@ -19,7 +19,7 @@ from rayfin.deployments.http.body_limits import CLOSE, RECORDING_FORM_BYTES
 from rayfin.deployments.requests.prompts import SALT, check_salt
 
 Task: TypeAlias = Literal["transcribe", "translate"]
-ResponseFormat: TypeAlias = Literal["json", "text", "verbose_json"]
+ResponseFormat: TypeAlias = Literal["json", "text", "verbose_json", "srt", "vtt"]
 
 MAX_FIELDS = 64
 MAX_FIELD_BYTES = 64 * 1024
@@ -33,8 +33,10 @@ NUMBERS: dict[str, type[int] | type[float]] = {
 BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 WORDS = ("model", "language", "to_language", "prompt", "response_format")
 SWITCHES = ("stream", "stream_include_usage", "stream_continuous_usage_stats")
-TIMES = ("timestamp_granularities[]", "timestamp_granularities", "include[]", "include")
-"""Fields that ask for times of words or for log probabilities, which these models do not give."""
+GRANULARITIES = ("timestamp_granularities[]", "timestamp_granularities")
+LOGPROBS = ("include[]", "include")
+LISTS = (*GRANULARITIES, *LOGPROBS)
+SUBTITLES = ("srt", "vtt")
 
 TEXT = {"type": "string"}
 SPEECH: dict[str, Any] = {
@@ -47,6 +49,7 @@ SPEECH: dict[str, Any] = {
         **{
             name: {"type": "integer" if kind is int else "number"} for name, kind in NUMBERS.items()
         },
+        GRANULARITIES[0]: {"type": "array", "items": {"enum": ["segment"]}},
         **dict.fromkeys(SWITCHES, {"type": "boolean"}),
     },
 }
@@ -64,10 +67,49 @@ class AudioForm:
     to_language: str | None = None  # of a translation; None: English
     prompt: str = ""  # a hint of the client's
     response_format: ResponseFormat = "json"
+    granularities: list[tuple[str, str]]  # names of fields, and what they ask for
     stream: bool = False
     cache_salt: str | None = None  # pages are shared only among prompts with the same salt
     numbers: dict[str, int | float]
     ignored: list[str]
+
+    @property
+    def wants_times(self) -> bool:
+        """Whether the answer has times, if the model gives some."""
+        return self.response_format in ("verbose_json", *SUBTITLES)
+
+    def check_times(self, gives_times: bool) -> None:
+        """
+        Args:
+            gives_times: the model does, of segments.
+
+        Raises:
+            InvalidRequest: the form asks for times that the model does not give.
+        """
+        if not gives_times and self.response_format in SUBTITLES:
+            raise InvalidRequest(
+                f"response_format must be one of json, text, verbose_json, got "
+                f"{self.response_format!r}: this model gives no times.",
+                "response_format",
+                "unsupported_value",
+            )
+        for name, asked in self.granularities:
+            if not gives_times:
+                raise InvalidRequest(
+                    f"{name} is not supported: this model gives no times.",
+                    name,
+                    "unsupported_parameter",
+                )
+            if asked != "segment":
+                raise InvalidRequest(
+                    f"{name} must be 'segment', got {asked[:32]!r}: no times of words are given.",
+                    name,
+                    "unsupported_value",
+                )
+            if self.response_format != "verbose_json":
+                raise InvalidRequest(
+                    f"{name} needs response_format verbose_json.", name, "unsupported_value"
+                )
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         """The sampling settings: greedy, unless the form has a temperature.
@@ -147,14 +189,19 @@ async def _read(form: FormData, task: Task, max_bytes: int) -> AudioForm:
     if (file.size or 0) > max_bytes:
         raise _too_large(max_bytes)
     fields = _fields(form)
-    for name in TIMES:
+    for name in LOGPROBS:
         if fields.pop(name, ""):
             raise InvalidRequest(
-                f"{name} is not supported: models that are served here give no times and no log "
-                "probabilities of words.",
+                f"{name} is not supported: models that are served here give no log probabilities "
+                "of words.",
                 name,
                 "unsupported_parameter",
             )
+    granularities = [
+        (name, str(value)) for name, value in form.multi_items() if name in GRANULARITIES and value
+    ]
+    for name in GRANULARITIES:
+        fields.pop(name, None)
     words = {name: fields.pop(name, "") for name in WORDS}
     if len(words["prompt"]) > MAX_HINT:
         raise InvalidRequest(
@@ -174,6 +221,7 @@ async def _read(form: FormData, task: Task, max_bytes: int) -> AudioForm:
         to_language=_language("to_language", words["to_language"]),
         prompt=words["prompt"],
         response_format=form_of_reply,
+        granularities=granularities,
         stream=switches["stream"],
         cache_salt=salt,
         numbers=numbers,
@@ -194,7 +242,7 @@ def _fields(form: FormData) -> dict[str, str]:
         shown = name[:64]
         if not isinstance(value, str):
             raise InvalidRequest(f"{shown} must not be a file.", shown, "invalid_type")
-        if name in fields and not name.endswith("[]") and name not in TIMES:
+        if name in fields and not name.endswith("[]") and name not in LISTS:
             raise InvalidRequest(f"The field {shown!r} is there twice.", shown, "duplicate_key")
         fields[name] = value
     return fields
@@ -233,8 +281,7 @@ def _response_format(written: str, stream: bool) -> ResponseFormat:
     name, known = "response_format", get_args(ResponseFormat)
     if written not in known:
         raise InvalidRequest(
-            f"{name} must be one of {', '.join(known)}, got {written[:32]!r}: models that are "
-            "served here give no times.",
+            f"{name} must be one of {', '.join(known)}, got {written[:32]!r}.",
             name,
             "unsupported_value",
         )

@@ -1,4 +1,8 @@
-"""The transcript in an answer, apart from what a model writes before it."""
+"""The transcript in an answer, apart from what a model writes before it and within it."""
+
+from collections.abc import Sequence
+
+from rayfin.deployments.text.tokenizer import Tokenizer
 
 NO_LANGUAGE = "None"  # what a model writes that hears no speech
 MOST_HELD = 64  # characters of a language and its mark
@@ -31,3 +35,20 @@ class HeardText:
                 text = self._held
         self.text += text
         return text
+
+
+class SpokenText:
+    """The text of an answer's tokens without those for times, which are no special tokens.
+
+    Args:
+        first_time: tokens from this id on are times.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, first_time: int) -> None:
+        self._detokenizer, self._first_time = tokenizer.detokenizer(), first_time
+
+    def push(self, token_ids: Sequence[int], *, last: bool = False) -> str:
+        """What the next tokens of the answer add."""
+        spoken = [token for token in token_ids if token < self._first_time]
+        text = self._detokenizer.push(spoken)
+        return text + self._detokenizer.finish() if last else text

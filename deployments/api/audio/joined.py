@@ -14,10 +14,14 @@ kana, and their marks."""
 
 
 class JoinedText:
-    """The text of all clips; what a later clip says waits for those before it."""
+    """The text of all clips; what a later clip says waits for those before it.
 
-    def __init__(self, heard: Sequence[HeardText]) -> None:
-        self._heard = heard
+    Args:
+        strip: the whole begins with no space, though the model writes one.
+    """
+
+    def __init__(self, heard: Sequence[HeardText], *, strip: bool = False) -> None:
+        self._heard, self._strip = heard, strip
         self._waiting = ["" for _ in heard]
         self._ended = [False for _ in heard]
         self._place = 0  # of the clip whose text goes out
@@ -43,7 +47,7 @@ class JoinedText:
 
     def _send(self, clip: int) -> None:
         waiting, self._waiting[clip] = self._waiting[clip], ""
-        if clip > 0 and not self._begun:
+        if (clip > 0 or self._strip) and not self._begun:
             waiting = waiting.lstrip()
             if waiting and _spaced(self.text, waiting):
                 self.text += " "

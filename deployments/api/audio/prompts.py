@@ -14,18 +14,27 @@ from rayfin.deployments.media.reader import MediaReader
 from rayfin.deployments.media.room import RecordingPlace
 from rayfin.deployments.text.messages import PlacedPart
 from rayfin.deployments.text.opening import ChatPrompt
+from rayfin.deployments.text.tokenizer import Tokenizer
 
 FILE = "file"
 TRANSLATE = "Translate the speech in this audio into {}. Answer with the translation alone."
 
 
 class SpeechPrompt(NamedTuple):
-    """A prompt around each clip of a recording, and the seconds of all."""
+    """A prompt around each clip of a recording."""
 
     clips: list[ChatPrompt]
-    seconds: float
-    asked: Transcription
+    lengths: list[float]  # of the clips, seconds
+    mark: str = ""  # in answers: what is before it is the language
     unread: tuple[str, ...] = ()  # fields of the form that such a prompt has no place for
+    language: str | None = None  # of the speech, where the prompts name one
+    spent: float = 0.0  # seconds of the request's timeout that went into finding it
+
+    @property
+    def seconds(self) -> float:
+        """Of the recording."""
+        # A sum of floats may be over a whole second by its last bit, and seconds are rounded up.
+        return round(sum(self.lengths), 3)
 
 
 async def speech_prompt(
@@ -48,9 +57,7 @@ async def speech_prompt(
         ids = await _chat_form(service, form, own)
     read = await media.read_recording(form.data, FILE, place)
     clips = [ChatPrompt(*media.place(ids, [clip], FILE)) for clip in read]
-    # A sum of floats may be over a whole second by its last bit, and seconds are rounded up.
-    seconds = round(sum(clip.seconds for clip in read), 3)
-    return SpeechPrompt(clips, seconds, own, unread)
+    return SpeechPrompt(clips, [clip.seconds for clip in read], own.mark, unread)
 
 
 async def _chat_form(service: OpenAIService, form: AudioForm, own: Transcription) -> list[int]:
@@ -72,13 +79,21 @@ def _own_form(service: OpenAIService, form: AudioForm, own: Transcription) -> li
     """
     assert own.write is not None
     hint, tokenizer = form.prompt if own.takes_hint else "", service.tokenizer
-    if tokenizer.control_tokens.search(hint) or tokenizer.paired_tags.search(hint):
-        raise InvalidRequest("prompt may not hold control tokens.", "prompt", "invalid_value")
+    check_hint(tokenizer, hint)
     try:
         return tokenizer.encode(own.write(form.language, hint), False)
     except (ValueError, TemplateError) as error:
         reason, name = str(error).partition("\n")[0], "language" if form.language else "prompt"
         raise InvalidRequest(f"{name}: {reason}", name, "invalid_value") from error
+
+
+def check_hint(tokenizer: Tokenizer, hint: str) -> None:
+    """Raises:
+    InvalidRequest: a hint that stands in a model's own form has a control token, or a tag that a
+        model writes itself.
+    """
+    if tokenizer.control_tokens.search(hint) or tokenizer.paired_tags.search(hint):
+        raise InvalidRequest("prompt may not hold control tokens.", "prompt", "invalid_value")
 
 
 def _instruction(form: AudioForm, own: Transcription) -> str:

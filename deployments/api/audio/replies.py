@@ -4,6 +4,8 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from rayfin.deployments.api.audio.segments import Segment
+
 
 class DurationUsage(BaseModel):
     type: Literal["duration"] = "duration"
@@ -18,13 +20,19 @@ class Transcript(BaseModel):
 
 
 class VerboseTranscript(BaseModel):
-    """``response_format`` verbose_json, as far as it is known: no times of words or segments."""
+    """``response_format`` verbose_json, as far as it is known: no times of words."""
 
     task: Literal["transcribe", "translate"]
-    language: str | None  # as the request has it
+    language: str | None  # as the request has it, or as the model has heard it
     duration: float  # seconds
     text: str
     usage: DurationUsage
+
+
+class TimedTranscript(VerboseTranscript):
+    """``response_format`` verbose_json of a model that gives times of segments."""
+
+    segments: list[Segment]
 
 
 class SpeechDelta(BaseModel):

@@ -36,4 +36,5 @@ async def client(tiny: AudioModel, llm: LLM) -> AsyncIterator[httpx.AsyncClient]
         client.engine = service.client  # type: ignore[attr-defined]
         client.media = service.media  # type: ignore[attr-defined]
         client.tokenizer = service.tokenizer  # type: ignore[attr-defined]
+        client.service = service  # type: ignore[attr-defined]
         yield client
