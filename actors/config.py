@@ -414,7 +414,7 @@ class ModelFacts:
     smaller_pages: tuple[tuple[str, int], ...] = ()  # kv_cache_dtype and bytes of a page
     int4_saves: int = 0  # bytes of weights that quantization "int4" would free
     media_token_id: int | None = None  # of a model that reads images, or hears
-    clip_first: bool = False  # prompts begin with a clip: the model writes down speech
+    clip_tokens: int = 0  # in front of each prompt, of a model that writes down speech
     adapter_bytes: int = 0  # kept for LoRA adapters, and not among those left for pages
     embeds_size: int = 0  # numbers of each embedding that may stand in a prompt
     uncut: Uncut = Uncut()  # parts of prompts that no step cuts
@@ -462,7 +462,7 @@ class EngineConfig:
     max_loras: int = 0  # adapters in one step; 0: requests have none
     send_history: bool = False  # runners get the tokens of every request, for a proposer, say
     media_token_id: int | None = None  # None: the model reads text only
-    clip_first: bool = False  # prompts begin with a clip
+    clip_tokens: int = 0  # in front of each prompt
     embeds_size: int = 0  # of each embedding in a prompt; 0: prompts are tokens
     uncut: Uncut = Uncut()  # parts of prompts that no step cuts
     page_bytes: int = 0  # of all layers
@@ -507,16 +507,21 @@ def resolve_limits(
     )
 
 
-def resolve_model_len(args: EngineArgs, max_position: int | None) -> int:
-    """Returns the tokens of the longest request, checked against the model's positions."""
+def resolve_model_len(args: EngineArgs, max_position: int | None, clip_tokens: int = 0) -> int:
+    """Returns the tokens of the longest request, checked against the model's positions.
+
+    Those of a clip in front of each prompt do not count in ``max_model_len``, as in vLLM.
+    """
     if args.max_model_len is None:
         return max_position or 32_768
-    if max_position is not None and args.max_model_len > max_position:
+    given = args.max_model_len + clip_tokens
+    if max_position is not None and given > max_position:
         raise InvalidConfig(
-            f"max_model_len ({args.max_model_len}) is over the model's own limit ({max_position})",
+            f"max_model_len ({args.max_model_len}) is over the model's own limit "
+            f"({max_position - clip_tokens})",
             "max_model_len",
         )
-    return args.max_model_len
+    return given
 
 
 def scarcest(facts: Sequence[ModelFacts]) -> ModelFacts:
@@ -533,7 +538,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
     Raises:
         InvalidConfig: one request of ``max_model_len`` does not fit.
     """
-    model_len = resolve_model_len(args, facts.max_position)
+    model_len = resolve_model_len(args, facts.max_position, facts.clip_tokens)
     available = args.kv_cache_memory or facts.available_bytes
     snapshots = resolve_snapshots(args, facts, limits)
     if args.kv_cache_memory is None:
@@ -586,7 +591,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         speculation=speculation,
         max_loras=loras_in_step(args, facts.device),
         media_token_id=facts.media_token_id,
-        clip_first=facts.clip_first,
+        clip_tokens=facts.clip_tokens,
         embeds_size=facts.embeds_size,
         uncut=replace(facts.uncut, room=limits.max_batch_tokens - limits.max_decoding_batch),
     )

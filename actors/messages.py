@@ -503,7 +503,7 @@ class EngineInfo:
     identity: str = ""  # EngineArgs.identity
     prefix_caching: bool = True
     media_token_id: int | None = None  # of a model of images or audio: their own id
-    clip_first: bool = False  # prompts begin with a clip: the model writes down speech
+    clip_tokens: int = 0  # in front of each prompt, of a model that writes down speech
     embeds_size: int = 0  # numbers of each embedding in a prompt; 0: prompts are tokens
     uncut: Uncut = Uncut()  # parts of prompts that no step cuts
 

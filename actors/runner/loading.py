@@ -105,6 +105,11 @@ class LoadedModel:
         return None if self.vision is None else self.vision.processor.media_token_id
 
     @property
+    def clip_tokens(self) -> int:
+        """Tokens of a clip in front of each prompt; 0: prompts are as they come."""
+        return 0 if self.vision is None else self.vision.clip_tokens
+
+    @property
     def embeds_size(self) -> int:
         """Numbers of each embedding of a prompt, or 0 if prompts are tokens."""
         return 0 if self.embeds is None else self.embeds.size
@@ -131,7 +136,7 @@ class LoadedModel:
             smaller_pages=self.smaller_pages(args.page_size),
             int4_saves=self.int4_saves,
             media_token_id=self.media_token_id,
-            clip_first=self.vision is not None and self.vision.clip_first,
+            clip_tokens=self.clip_tokens,
             adapter_bytes=self.adapter_bytes,
             embeds_size=self.embeds_size,
             uncut=self.uncut,

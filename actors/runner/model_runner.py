@@ -115,7 +115,7 @@ class ModelRunner:
     def profile(self) -> tuple[ModelFacts, BatchLimits]:
         """What the model and the device say; runs the largest step unless memory was given."""
         args, loaded, device = self._args, self._loaded, self._loaded.device
-        model_len = resolve_model_len(args, loaded.max_position)
+        model_len = resolve_model_len(args, loaded.max_position, loaded.clip_tokens)
         limits = loaded.limits(args, model_len)
         available = args.kv_cache_memory
         if available is None:

@@ -387,7 +387,7 @@ class SchedulerActor:
             max_logprobs=config.max_logprobs,
             prefix_caching=config.prefix_caching,
             media_token_id=config.media_token_id,
-            clip_first=config.clip_first,
+            clip_tokens=config.clip_tokens,
             embeds_size=config.embeds_size,
             uncut=config.uncut,
             identity=self._started.args.identity,

@@ -66,8 +66,8 @@ def build_requests(
     prompt = _prompt(prompt_ids, info, param)
     if images:
         prompt = _with_images(prompt, images, info, params, param)
-    if info.clip_first:
-        _check_clip(prompt, images, param)
+    if info.clip_tokens:
+        _check_clip(prompt, images, info, param)
     if embeds:
         prompt = _with_embeds(prompt, embeds, params)
     _check_uncut(prompt, images, info, params, param)
@@ -181,9 +181,12 @@ def _with_images(
     return put_virtual_ids(prompt, images, info.media_token_id)
 
 
-def _check_clip(prompt: Int32Array, images: Sequence[MediaInput], param: str) -> None:
+def _check_clip(
+    prompt: Int32Array, images: Sequence[MediaInput], info: EngineInfo, param: str
+) -> None:
     """Refuses a prompt that is not one clip and tokens behind it."""
-    if len(images) != 1 or images[0].start or images[0].length >= len(prompt):
+    first = [image.length for image in images if image.start == 0]
+    if len(images) != 1 or first != [info.clip_tokens] or len(prompt) == info.clip_tokens:
         raise InvalidRequest(
             "A prompt of this model is one clip of audio, then the tokens of a transcript: it only "
             "writes down speech.",

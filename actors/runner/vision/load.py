@@ -62,7 +62,7 @@ class VisionParts:
     cache_bytes: int  # of embeddings
     uncut: Uncut = Uncut()  # parts of prompts that no step cuts
     observers: tuple[StepObserver, ...] = ()  # more of them
-    clip_first: bool = False  # each prompt begins with a clip
+    clip_tokens: int = 0  # in front of each prompt, of a model that writes down speech
 
     def around(self, text: StepModel) -> VisionModel:
         """The model whose language model is ``text``."""

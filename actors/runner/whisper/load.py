@@ -85,7 +85,7 @@ def load_whisper(
     cache_bytes = int(args.mm_encoder_cache_gb * 2**30)
     encoder = MediaEncoder(ClipStates(model, tokens), cache_bytes, "audio")
     parts = VisionParts(model, None, processor, encoder, MediaSlots(None), cache_bytes)
-    parts.clip_first = True
+    parts.clip_tokens = tokens
     prompt = _probe_prompt(processor.transcription.speech.tokens)
     expected = _own_logits(model, processor, prompt)
     if kernels and model.dtype in (torch.float32, torch.bfloat16):

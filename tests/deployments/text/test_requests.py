@@ -1,6 +1,7 @@
 """What build_requests lets through, cuts and refuses."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from rayfin.actors.errors import ContextLengthExceeded, InvalidConfig, InvalidRequest
 from rayfin.actors.guidance import NO_END, Guidance
+from rayfin.actors.media.media_input import MediaInput
 from rayfin.actors.messages import EngineInfo, EngineRequest
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.requests.build import build_requests, sampling_defaults
@@ -24,6 +26,7 @@ def build(
     info: EngineInfo = ROOMY,
     tokenizer: Tokenizer | None = None,
     guidance: Guidance | None = None,
+    images: Sequence[MediaInput] = (),
     **params: Any,
 ) -> list[EngineRequest]:
     return build_requests(
@@ -35,6 +38,7 @@ def build(
         arrival=1.5,
         tokenizer=tokenizer,
         guidance=guidance,
+        images=images,
     )
 
 
@@ -212,3 +216,21 @@ def test_the_models_sampling_defaults(tmp_path: Path) -> None:
     assert sampling_defaults(None, {"max_new_tokens": 3, "eos_token_id": 4}) == {"max_tokens": 3}
     with pytest.raises(InvalidConfig, match="override_generation_config: .*top_p"):
         sampling_defaults(None, {"top_p": 7})
+
+
+def test_a_model_that_writes_down_speech_wants_one_clip_in_front() -> None:
+    info = replace(INFO, media_token_id=3, clip_tokens=8)
+    clip = MediaInput(b"a", 0, 8, {})
+    made = build([3] * 8 + [5, 6], info, images=(clip,))
+    assert made[0].images == (clip,) and len(made[0].prompt) == 10
+    later = MediaInput(b"a", 1, 8, {})
+    short = MediaInput(b"a", 0, 7, {})
+    for ids, clips in [
+        ([5, 6], ()),
+        ([3] * 8, (clip,)),
+        ([5, *[3] * 8, 6], (later,)),
+        ([3] * 7 + [5, 6], (short,)),
+        ([3] * 16 + [5], (clip, MediaInput(b"b", 8, 8, {}))),
+    ]:
+        with pytest.raises(InvalidRequest, match="one clip of audio, then the tokens"):
+            build(ids, info, images=clips)

@@ -10,7 +10,7 @@ from audio_models import tone
 from rayfin.actors.errors import InvalidConfig, RunnerGroupFailed, UnsupportedModel
 from rayfin.actors.runner.loading import load
 from rayfin.actors.runner.whisper.decoder import WhisperDecoder
-from whisper_models import EOS, FIRST_TIME, FRAMES, PAGE_SIZE, WhisperOracle
+from whisper_models import EOS, FIRST_TIME, FRAMES, PAGE_SIZE, POSITIONS, WhisperOracle
 
 Make = Callable[..., Any]
 OUTPUT = 24
@@ -187,3 +187,21 @@ def test_settings_that_do_not_go_with_it(
 ) -> None:
     with pytest.raises((InvalidConfig, UnsupportedModel), match=message):
         load(engine_args(oracle.folder, **settings))
+
+
+def test_max_model_len_counts_transcripts(oracle: WhisperOracle, served: Make) -> None:
+    """As in vLLM, whose users give 448."""
+    clip = -(-FRAMES // PAGE_SIZE) * PAGE_SIZE
+    for given, most in ((None, POSITIONS), (POSITIONS, POSITIONS), (20, 20)):
+        engine = served(oracle.folder, page_size=PAGE_SIZE, max_model_len=given)
+        assert (engine.config.max_model_len, engine.config.clip_tokens) == (clip + most, clip)
+    with pytest.raises(InvalidConfig, match=rf"over the model's own limit \({POSITIONS}\)"):
+        served(oracle.folder, page_size=PAGE_SIZE, max_model_len=POSITIONS + 1)
+
+
+@pytest.mark.gpu
+def test_tokens_of_a_gpu(oracle: WhisperOracle, served: Make, request_of: Make) -> None:
+    engine = served(oracle.folder, device="cuda", page_size=16, max_batch_tokens=40)
+    made = [oracle.prompt(*own, 16) for own in _prompts(oracle)]
+    tokens = engine.run(*(_request(request_of, key, one) for key, one in enumerate(made)))
+    assert tokens == {key: oracle.greedy(*own, OUTPUT) for key, own in enumerate(_prompts(oracle))}
