@@ -1,17 +1,25 @@
 """A ``StepModel`` whose steps may hold parts of images or clips."""
 
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from rayfin.actors.media.media_input import VIRTUAL_TOKENS
+from rayfin.actors.media.media_input import VIRTUAL_TOKENS, MediaInput
 from rayfin.actors.messages import Int64Array
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.step.batch import GivenInputs, StepInputs
-from rayfin.actors.runner.vision.encoder import MediaEncoder
 from rayfin.actors.runner.vision.media_slots import MediaSlots
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
+
+
+class Embeddings(Protocol):
+    """Gives the embeddings of images or clips: ``MediaEncoder``, or what stands for it."""
+
+    def embeddings(self, media: MediaInput, count: int, *, begins: bool = True) -> torch.Tensor:
+        """The embeddings [count, 1 + L, hidden]: inputs, and what L layers add."""
+        ...
 
 
 class VisionModel:
@@ -21,7 +29,7 @@ class VisionModel:
     """
 
     def __init__(
-        self, text: StepModel, encoder: MediaEncoder, slots: MediaSlots, media_token_id: int
+        self, text: StepModel, encoder: Embeddings, slots: MediaSlots, media_token_id: int
     ) -> None:
         self.text, self.encoder, self.slots = text, encoder, slots
         self._media_token_id = media_token_id

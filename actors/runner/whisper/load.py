@@ -6,7 +6,6 @@ transformers' own forward gives.
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForSpeechSeq2Seq, PretrainedConfig
@@ -16,19 +15,16 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.media.audio_processor import AudioProcessor
 from rayfin.actors.media.load import load_processor
-from rayfin.actors.media.processed import put_media
-from rayfin.actors.media.virtual_ids import put_virtual_ids
-from rayfin.actors.media.whisper import SpeechTokens, clip_tokens
-from rayfin.actors.messages import NewRequest, Sampling
+from rayfin.actors.media.whisper import clip_tokens
 from rayfin.actors.runner.cpu.packed_layers import PackedLinear
 from rayfin.actors.runner.loading import LoadedModel, cpu_kernels
 from rayfin.actors.runner.models.dtypes import page_type
-from rayfin.actors.runner.models.replace import chunked_logits
 from rayfin.actors.runner.models.weights import load_model
 from rayfin.actors.runner.vision.encoder import MediaEncoder
-from rayfin.actors.runner.vision.load import PROBE_SLOT, TOLERANCE, VisionParts, probe_clip
+from rayfin.actors.runner.vision.load import TOLERANCE, VisionParts
 from rayfin.actors.runner.vision.media_slots import MediaSlots
 from rayfin.actors.runner.whisper.decoder import WhisperDecoder
+from rayfin.actors.runner.whisper.probe import Probe
 from rayfin.actors.runner.whisper.rules import RuleTokens, TranscriptRules
 from rayfin.kernels.attention.select import page_types, select_attention
 from rayfin.kernels.cpu.kernels import CpuKernels
@@ -86,14 +82,20 @@ def load_whisper(
     encoder = MediaEncoder(ClipStates(model, tokens), cache_bytes, "audio")
     parts = VisionParts(model, None, processor, encoder, MediaSlots(None), cache_bytes)
     parts.clip_tokens = tokens
-    prompt = _probe_prompt(processor.transcription.speech.tokens)
-    expected = _own_logits(model, processor, prompt)
+    speech = processor.transcription.speech.tokens
+    probe = Probe(model, speech, tokens)
     if kernels and model.dtype in (torch.float32, torch.bfloat16):
         _pack(model, kernels)
         encoder.threads = kernels.threads
         torch.set_num_threads(1)  # little is left to torch, whose threads would be in the way
-    _require_equal(parts, decoder, prompt, expected, args.page_size)
-    rule_tokens = RuleTokens.of(processor.transcription.speech.tokens, model.generation_config)
+    difference = probe.difference(decoder, args.page_size)
+    if not difference <= TOLERANCE.get(model.dtype, 0.1):
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot be served: over pages its logits differ from its own "
+            f"forward by {difference:.1e} of the largest one",
+            "model",
+        )
+    rule_tokens = RuleTokens.of(speech, model.generation_config)
     rules = TranscriptRules(rule_tokens, tokens, config.max_target_positions)
     decoder.rules, parts.observers = rules, (rules,)
     return LoadedModel(
@@ -133,58 +135,3 @@ def _pack(model: Any, kernels: CpuKernels) -> None:
         for name, child in list(owner.named_children()):
             if type(child) is nn.Linear:
                 setattr(owner, name, PackedLinear(kernels, child.weight, child.bias, kernels.pack))
-
-
-def _probe_prompt(tokens: SpeechTokens) -> list[int]:
-    """A prompt and a few tokens of a transcript, behind the place of a clip."""
-    return [tokens.place, tokens.start, tokens.no_times, *range(5, 12)]
-
-
-@torch.inference_mode()
-def _own_logits(model: Any, processor: AudioProcessor, prompt: list[int]) -> torch.Tensor:
-    """Logits [T, V] of transformers' forward behind the clip of the probe."""
-    features = processor.process(probe_clip(processor)).arrays["input_features"]
-    output = model(
-        input_features=torch.from_numpy(features).to(model.device, model.dtype),
-        decoder_input_ids=torch.tensor([prompt[1:]], device=model.device),
-        use_cache=False,
-    )
-    logits: torch.Tensor = output.logits[0].float()
-    return logits
-
-
-def _require_equal(
-    parts: VisionParts,
-    decoder: WhisperDecoder,
-    prompt: list[int],
-    expected: torch.Tensor,
-    page_size: int,
-) -> None:
-    """Raises:
-    UnsupportedModel: the logits over pages differ from those ``expected`` [T, V].
-    """
-    own = parts.processor
-    media = own.process(probe_clip(own))  # type: ignore[arg-type]
-    ids, clips = put_media(prompt, [media], own.media_token_id, "model", own.place_id, "audio")
-    virtual = put_virtual_ids(np.array(ids, np.int32), clips, own.media_token_id)
-    request = NewRequest(
-        PROBE_SLOT, Sampling(), len(ids), history=virtual, prompt_len=len(ids), images=clips
-    )
-    parts.slots.enter(request)
-    first = clips[0].length
-    cuts = [0, first // 2 + 1, first + 3, len(ids) - 1, len(ids)]
-    tokens = torch.from_numpy(virtual.astype(np.int64)).to(decoder.device)
-    try:
-        model = parts.around(decoder)
-        logits = chunked_logits(model, decoder, tokens, cuts, page_size, slot=PROBE_SLOT)
-    finally:
-        parts.slots.close()
-        parts.encoder.clear()
-    most = expected.abs().max().clamp(min=1e-6)
-    difference = float((logits[first:] - expected).abs().max() / most)
-    if not difference <= TOLERANCE.get(decoder.dtype, 0.1):
-        raise UnsupportedModel(
-            f"{type(parts.model).__name__} cannot be served: over pages its logits differ from its "
-            f"own forward by {difference:.1e} of the largest one",
-            "model",
-        )
