@@ -35,6 +35,7 @@ ROUTES = {
     "generate": ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
     "embed": ("/v1/embeddings", "/v2/embed", "/score", "/rerank", "/pooling"),
     "classify": ("/classify", "/score", "/rerank", "/pooling"),
+    "write down": ("/v1/audio/transcriptions", "/v1/audio/translations"),
 }
 """The routes of each kind of model."""
 
@@ -75,6 +76,11 @@ class OpenAIService:
     def reads(self) -> MediaKind | None:
         """What the model reads beside text."""
         return None if self.media is None else self.media.kind
+
+    @property
+    def only_hears(self) -> bool:
+        """Whether the model writes down speech, and does nothing else."""
+        return self.media is not None and self.media.speech is not None
 
     def check_priority(self, priority: int, tenant: str) -> None:
         """Raises:
@@ -181,10 +187,10 @@ class ServedModels:
 
         Raises:
             ModelNotFound: there is no such model.
-            ModelNotSupported: it pools, and has no such route.
+            ModelNotSupported: it pools or only hears, and has no such route.
         """
         service = await self.text_side(request, name)
-        if service.recipe is not None:
+        if service.recipe is not None or service.only_hears:
             raise _not_supported(service, name)
         return service
 
@@ -197,8 +203,8 @@ class ServedModels:
             ModelNotFound: there is no such model.
             ModelNotSupported: it does not hear, or audio is off here.
         """
-        service = await self.resolve_model(request, name)
-        if service.media is None or service.reads != "audio":
+        service = await self.text_side(request, name)
+        if service.recipe is not None or service.media is None or service.reads != "audio":
             raise _not_supported(service, name)
         if service.media.off is not None:
             shown = (name or service.model_names[0])[:128]
@@ -233,7 +239,9 @@ class ServedModels:
 
 
 def _not_supported(service: OpenAIService, name: str | None) -> ModelNotSupported:
-    kind = "generate" if service.recipe is None else service.recipe.kind
+    kind = "write down" if service.only_hears else "generate"
+    if service.recipe is not None:
+        kind = service.recipe.kind
     shown = (name or service.model_names[0])[:128]
     return ModelNotSupported(
         f"The model `{shown}` does not support this API; it has {', '.join(ROUTES[kind])}.", "model"

@@ -47,7 +47,7 @@ from rayfin.deployments.pooling.pairs import ranked
 from rayfin.deployments.requests.beams import BeamSearchOutput, build_search, sequence_of
 from rayfin.deployments.requests.best_of import candidates, request_logprobs
 from rayfin.deployments.requests.build import build_requests, sampling_defaults
-from rayfin.deployments.requests.prompts import WrittenPrompt, prompt_ids, truncated
+from rayfin.deployments.requests.prompts import WrittenPrompt, truncated
 from rayfin.deployments.serve.preflight import (
     check_generation_config,
     check_model,
@@ -465,7 +465,7 @@ class LLM:
         self.close()
 
     def _tokens(self, prompt: WrittenPrompt) -> list[int]:
-        return prompt_ids(prompt, self._tokenizer, self._engine.info.max_model_len)
+        return self._media.tokens(prompt, self._tokenizer, self._engine.info.max_model_len)
 
     def _params_for(
         self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None

@@ -22,7 +22,9 @@ from rayfin.deployments.media.settings import MediaSettings
 from rayfin.deployments.requests.prompts import (
     IDS,
     SALT,
+    TEXT,
     WrittenPrompt,
+    prompt_ids,
     read_prompts,
     truncated,
 )
@@ -47,6 +49,17 @@ class OfflineMedia:
         self._embeds = EmbedsReader(put) if args.enable_prompt_embeds else None
         if processor is not None:
             self.media = MediaReader(processor, settings, put)
+
+    def tokens(
+        self, prompt: WrittenPrompt, tokenizer: Tokenizer | None, max_model_len: int
+    ) -> list[int]:
+        """The ids of a prompt; see ``prompt_ids``.
+
+        A text for Whisper has its control tokens itself: around it there would be others, an end of
+        text among them.
+        """
+        speech = None if self.media is None else self.media.speech
+        return prompt_ids(prompt, tokenizer, max_model_len, add_special_tokens=speech is None)
 
     def place(
         self, prompts: Sequence[WrittenPrompt], tokens: Sequence[list[int]]
@@ -119,6 +132,8 @@ class OfflineMedia:
                 "unsupported_content",
             )
         media = self.media.read_given(prompt.given, f"{param}.{prompt.kind}")
+        if (speech := self.media.speech) is not None and speech.tokens.place not in ids:
+            ids = [speech.tokens.place, *(ids or [speech.tokens.start])]
         whole, inputs = self.media.place(ids, media, param)
         return replace(prompt, images=inputs), whole
 
@@ -136,10 +151,14 @@ def list_prompts(prompts: Any, *, embeds: bool = False) -> list[WrittenPrompt]:
     each = items if several else [items]
     media = [_media(item, place) for place, item in enumerate(each)]
     tensors = [_tensor(item, place) if embeds else None for place, item in enumerate(each)]
-    texts = [_text_side(*both) for both in zip(each, tensors, strict=True)]
+    empty = [bool(own) and _empty(item) for item, (_, own) in zip(each, media, strict=True)]
+    texts = [_text_side(*parts) for parts in zip(each, tensors, empty, strict=True)]
     written = read_prompts(texts if several else texts[0], mixed=True)
-    parts = zip(written, media, tensors, strict=True)
-    return [replace(one, given=own, kind=kind, tensor=tensor) for one, (kind, own), tensor in parts]
+    made = [
+        replace(one, given=own, kind=kind, tensor=tensor)
+        for one, (kind, own), tensor in zip(written, media, tensors, strict=True)
+    ]
+    return [replace(one, ids=[]) if alone else one for one, alone in zip(made, empty, strict=True)]
 
 
 def list_texts(prompts: Any) -> list[WrittenPrompt]:
@@ -157,10 +176,20 @@ def list_texts(prompts: Any) -> list[WrittenPrompt]:
     return listed
 
 
-def _text_side(item: Any, tensor: Tensor | None) -> Any:
-    """A prompt without its media and embeddings, for which ids of 0 stand."""
+def _empty(item: Mapping[str, Any]) -> bool:
+    """Whether a prompt with media has nothing beside them, as one of Whisper's may."""
+    written = item.get(IDS)
+    if written is None:
+        written = item.get(TEXT)
+    return isinstance(written, str | list | tuple) and not written
+
+
+def _text_side(item: Any, tensor: Tensor | None, empty: bool) -> Any:
+    """A prompt without its media and embeddings, for which ids of 0 stand, as they do for none."""
     if not isinstance(item, Mapping):
         return item
+    if empty:
+        return {IDS: [0], SALT: item.get(SALT)}
     if tensor is None:
         return {name: value for name, value in item.items() if name != DATA}
     shape = tensor.array.shape

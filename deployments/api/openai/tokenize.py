@@ -124,7 +124,7 @@ def add_tokenize_routes(app: FastAPI, models: ServedModels) -> None:
 
         @app.get("/tokenizer_info")
         async def info(request: Request, model: str | None = None) -> dict[str, Any]:
-            return tokenizer_info(await models.resolve_model(request, model))
+            return tokenizer_info(await models.text_side(request, model))
 
 
 async def _ids(service: OpenAIService, body: TokenizeRequest) -> list[int]:

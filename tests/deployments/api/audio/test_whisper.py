@@ -180,6 +180,33 @@ async def test_a_stream(client: httpx.AsyncClient, tiny: WhisperOracle) -> None:
     assert "".join(own["delta"] for own in deltas) == done["text"] == joined(tiny, tokens)
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": "a"},
+    "chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "responses": {"input": "a"},
+    "messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "embeddings": {"input": "a"},
+}
+
+
+@pytest.mark.parametrize("route", OTHERS)
+async def test_other_routes(client: httpx.AsyncClient, route: str) -> None:
+    """They answer as for models that pool, and name those that there are."""
+    engine(client).seen.clear()
+    reply = await client.post(f"/v1/{route}", json={"model": "tiny", **OTHERS[route]})
+    assert reply.status_code == 404 and not engine(client).seen
+    assert "/v1/audio/transcriptions, /v1/audio/translations" in reply.text
+    if route != "messages":  # whose errors are Anthropic's
+        assert reply.json()["error"]["code"] == "model_not_supported"
+
+
+async def test_routes_of_every_model(client: httpx.AsyncClient) -> None:
+    models = (await client.get("/v1/models")).json()
+    assert [own["id"] for own in models["data"]] == ["tiny"]
+    tokens = await client.post("/tokenize", json={"model": "tiny", "prompt": "Hi"})
+    assert tokens.json()["tokens"] == [IDS["H"], IDS["i"]]
+
+
 BAD: dict[str, tuple[str, dict[str, Any], str, str]] = {  # task, fields, param, code
     "no such language": ("transcriptions", {"language": "xx"}, "language", "invalid_value"),
     "a control token": ("transcriptions", {"prompt": "a <|0.00|>"}, "prompt", "invalid_value"),
