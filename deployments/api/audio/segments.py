@@ -87,7 +87,12 @@ def segments(
     made: list[Segment] = []
     begin = 0.0  # of the clip in the recording, seconds
     for answer, length in zip(answers, lengths, strict=True):
-        words = [token for token in answer if token not in tokenizer.special_token_ids]
+        # In a folder of someone's own times may be special tokens.
+        words = [
+            token
+            for token in answer
+            if token not in tokenizer.special_token_ids or speech.seconds(token) is not None
+        ]
         ratio = _compression(_text(words, speech, tokenizer))
         for span in spans(words, speech.seconds, length):
             text = _text(span.tokens, speech, tokenizer)

@@ -21,7 +21,7 @@ from rayfin.deployments.generation.quotas import TokenQuotas
 from rayfin.deployments.media.cuts import cut_at_quiet
 from rayfin.deployments.media.settings import MediaSettings
 from rayfin.deployments.text.tokenizer import Tokenizer
-from whisper_models import FIRST_TIME, IDS, PAGE_SIZE, RATE, WhisperOracle
+from whisper_models import FIRST_TIME, IDS, PAGE_SIZE, POSITIONS, RATE, WhisperOracle
 
 pytestmark = pytest.mark.anyio
 
@@ -170,6 +170,19 @@ async def test_subtitles(client: httpx.AsyncClient) -> None:
         assert all(line[8] == line[25] == point and len(line) == 29 for line in spans)
         assert reply.text.startswith("WEBVTT\n\n00:00:0" if form == "vtt" else "1\n00:00:0")
         assert float(spans[-1][-6:].replace(",", ".")) == pytest.approx(found[-1]["end"])
+
+
+async def test_no_limit_of_tokens(client: httpx.AsyncClient) -> None:
+    """An answer may fill the decoder's positions; one that does is cut, and is none the worse."""
+    for form in ("json", "verbose_json"):
+        engine(client).seen.clear()
+        more = {"prompt": "words " * 50, "response_format": form}
+        files = {"file": ("speech.wav", wav(CLIP, subtype="FLOAT"))}
+        reply = await client.post("/v1/audio/transcriptions", files=files, data=more)
+        assert reply.status_code == 200, reply.text
+        request = engine(client).seen[-1]
+        begun = len(request.prompt) - len(client.media.processor.process(CLIP).ids)  # type: ignore[attr-defined]
+        assert request.stopping.max_tokens == POSITIONS - begun
 
 
 async def test_a_stream(client: httpx.AsyncClient, tiny: WhisperOracle) -> None:
