@@ -191,9 +191,15 @@ def summary(
         )
     rows.append(("version", __version__))
     key = ' -H "Authorization: Bearer $KEY"' if server.api_keys() else ""
-    url = f"{more}{address}/v1/chat/completions"
-    example = f"""  curl {url}{key} -H 'Content-Type: application/json' \\
-    -d '{{"model": "{models[0].names[0]}", "temperature": 0,
+    return rows, _example(models[0].names[0], infos[0], f"{more}{address}/v1", key)
+
+
+def _example(name: str, info: EngineInfo | None, url: str, key: str) -> str:
+    """A command that asks a model."""
+    if info is not None and info.clip_tokens:  # it writes down speech
+        return f"""  curl {url}/audio/transcriptions{key} -F model={name} -F file=@speech.mp3
+"""
+    return f"""  curl {url}/chat/completions{key} -H 'Content-Type: application/json' \\
+    -d '{{"model": "{name}", "temperature": 0,
          "messages": [{{"role": "user", "content": "What is 37 + 48?"}}]}}'
 """
-    return rows, example

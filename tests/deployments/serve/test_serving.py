@@ -69,6 +69,13 @@ def test_summary_keeps_the_key_to_itself(capsys: pytest.CaptureFixture[str]) -> 
     assert "secret" not in text and '"Authorization: Bearer $KEY"' in text
 
 
+def test_summary_asks_whisper_for_a_transcript() -> None:
+    models = [ModelArgs(ServerArgs(served_model_name="whisper"), EngineArgs())]
+    info = EngineInfo("engine", 1952, 300, 500, 16, clip_tokens=1504)
+    _, example = summary(models, "127.0.0.1", 1, PLAIN, [info])
+    assert "/v1/audio/transcriptions -F model=whisper -F file=@speech.mp3" in example
+
+
 def test_stages_are_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     start_up = StartUp()
     with start_up.stage("Starting") as done:
