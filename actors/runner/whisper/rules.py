@@ -1,8 +1,9 @@
 """Which tokens may come next in a transcript, as ``generate`` of transformers has it for Whisper.
 
-Some tokens are never sampled, others not as the first one. Behind ``<|startoftranscript|>`` only a
-language may come. A prompt without ``<|notimestamps|>`` asks for times: they come in pairs and do
-not decrease, and one comes where all times together are more probable than any other token.
+Some tokens are never sampled, others not as the first one. Where a prompt ends at
+``<|startoftranscript|>``, a language, ``<|transcribe|>`` and ``<|notimestamps|>`` come first. A
+prompt that ends at a task asks for times: they come in pairs and do not decrease, and one comes
+where all times together are more probable than any other token.
 
 Source: Radford et al., 2022; OpenAI's ``ApplyTimestampRules``.
 """
@@ -27,9 +28,14 @@ class SpokenRow:
     """The tokens of one request behind its clip."""
 
     tokens: Int32Array  # [positions of the decoder]; those behind the known ones are anything
-    begin: int  # of them are prompt
+    begin: int  # of them are in front of the text
     times: bool  # the answer has times
-    detects: bool  # the answer is a language
+    controls: tuple[list[int], ...] = ()  # the last so many in front of it are sampled from these
+
+    def control(self, known: int) -> list[int]:
+        """The only tokens that may come behind the first ``known`` ones; empty: any."""
+        at = known - (self.begin - len(self.controls))
+        return self.controls[at] if 0 <= at < len(self.controls) else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +93,38 @@ class TranscriptRules(Observer):
         begin = new.prompt_len - self._clip_tokens
         last = int(tokens[begin - 1]) if 0 < begin <= self._positions else -1
         own = self._own.tokens
-        detects = bool(own.languages) and last == own.start
-        times = not detects and last in (own.start, *own.tasks.values())
-        self._slots[new.handle] = SpokenRow(tokens, begin, times, detects)
+        if own.languages and last == own.start:
+            controls = (list(own.languages.values()), [own.tasks["transcribe"]], [own.no_times])
+            row = SpokenRow(tokens, begin + len(controls), False, controls)
+        else:
+            row = SpokenRow(tokens, begin, last in (own.start, *own.tasks.values()))
+        self._slots[new.handle] = row
 
     def close(self) -> None:
         self._slots.clear()
 
     def applied(self, logits: torch.Tensor, inputs: StepInputs, step: SplitStep) -> torch.Tensor:
         """The logits [S, V] after the rules, which may change them in place."""
+        rows = self._rows(inputs, step)
+        controls = {index: own.control(known) for index, (own, known) in rows.items()}
+        kept = {index: logits[index, ids].clone() for index, ids in controls.items() if ids}
         if self._own.never:
             logits[:, self._own.never] = NEVER
+        for index, (own, known) in rows.items():
+            if index in kept:
+                logits[index].fill_(NEVER)
+                logits[index, controls[index]] = kept[index]
+            else:
+                self._apply(logits[index], own, known)
+        return logits
+
+    def _rows(self, inputs: StepInputs, step: SplitStep) -> dict[int, tuple[SpokenRow, int]]:
+        """By row of the logits: the request, and how many of its tokens they are behind.
+
+        The tokens of the step become known.
+        """
         if inputs.slots is None or step.own is None:
-            return logits
+            return {}
         starts = np.asarray(inputs.batch.query_start_cpu, np.int64)
         ends = np.asarray(inputs.batch.kv_len_cpu, np.int64) - self._clip_tokens
         ids = inputs.input_ids.cpu().numpy()
@@ -110,24 +135,19 @@ class TranscriptRules(Observer):
                 first = int(ends[row]) - count
                 last = starts[row + 1]
                 own.tokens[first : ends[row]] = ids[last - count : last][: self._positions - first]
-        at = np.searchsorted(starts, inputs.sampled.cpu().numpy(), side="right") - 1
-        for index, row in enumerate(at.tolist()):
+        found: dict[int, tuple[SpokenRow, int]] = {}
+        sampled = inputs.sampled.cpu().numpy()
+        for index, row in enumerate((np.searchsorted(starts, sampled, side="right") - 1).tolist()):
             own = self._slots.get(int(inputs.slots[row]))
             if own is not None:
-                behind = int(inputs.sampled[index]) - int(starts[row + 1])  # -1: the last one
-                self._apply(logits[index], own, int(ends[row]) + behind + 1)
-        return logits
+                behind = int(sampled[index]) - int(starts[row + 1])  # -1: the last one
+                found[index] = own, int(ends[row]) + behind + 1
+        return found
 
     def _apply(self, logits: torch.Tensor, own: SpokenRow, known: int) -> None:
         """Changes the logits [V] behind the first ``known`` tokens."""
         rules = self._own
         is_first = known == own.begin
-        if is_first and own.detects:
-            languages = list(rules.tokens.languages.values())
-            kept = logits[languages].clone()
-            logits.fill_(NEVER)
-            logits[languages] = kept
-            return
         if is_first and rules.never_first:
             logits[rules.never_first] = NEVER
         if own.times:

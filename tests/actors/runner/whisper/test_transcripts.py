@@ -74,6 +74,19 @@ def test_a_language_is_heard(oracle: WhisperOracle, served: Make, request_of: Ma
     assert encoder.num_encoded == encoded and engine.cached[9] >= FRAMES
 
 
+def test_a_prompt_of_the_start_alone(oracle: WhisperOracle, served: Make, request_of: Make) -> None:
+    """As vLLM's users write it: language, task and no times come first, then the text."""
+    engine = served(oracle.folder, page_size=PAGE_SIZE)
+    clip = tone(4, 1.5)
+    request = _request(request_of, 0, oracle.prompt(oracle.prompts.detect(), clip))
+    language, task, no_times, *text = engine.run(request)[0]
+    own = oracle.prompts.tokens
+    assert language == oracle.language(clip)
+    assert (task, no_times) == (own.tasks["transcribe"], own.no_times)
+    ask = oracle.prompts.ask(oracle.prompts.language(language), "transcribe", "", times=False)
+    assert text == oracle.greedy(ask, clip, OUTPUT - 3)
+
+
 def test_english_only(tmp_path: Path, served: Make, request_of: Make) -> None:
     own = WhisperOracle(tmp_path, seed=1, english=True)
     prompts = [(own.prompts.ask(None, "transcribe", "", times=times), tone(1)) for times in (0, 1)]
