@@ -33,6 +33,7 @@ from rayfin.deployments.text.opening import ChatPrompt
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 DATA = "multi_modal_data"
+ENCODER, DECODER = "encoder_prompt", "decoder_prompt"
 
 
 class OfflineMedia:
@@ -148,7 +149,7 @@ def list_prompts(prompts: Any, *, embeds: bool = False) -> list[WrittenPrompt]:
     if items == []:
         return []
     several = not isinstance(items, str | Mapping) and not isinstance(items[0], int)
-    each = items if several else [items]
+    each = [_joined(item, at) for at, item in enumerate(items if several else [items])]
     media = [_media(item, place) for place, item in enumerate(each)]
     tensors = [_tensor(item, place) if embeds else None for place, item in enumerate(each)]
     empty = [bool(own) and _empty(item) for item, (_, own) in zip(each, media, strict=True)]
@@ -174,6 +175,26 @@ def list_texts(prompts: Any) -> list[WrittenPrompt]:
             message = f"{path}: only generate and chat support {WORDS[prompt.kind][1]}."
             raise InvalidRequest(message, path, "unsupported_content")
     return listed
+
+
+def _joined(item: Any, at: int) -> Any:
+    """vLLM's form of a prompt for Whisper in two parts, as one.
+
+    Raises:
+        InvalidRequest: a part is missing, or the encoder's has more than clips.
+    """
+    if not isinstance(item, Mapping) or ENCODER not in item:
+        return item
+    encoder, decoder = item[ENCODER], item.get(DECODER)
+    data = encoder.get(DATA) if isinstance(encoder, Mapping) else None
+    beside = isinstance(encoder, Mapping) and (encoder.get(TEXT) or encoder.get(IDS))
+    if item.keys() != {ENCODER, DECODER} or data is None or beside:
+        path = f"prompt[{at}].{ENCODER}"
+        message = f"{path} has {DATA} and no text; {DECODER} stands beside it."
+        raise InvalidRequest(message, path, "invalid_type")
+    if isinstance(decoder, Mapping):
+        return {**decoder, DATA: data}
+    return {TEXT if isinstance(decoder, str) else IDS: decoder or [], DATA: data}
 
 
 def _empty(item: Mapping[str, Any]) -> bool:

@@ -48,12 +48,15 @@ def test_prompts(llm: LLM, tiny: WhisperOracle) -> None:
         {"prompt": place + CONTROL, "multi_modal_data": AUDIO},
         {"prompt_token_ids": whole[1:], "multi_modal_data": AUDIO},
         {"prompt_token_ids": whole, "multi_modal_data": {"audio": [CLIP]}},
+        {"encoder_prompt": {"prompt": "", "multi_modal_data": AUDIO}, "decoder_prompt": CONTROL},
+        {"encoder_prompt": {"multi_modal_data": AUDIO}, "decoder_prompt": {"prompt": CONTROL}},
+        {"encoder_prompt": {"multi_modal_data": AUDIO}, "decoder_prompt": whole[1:]},
     ]
     outputs = llm.generate(asked, PARAMS, use_tqdm=False)
     shown = tiny.processor.process(CLIP).ids + whole[1:]
-    assert [own.prompt_token_ids for own in outputs] == [shown] * 4
+    assert [own.prompt_token_ids for own in outputs] == [shown] * len(asked)
     expected = tiny.greedy(whole, CLIP, OUTPUT)
-    assert [own.outputs[0].token_ids for own in outputs] == [expected] * 4
+    assert [own.outputs[0].token_ids for own in outputs] == [expected] * len(asked)
 
 
 @pytest.mark.parametrize("prompt", [{"prompt": ""}, {"prompt_token_ids": []}])
@@ -83,3 +86,12 @@ def test_bad_prompts(llm: LLM, name: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         llm.generate([prompt], PARAMS, use_tqdm=False)
     assert refused.value.code == code
+
+
+@pytest.mark.parametrize(
+    "encoder", [None, "text", {"prompt": "text", "multi_modal_data": AUDIO}, {"prompt": ""}]
+)
+def test_bad_prompts_in_two_parts(llm: LLM, encoder: Any) -> None:
+    bad = {"encoder_prompt": encoder, "decoder_prompt": CONTROL}
+    with pytest.raises(InvalidRequest, match=r"prompt\[0\].encoder_prompt has multi_modal_data"):
+        llm.generate([bad], PARAMS, use_tqdm=False)
