@@ -65,7 +65,8 @@ class ReplacingText:
     def ids(self, text: str) -> list[int]:
         ids = self._ids.get(text)
         if ids is None:
-            ids = list(self._tokenizer.encode(text, add_special_tokens=False))
+            # Not verbose: a clip may have more tokens than the tokenizer takes to be the model's.
+            ids = list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
             if len(self._ids) >= 256:
                 self._ids.clear()
             self._ids[text] = ids

@@ -65,13 +65,13 @@ class SpeechPrompts:
 
     Args:
         tokenizer: transformers'.
-        most_tokens: positions of the decoder.
+        most_tokens: of a prompt and its transcript.
     """
 
     def __init__(self, tokenizer: Any, tokens: SpeechTokens, most_tokens: int) -> None:
         self._tokenizer = tokenizer
         self.tokens = tokens
-        self._most_hint = most_tokens // 2 - 1  # as transformers and OpenAI cut it
+        self._most_hint = max(most_tokens // 2 - 1, 1)  # as transformers and OpenAI cut it
 
     @property
     def hears_languages(self) -> bool:
@@ -176,7 +176,8 @@ def speech_prompts(tokenizer: Any, config: PretrainedConfig, args: EngineArgs) -
         KeyError: its tokenizer lacks a control token.
     """
     tokens = SpeechTokens.of(tokenizer, config.vocab_size, generation_config(args))
-    return SpeechPrompts(tokenizer, tokens, config.max_target_positions)
+    most = config.max_target_positions
+    return SpeechPrompts(tokenizer, tokens, min(args.max_model_len or most, most))
 
 
 def generation_config(args: EngineArgs) -> GenerationConfig:
