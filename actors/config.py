@@ -551,7 +551,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
     alone = whole or facts.uncut.ahead == "prompt"  # a page depends on the tokens behind it
     pages = most if whole else min(pages, most)
     if pages < per_request:
-        if args.max_model_len is not None or pages < 1:
+        if args.max_model_len is not None or pages * args.page_size <= facts.clip_tokens:
             raise too_long(args, facts, model_len, available)
         model_len = pages * args.page_size
     speculation = chosen_speculation(args, facts)

@@ -37,7 +37,8 @@ def too_long(args: "EngineArgs", facts: "ModelFacts", wanted: int, available: in
     fixed = args.num_pages or args.kv_cache_memory
     if fixed:
         more = f"num_pages {needed}" if args.num_pages else f"kv_cache_memory {needed * page}"
-    fits = [way.format(min(longest, wanted)) for way, longest in ways if longest > 0]
+    clip = facts.clip_tokens  # does not count in max_model_len
+    fits = [way.format(min(longest, wanted) - clip) for way, longest in ways if longest > clip]
     return (InvalidConfig if fixed else NoRoomNow)(
         f"a request of {wanted} tokens needs {needed} pages ({needed * page:,} bytes), {pages} "
         f"fit. What fits: {'; '.join([*fits, more])}",

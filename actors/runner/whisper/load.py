@@ -95,7 +95,7 @@ def load_whisper(
             f"forward by {difference:.1e} of the largest one",
             "model",
         )
-    rule_tokens = RuleTokens.of(speech, model.generation_config)
+    rule_tokens = RuleTokens.of(speech, model.generation_config, decoder.vocab_size)
     rules = TranscriptRules(rule_tokens, tokens, config.max_target_positions)
     decoder.rules, parts.observers = rules, (rules,)
     return LoadedModel(

@@ -49,14 +49,23 @@ class RuleTokens:
     most_first_time: int | None = None  # index of the last time that may come first
 
     @classmethod
-    def of(cls, tokens: SpeechTokens, settings: Any) -> "RuleTokens":
-        """Those of a model's generation config."""
-        end = settings.eos_token_id or settings.bos_token_id
+    def of(cls, tokens: SpeechTokens, settings: Any, vocabulary: int) -> "RuleTokens":
+        """Those of a model's generation config, where they are in its vocabulary.
+
+        A config that transformers makes where a folder has none may name tokens of another model.
+        """
+
+        def known(name: str) -> list[int]:
+            ids = getattr(settings, name, None) or []
+            return [token for token in ids if 0 <= token < vocabulary]
+
+        # In OpenAI's vocabularies the end comes right before the start of a transcript.
+        end = settings.eos_token_id or settings.bos_token_id or tokens.start - 1
         return cls(
             tokens,
             end[0] if isinstance(end, list) else end,
-            list(getattr(settings, "suppress_tokens", None) or []),
-            list(getattr(settings, "begin_suppress_tokens", None) or []),
+            known("suppress_tokens"),
+            known("begin_suppress_tokens"),
             getattr(settings, "max_initial_timestamp_index", None),
         )
 

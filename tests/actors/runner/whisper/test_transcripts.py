@@ -212,6 +212,27 @@ def test_max_model_len_counts_transcripts(oracle: WhisperOracle, served: Make) -
         served(oracle.folder, page_size=PAGE_SIZE, max_model_len=POSITIONS + 1)
 
 
+def test_scarce_memory(oracle: WhisperOracle, served: Make) -> None:
+    """No model is served whose pages hold a clip and nothing more; the message counts as a user."""
+    clip = -(-FRAMES // PAGE_SIZE)
+    size = served(oracle.folder, page_size=PAGE_SIZE).config.page_bytes
+    for pages in (5, clip):
+        with pytest.raises(InvalidConfig, match=f"kv_cache_memory {(clip + 8) * size}"):
+            served(oracle.folder, page_size=PAGE_SIZE, kv_cache_memory=pages * size)
+    scarce = {"page_size": PAGE_SIZE, "kv_cache_memory": (clip + 1) * size}
+    assert served(oracle.folder, **scarce).config.max_model_len == (clip + 1) * PAGE_SIZE
+    with pytest.raises(InvalidConfig, match="What fits: max_model_len 8;"):
+        served(oracle.folder, max_model_len=20, **scarce)
+
+
+def test_random_weights(oracle: WhisperOracle, served: Make, request_of: Make) -> None:
+    """transformers' own defaults for the rules name tokens of another vocabulary."""
+    engine = served(oracle.folder, page_size=PAGE_SIZE, load_format="dummy")
+    prompt = oracle.prompt(*_prompts(oracle)[1])
+    tokens = engine.run(_request(request_of, 0, prompt, 5))[0]
+    assert not engine.errors and tokens[0] >= FIRST_TIME
+
+
 @pytest.mark.gpu
 def test_tokens_of_a_gpu(oracle: WhisperOracle, served: Make, request_of: Make) -> None:
     engine = served(oracle.folder, device="cuda", page_size=16, max_batch_tokens=40)
