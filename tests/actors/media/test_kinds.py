@@ -19,7 +19,8 @@ KINDS = {
     "audioflamingo3": "audio",
     "gemma3n": None,  # transformers has it as a model of text too
     "llama": None,
-    "whisper": None,
+    "whisper": "audio",
+    "moonshine": None,
     "t5": None,
 }
 
@@ -30,7 +31,7 @@ def test_kinds(family: str) -> None:
 
 
 def test_an_encoder_decoder_that_hears_is_refused(tmp_path: Path) -> None:
-    AutoConfig.for_model("whisper").save_pretrained(tmp_path)
+    AutoConfig.for_model("moonshine").save_pretrained(tmp_path)
     args = EngineArgs(model=str(tmp_path))
     assert model_media(args) is None
     with pytest.raises(UnsupportedModel, match="it is an encoder-decoder"):

@@ -152,11 +152,18 @@ class Bomb:
 @pytest.mark.parametrize("token", ["", "0" * TOKEN_BYTES, "used"])
 def test_nothing_is_read_of_a_process_that_was_not_invited(token: str) -> None:
     HARM.clear()
-    acceptor = Acceptor(lambda connected: list(messages_of(connected)) and None, "guarded")
+    taken = threading.Event()
+
+    def read(connected: socket.socket) -> None:
+        taken.set()
+        list(messages_of(connected))
+
+    acceptor = Acceptor(read, "guarded")
     name, _, good = acceptor.address().partition("/")
     if token == "used":
         token = good
         connect(f"{name}/{good}").close()
+        assert taken.wait(PATIENCE)  # else the next one may be the first to show it
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
         end.settimeout(PATIENCE)
         end.connect(f"\0{name}")
