@@ -10,6 +10,7 @@ from audio_models import tone
 from rayfin.actors.errors import InvalidConfig, RunnerGroupFailed, UnsupportedModel
 from rayfin.actors.runner.loading import load
 from rayfin.actors.runner.whisper.decoder import WhisperDecoder
+from rayfin.actors.runner.whisper.probe import Probe
 from whisper_models import EOS, FIRST_TIME, FRAMES, PAGE_SIZE, POSITIONS, WhisperOracle
 
 Make = Callable[..., Any]
@@ -178,11 +179,22 @@ def test_in_16_bits(oracle: WhisperOracle, served: Make, request_of: Make) -> No
         assert alone.run(_request(request_of, key, one))[key] == together[key]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_that_differs_is_refused(
-    oracle: WhisperOracle, engine_args: Make, monkeypatch: pytest.MonkeyPatch
+    dtype: str, oracle: WhisperOracle, engine_args: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(WhisperDecoder, "_keep_clips", lambda self, inputs: None)
     with pytest.raises(UnsupportedModel, match="over pages its logits differ"):
+        load(engine_args(oracle.folder, dtype=dtype))
+
+
+def test_a_model_that_rounds_is_served(
+    oracle: WhisperOracle, engine_args: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 16 bits transformers' own logits may be a tenth off those in 32."""
+    monkeypatch.setattr(Probe, "difference", lambda self, decoder, page_size: 0.15)
+    load(engine_args(oracle.folder, dtype="bfloat16"))
+    with pytest.raises(UnsupportedModel, match="differ"):
         load(engine_args(oracle.folder))
 
 
