@@ -137,9 +137,10 @@ def _prompt(prompt_ids: Sequence[int], info: EngineInfo, param: str) -> Int32Arr
     if len(prompt_ids) == 0:
         raise InvalidRequest("The prompt must hold at least one token.", param, "empty_prompt")
     if len(prompt_ids) >= info.max_model_len:
+        clip = f" ({info.clip_tokens} of them for a clip)" if info.clip_tokens else ""
         raise ContextLengthExceeded(
-            f"This model's maximum context length is {info.max_model_len} tokens, however the "
-            f"prompt is too long: it has {len(prompt_ids)} tokens. Please shorten it.",
+            f"This model's maximum context length is {info.max_model_len} tokens{clip}, however "
+            f"the prompt is too long: it has {len(prompt_ids)} tokens. Please shorten it.",
             param,
         )
     try:

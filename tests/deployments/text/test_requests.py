@@ -234,3 +234,6 @@ def test_a_model_that_writes_down_speech_wants_one_clip_in_front() -> None:
     ]:
         with pytest.raises(InvalidRequest, match="one clip of audio, then the tokens"):
             build(ids, info, images=clips)
+    long = [3] * 8 + [5] * info.max_model_len
+    with pytest.raises(ContextLengthExceeded, match=r"tokens \(8 of them for a clip\), however"):
+        build(long, info, images=(clip,))
