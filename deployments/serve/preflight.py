@@ -14,7 +14,7 @@ import tokenizers
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, RayfinError
-from rayfin.actors.media.kinds import model_media
+from rayfin.actors.media.kinds import SPEECH_MODELS, model_media
 from rayfin.actors.model_files.fast_tokenizer import chosen_class, chosen_name
 from rayfin.actors.model_files.files import model_json, require_safetensors
 from rayfin.actors.model_files.gguf_folder import gguf_folder, is_gguf
@@ -79,13 +79,20 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
 
 
 def check_audio(args: EngineArgs) -> None:
-    """Logs that a model that hears is served for its text, where nothing decodes audio."""
-    if model_media(located(args)) != "audio":
+    """Logs that a model that hears is served for its text, where nothing decodes audio.
+
+    Raises:
+        InvalidConfig: it has no text to serve (Whisper).
+    """
+    found = located(args)
+    if model_media(found) != "audio":
         return
     # Here, for it imports packages that other models do not need.
     from rayfin.deployments.media.sound import audio_off
 
     if (off := audio_off()) is not None:
+        if model_json(found.model, "config.json", **found.hub).get("model_type") in SPEECH_MODELS:
+            raise InvalidConfig(f"{args.model} writes down speech, and {off}", "model")
         logger.warning("%s hears, but audio is off: %s", args.model, off)
 
 

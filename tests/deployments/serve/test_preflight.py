@@ -28,6 +28,7 @@ from rayfin.deployments.serve.preflight import (
     require_room,
 )
 from rayfin.deployments.serve.server_args import ServerArgs
+from whisper_models import make_whisper
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
@@ -277,3 +278,15 @@ def test_a_model_that_hears_without_the_packages(
     check_audio(hears)
     (message,) = caplog.messages
     assert "audio is off: soxr is not installed" in message and "rayfin[audio]" in message
+
+
+def test_a_model_that_only_hears_without_the_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_whisper(tmp_path)
+    check_audio(EngineArgs(model=str(tmp_path)))
+    monkeypatch.setitem(sys.modules, "soxr", None)
+    with pytest.raises(
+        InvalidConfig, match=r"writes down speech, and soxr is not.*rayfin\[audio\]"
+    ):
+        check_audio(EngineArgs(model=str(tmp_path)))
