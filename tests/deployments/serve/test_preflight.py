@@ -286,7 +286,5 @@ def test_a_model_that_only_hears_without_the_packages(
     make_whisper(tmp_path)
     check_audio(EngineArgs(model=str(tmp_path)))
     monkeypatch.setitem(sys.modules, "soxr", None)
-    with pytest.raises(
-        InvalidConfig, match=r"writes down speech, and soxr is not.*\[audio\]"
-    ):
+    with pytest.raises(InvalidConfig, match=r"writes down speech, and soxr is not.*\[audio\]"):
         check_audio(EngineArgs(model=str(tmp_path)))
