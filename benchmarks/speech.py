@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from peers.speech import CONTROL, RATE, TIMES, measure, timed
+from peers.speech import CONTROL, PROMPT, RATE, TIMES, measure, timed
 
 SHAPES = {  # hidden, layers of the encoder and the decoder, heads, mels
     "tiny": (384, 4, 4, 6, 80),
@@ -26,7 +26,6 @@ SHAPES = {  # hidden, layers of the encoder and the decoder, heads, mels
     "turbo": (1280, 32, 4, 20, 128),
 }
 VOCABULARY = 51866
-ENGINES = ("rayfin", "transformers")
 
 
 def make_model(folder: Path, shape: str) -> None:
@@ -116,10 +115,8 @@ def transformers(folder: str, clips: int, tokens: int) -> float:
     from transformers import GenerationMixin, WhisperFeatureExtractor
     from transformers import WhisperForConditionalGeneration as Model
 
-    model, extractor = (
-        Model.from_pretrained(folder),
-        WhisperFeatureExtractor.from_pretrained(folder),
-    )
+    model = Model.from_pretrained(folder)
+    extractor = WhisperFeatureExtractor.from_pretrained(folder)
     settings = model.generation_config
     settings.max_length = settings.eos_token_id = None
 
@@ -130,14 +127,20 @@ def transformers(folder: str, clips: int, tokens: int) -> float:
         found = GenerationMixin.generate(
             model,
             features,
-            decoder_input_ids=torch.tensor([[257, 258, 263, 267]] * len(samples)),
+            decoder_input_ids=torch.tensor([PROMPT] * len(samples)),
             do_sample=False,
             max_new_tokens=tokens,
             min_new_tokens=tokens,
         )
-        return int((found.shape[1] - 4) * len(samples))
+        return int((found.shape[1] - len(PROMPT)) * len(samples))
 
     return timed(write, clips, tokens)
+
+
+ENGINES: dict[str, Callable[[str, int, int], float]] = {
+    "rayfin": rayfin,
+    "transformers": transformers,
+}
 
 
 def commands(folder: Path, options: argparse.Namespace) -> dict[str, list[str]]:
@@ -182,11 +185,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine is not None:
-        engines: dict[str, Callable[[str, int, int], float]] = {
-            "rayfin": rayfin,
-            "transformers": transformers,
-        }
-        measure(engines[options.engine], options)
+        measure(ENGINES[options.engine], options)
         return
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), options.shape)

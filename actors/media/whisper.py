@@ -82,9 +82,11 @@ class SpeechPrompts:
         """The prompt whose one answer token is the language of the clip; see ``language``."""
         return [self.tokens.place, self.tokens.start]
 
-    def plain_code(self, language: str) -> str:
-        """The code of a language that is written as one ("en-US"), or by its English name."""
-        return _plain(language)
+    @staticmethod
+    def plain_code(language: str) -> str:
+        """The code of a language that is written as one ("en", "en-US"), or by its English name."""
+        lower = language.lower()
+        return TO_LANGUAGE_CODE.get(lower, lower.partition("-")[0])
 
     def language(self, token: int) -> str | None:
         """The code of the language that a token stands for."""
@@ -112,14 +114,14 @@ class SpeechPrompts:
             ids += [own.languages[self._code(language)], own.tasks[task]]
         elif task == "translate":
             raise ValueError("this model does not translate")
-        elif language is not None and _plain(language) != "en":
+        elif language is not None and self.plain_code(language) != "en":
             raise ValueError("this model writes down English only")
         return ids if times else [*ids, own.no_times]
 
     def _code(self, language: str | None) -> str:
         if language is None:
             raise ValueError("a prompt names the language")
-        code = _plain(language)
+        code = self.plain_code(language)
         if code not in self.tokens.languages:
             raise ValueError(f"this model does not know the language {language!r}")
         return code
@@ -128,12 +130,6 @@ class SpeechPrompts:
         """The time in the clip that a token stands for; None: it is no time."""
         first = self.tokens.first_time
         return round((token - first) * SECONDS_PER_TIME, 2) if token >= first else None
-
-
-def _plain(language: str) -> str:
-    """The code of a language that is written as a code ("en", "en-US") or as a name ("English")."""
-    lower = language.lower()
-    return TO_LANGUAGE_CODE.get(lower, lower.partition("-")[0])
 
 
 class WhisperProcessor(ProcessorMixin):
@@ -152,9 +148,8 @@ class WhisperProcessor(ProcessorMixin):
 
     def _process_audio(self, audio: Any, **settings: Any) -> Any:
         features = [self.feature_extractor(clip, **settings)["input_features"] for clip in audio]
-        return {"input_features": np.concatenate(features)}, [
-            PLACE * self.clip_tokens for _ in audio
-        ]
+        made = {"input_features": np.concatenate(features)}
+        return made, [PLACE * self.clip_tokens for _ in audio]
 
 
 def whisper_class(config: PretrainedConfig, page_size: int) -> type[WhisperProcessor]:

@@ -45,7 +45,9 @@ def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(folder, with_pip=False, symlinks=True)
     packages = sysconfig.get_path("purelib", vars={"base": str(folder)})
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
-    subprocess.run([*pip, "install", "--quiet", "--no-deps", str(wheel)], check=True)
+    # A checkout on PYTHONPATH would pass for the Rayfin that is to be installed.
+    alone = {**os.environ, "PYTHONPATH": ""}
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", str(wheel)], check=True, env=alone)
     # A .pth file of a folder that a .pth file names is not read, such as the editable Rayfin's.
     Path(packages, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder

@@ -1,7 +1,7 @@
 """Loads a Whisper model: its encoder as transformers has it, its decoder over pages.
 
-It is admitted by a probe: a prompt behind a clip, cut inside it, must give the logits that
-transformers' own forward gives.
+It is admitted by a probe: a prompt behind a clip of drawn states, cut inside it, must give the
+logits that transformers' own forward gives.
 """
 
 from typing import Any

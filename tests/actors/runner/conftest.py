@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import quick_interpreter
 from rayfin.actors.config import EngineArgs, resolve
+from rayfin.actors.errors import RunnerGroupFailed
 from rayfin.actors.messages import (
     EngineRequest,
     Hypothesis,
@@ -108,6 +109,7 @@ class Served:
         self.hypotheses: dict[int, list[Hypothesis]] = {}
         self.logprobs: dict[int, list[tuple[float, int, list[int], list[float]]]] = {}
         self.prompt_logprobs: dict[int, dict[int, tuple[float, int, list[int], list[float]]]] = {}
+        self.lost = 0  # times that the runners were lost
         self._keys: dict[tuple[int, int], dict[int, int]] = {}  # of each step: handle -> key
         self._rows: list[tuple[int, int]] = []  # (key, position) that the next forward samples
         self._submit, self.executor.submit = self.executor.submit, self._record_keys
@@ -136,6 +138,25 @@ class Served:
                         self.errors[ended.key] = str(ended.error)
         self.engine.check_integrity()
         return tokens
+
+    def lose_runners(self, *calls: int) -> None:
+        """Plants the loss of the runners, and of media encoded so far, before calls of ``step``.
+
+        ``calls`` counts from 1. ``lost`` has how many of them there were.
+        """
+        step, count = self.engine.step, 0
+
+        def step_and_lose() -> Any:
+            nonlocal count
+            count += 1
+            if count in calls:
+                self.lost += 1
+                self.engine.replace_runners(RunnerGroupFailed("planted"))
+                if self.runner._loaded.vision is not None:
+                    self.runner._loaded.vision.encoder.clear()
+            return step()
+
+        self.engine.step = step_and_lose
 
     def _record_logprobs(self, deltas: TokenDeltas) -> None:
         """(log probability, rank, likeliest ids, theirs) of tokens in order, prompts by place."""

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from peft_adapters import make_adapter, ref_of
 from rayfin.actors.embeds.embeds_input import ROWS, EmbedsInput
 from rayfin.actors.embeds.row_ids import row_ids
-from rayfin.actors.errors import InvalidConfig, RunnerGroupFailed, UnsupportedModel
+from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.runner.loading import load
 from rayfin.kernels.cpu.library import try_load
 from vision_models import VisionModel
@@ -215,20 +215,11 @@ def test_replaced_runners_keep_embeddings(llama: Embedded, served: Make, request
     engine = served(llama.folder, enable_prompt_embeds=True, max_batch_tokens=8)
     text = list(range(40, 50))
     prompts: dict[int, Pieces] = {1: [llama.rows(30, 1)], 2: [text, llama.rows(9, 2), text]}
-    step, count = engine.engine.step, 0
-
-    def step_and_die() -> Any:
-        nonlocal count
-        count += 1
-        if count in (2, 9):
-            engine.engine.replace_runners(RunnerGroupFailed("planted"))
-        return step()
-
-    engine.engine.step = step_and_die
+    engine.lose_runners(2, 9)
     tokens = engine.run(*(_mixed(request_of, key, pieces) for key, pieces in prompts.items()))
     embedded = {key: llama.embedded(pieces) for key, pieces in prompts.items()}
     assert tokens == {key: llama.answer(rows, OUTPUT) for key, rows in embedded.items()}
-    assert count > 9, "all was over before the second death"
+    assert engine.lost == 2, "all was over before the second death"
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])

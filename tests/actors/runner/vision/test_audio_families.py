@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from audio_models import FAMILIES, AudioModel, tone
-from rayfin.actors.errors import InvalidConfig, RunnerGroupFailed, UnsupportedModel
+from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.messages import BeamParams
 from rayfin.actors.runner.loading import load
 from rayfin.actors.runner.vision import vision_model
@@ -123,20 +123,10 @@ def test_replaced_runners_keep_clips(tiny: AudioModel, served: Make, request_of:
     """In the middle of a clip, and in the middle of the answers."""
     engine = served(tiny.folder, max_batch_tokens=8)
     prompts = [tiny.prompt(BEFORE, tone(seed), AFTER) for seed in (1, 2)]
-    step, count, deaths = engine.engine.step, 0, (2, 9)
-
-    def step_and_die() -> Any:
-        nonlocal count
-        count += 1
-        if count in deaths:
-            engine.engine.replace_runners(RunnerGroupFailed("planted"))
-            engine.runner._loaded.vision.encoder.clear()
-        return step()
-
-    engine.engine.step = step_and_die
+    engine.lose_runners(2, 9)
     tokens = engine.run(*(_request(request_of, key, own) for key, own in enumerate(prompts)))
     assert tokens == {key: tiny.greedy(*own, OUTPUT) for key, own in enumerate(prompts)}
-    assert count > deaths[1], "all was over before the second death"
+    assert engine.lost == 2, "all was over before the second death"
 
 
 def test_lost_features_fail_one_request(tiny: AudioModel, served: Make, request_of: Make) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from rayfin.actors.errors import InvalidConfig, InvalidRequest, RunnerGroupFailed, UnsupportedModel
+from rayfin.actors.errors import InvalidConfig, InvalidRequest, UnsupportedModel
 from rayfin.actors.messages import BeamParams, EngineInfo
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.loading import load
@@ -172,21 +172,11 @@ def test_replaced_runners_keep_images(tiny: VisionModel, served: Make, request_o
     """In the middle of an image, and in the middle of the answers."""
     engine = served(tiny.folder, **_settings(tiny, 8))
     prompts = [tiny.prompt(BEFORE, picture(seed), AFTER) for seed in (1, 2)]
-    step, count = engine.engine.step, 0
     deaths = (2, 5) if tiny.family in LEAST else (2, 9)
-
-    def step_and_die() -> Any:
-        nonlocal count
-        count += 1
-        if count in deaths:
-            engine.engine.replace_runners(RunnerGroupFailed("planted"))
-            engine.runner._loaded.vision.encoder.clear()
-        return step()
-
-    engine.engine.step = step_and_die
+    engine.lose_runners(*deaths)
     tokens = engine.run(*(_request(request_of, key, own) for key, own in enumerate(prompts)))
     assert tokens == {key: tiny.greedy(*own, OUTPUT) for key, own in enumerate(prompts)}
-    assert count > deaths[1], "all was over before the second death"
+    assert engine.lost == 2, "all was over before the second death"
 
 
 def _images_begun(chunk: Any, tiny: VisionModel) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from audio_models import tone
-from rayfin.actors.errors import InvalidConfig, RunnerGroupFailed, UnsupportedModel
+from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.runner.loading import load
 from rayfin.actors.runner.whisper.decoder import WhisperDecoder
 from rayfin.actors.runner.whisper.probe import Probe
@@ -131,21 +131,11 @@ def test_replaced_runners(oracle: WhisperOracle, served: Make, request_of: Make)
     """In the middle of a clip, and in the middle of transcripts."""
     engine = served(oracle.folder, page_size=PAGE_SIZE, max_batch_tokens=60)
     prompts = _prompts(oracle)[:3]
-    step, count, deaths = engine.engine.step, 0, (2, 16)
-
-    def step_and_die() -> Any:
-        nonlocal count
-        count += 1
-        if count in deaths:
-            engine.engine.replace_runners(RunnerGroupFailed("planted"))
-            engine.runner._loaded.vision.encoder.clear()
-        return step()
-
-    engine.engine.step = step_and_die
+    engine.lose_runners(2, 16)
     made = (oracle.prompt(*prompt) for prompt in prompts)
     tokens = engine.run(*(_request(request_of, key, one) for key, one in enumerate(made)))
     assert tokens == {key: oracle.greedy(*own, OUTPUT) for key, own in enumerate(prompts)}
-    assert count > deaths[1], "all was over before the second death"
+    assert engine.lost == 2, "all was over before the second death"
 
 
 def test_drafts_and_leases(oracle: WhisperOracle, served: Make, request_of: Make) -> None:
