@@ -1,8 +1,9 @@
 """How many images or clips a request may have, how large they are, and from where they come."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.media.kinds import MediaKind
@@ -37,9 +38,18 @@ class MediaSettings:
         return self.max_images if kind == "image" else self.max_audios
 
 
-def media_limits(written: Mapping[str, object] | str | None) -> MediaSettings:
-    """Settings with the limits of ``--limit-mm-per-prompt`` alone; see ``read_limits``."""
-    return MediaSettings(max_images=read_limits(written), max_audios=read_limits(written, "audio"))
+def media_sources(
+    folder: str | None, domains: Sequence[str] | None
+) -> tuple[str | None, tuple[str, ...]]:
+    """The folder and the hosts that requests may name; "" is no folder, as in vLLM.
+
+    Raises:
+        InvalidConfig: there is no such folder.
+    """
+    name = "allowed_local_media_path"
+    if folder and not Path(folder).is_dir():
+        raise InvalidConfig(f"{name}: there is no folder {folder}", name)
+    return folder or None, tuple(host.lower().rstrip(".") for host in domains or ())
 
 
 def read_limits(written: Mapping[str, object] | str | None, kind: MediaKind = "image") -> int:

@@ -31,7 +31,7 @@ from rayfin.deployments.generation.plan import NO_PLAN, AnswerRules, OutputPlan,
 from rayfin.deployments.guidance.fields import read_structured_outputs
 from rayfin.deployments.guidance.tool_choice import NO_TOOLS, declared_tools, read_tool_choice
 from rayfin.deployments.guidance.verdicts import InlineChecker
-from rayfin.deployments.media.settings import media_limits
+from rayfin.deployments.media.settings import MediaSettings, media_sources, read_limits
 from rayfin.deployments.offline.engines import OfflineEngine, start_engine
 from rayfin.deployments.offline.lora import LoRARequests, adapters_of, use_adapter
 from rayfin.deployments.offline.media import OfflineMedia, list_prompts, list_texts
@@ -93,6 +93,8 @@ class LLM:
         tool_guidance: arguments of calls with ``tool_choice`` auto are any object ("json"), follow
             the tool's schema ("schema"), or are as the model writes them ("off").
         limit_mm_per_prompt: the most images or clips of a prompt: {"image": 8, "audio": 8}.
+        allowed_local_media_path: folder of files that prompts may name as file: addresses.
+        allowed_media_domains: hosts that media are fetched from; None: all public ones.
 
     Raises:
         InvalidConfig: a setting is unknown or invalid, or the model cannot be served.
@@ -112,6 +114,8 @@ class LLM:
         reasoning_parser: str = "auto",
         tool_guidance: ToolGuidance = "json",
         limit_mm_per_prompt: Mapping[str, int] | None = None,
+        allowed_local_media_path: str = "",
+        allowed_media_domains: Sequence[str] | None = None,
         **settings: Any,
     ) -> None:
         if hf_token:
@@ -124,7 +128,13 @@ class LLM:
             self._tokenizer = Tokenizer.load(
                 tokenizer_path(args), args.trust_remote_code, **args.tokenizer_hub
             )
-        media = media_limits(limit_mm_per_prompt)
+        path, hosts = media_sources(allowed_local_media_path, allowed_media_domains)
+        media = MediaSettings(
+            max_images=read_limits(limit_mm_per_prompt),
+            max_audios=read_limits(limit_mm_per_prompt, "audio"),
+            folder=path,
+            domains=hosts,
+        )
         self._media = OfflineMedia(located(args), media, remote=executor == "ray")
         self._chat_template = chat_template or self._media.template(self._tokenizer)
         self._detect = partial(

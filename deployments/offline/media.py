@@ -34,6 +34,7 @@ from rayfin.deployments.text.tokenizer import Tokenizer
 
 DATA = "multi_modal_data"
 ENCODER, DECODER = "encoder_prompt", "decoder_prompt"
+BATCH = 4  # dimensions of an array that holds several images
 
 
 class OfflineMedia:
@@ -266,7 +267,8 @@ def _media(prompt: Any, place: int) -> tuple[MediaKind, tuple[Any, ...]]:
     images = data.get("image")
     if images is None:
         return "image", ()
-    return "image", tuple(images) if isinstance(images, list | tuple) else (images,)
+    several = isinstance(images, list | tuple) or getattr(images, "ndim", 0) == BATCH
+    return "image", tuple(images) if several else (images,)
 
 
 def _clips(given: Any) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from rayfin.deployments.batches.folder import FolderLimits
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
 from rayfin.deployments.http.body_limits import MAX_BODY_BYTES
 from rayfin.deployments.http.keys import ApiKeys
-from rayfin.deployments.media.settings import MediaSettings, read_limits
+from rayfin.deployments.media.settings import MediaSettings, media_sources, read_limits
 from rayfin.deployments.requests.settings import MAX_CHOICES, MAX_PROMPTS, MAX_STOP_STRINGS
 from rayfin.deployments.serve.preflight import check_generation_config
 from rayfin.deployments.text.parsing.format import ReasoningField, ToolGuidance
@@ -365,11 +365,8 @@ class ServerArgs:
         if self.mm_processor_cache_gb < 0:
             name = "mm_processor_cache_gb"
             raise InvalidConfig(f"{name} must not be negative", name)
-        folder = self.allowed_local_media_path or None  # vLLM's default is an empty word
-        if folder is not None and not Path(folder).is_dir():
-            name = "allowed_local_media_path"
-            raise InvalidConfig(f"{name}: there is no folder {folder}", name)
-        domains = words(self.allowed_media_domains, "allowed_media_domains")
+        hosts = words(self.allowed_media_domains, "allowed_media_domains")
+        folder, domains = media_sources(self.allowed_local_media_path, hosts)
         return MediaSettings(
             max_images=read_limits(self.limit_mm_per_prompt),
             max_audios=read_limits(self.limit_mm_per_prompt, "audio"),
@@ -381,7 +378,7 @@ class ServerArgs:
             max_bytes=self.max_media_bytes,
             timeout=self.media_timeout,
             urls=not self.no_media_urls,
-            domains=tuple(domain.lower().rstrip(".") for domain in domains),
+            domains=domains,
             folder=folder,
             cache_bytes=int(self.mm_processor_cache_gb * 2**30),
         )

@@ -1,12 +1,18 @@
 """What ``LLM`` says of pictures that it cannot take: its code, and the path of the argument."""
 
+import base64
+import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from rayfin import LLM, SamplingParams
-from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.errors import InvalidConfig, InvalidRequest
+from rayfin.actors.media.image_processor import ImageProcessor
 from vision_models import make_vision_model, picture
 
 PARAMS = SamplingParams(temperature=0, max_tokens=2)
@@ -14,11 +20,16 @@ PATH = "prompt[0].multi_modal_data"
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder = tmp_path_factory.mktemp("llava")
-    make_vision_model("llava", folder)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pictures")
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[LLM]:
+    model = tmp_path_factory.mktemp("llava")
+    make_vision_model("llava", model)
     settings: dict[str, Any] = {"device": "cpu", "threads": 1, "kv_cache_memory": 10**6}
-    with LLM(str(folder), **settings) as llm:
+    with LLM(str(model), **settings, allowed_local_media_path=str(folder)) as llm:
         yield llm
 
 
@@ -66,3 +77,54 @@ def test_it_answers_afterwards(llm: LLM) -> None:
     first, second = llm.generate([prompt, other], PARAMS, use_tqdm=False)
     assert first.outputs[0].token_ids == second.outputs[0].token_ids
     assert first.prompt_token_ids == second.prompt_token_ids
+
+
+def saved(mode: str, turn: int) -> bytes:
+    """A picture of which some is clear, in a file that says how it is turned."""
+    picture = Image.fromarray(np.random.default_rng(turn).integers(0, 255, (6, 9, 3), np.uint8))
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[0x0112] = turn
+    clear = {
+        "RGB": tuple(picture.getpixel((1, 1))),
+        "P": 3,
+        "L": picture.convert("L").getpixel((1, 1)),
+    }  # type: ignore[arg-type]
+    options = {"transparency": clear[mode]} if mode in clear else {}
+    picture.convert(mode).save(file, "PNG", exif=exif, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("mode", ["RGB", "P", "L", "RGBA", "I;16"])
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_all_ways_in_see_the_same_pixels(
+    llm: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch, mode: str, turn: int
+) -> None:
+    data = saved(mode, turn)
+    (folder / f"{mode}-{turn}.png").write_bytes(data)
+    seen: list[Any] = []
+    inner = ImageProcessor.process
+    monkeypatch.setattr(
+        ImageProcessor,
+        "process",
+        lambda self, image: (seen.append(np.array(image)), inner(self, image))[1],
+    )
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "image_url", "image_url": {"url": f"file://{folder}/{mode}-{turn}.png"}},
+        {"type": "image_pil", "image_pil": Image.open(io.BytesIO(data))},
+    ]
+    for part in parts:
+        llm.chat([{"role": "user", "content": [part]}], PARAMS, use_tqdm=False)
+    array = seen[0]
+    for given in (Image.open(io.BytesIO(data)), [Image.open(io.BytesIO(data))], array, array[None]):
+        prompt = {"prompt": "what <image>", "multi_modal_data": {"image": given}}
+        llm.generate(prompt, PARAMS, use_tqdm=False)
+    assert array.shape == ((6, 9, 3) if turn < 5 else (9, 6, 3))
+    assert len(seen) >= len(parts) + 3  # a file that was seen is not processed again
+    assert all(np.array_equal(one, array) for one in seen)
+
+
+def test_a_folder_that_is_missing() -> None:
+    with pytest.raises(InvalidConfig, match="there is no folder"):
+        LLM("demo", allowed_local_media_path="/no/such/folder")
