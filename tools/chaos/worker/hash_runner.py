@@ -22,7 +22,7 @@ from rayfin.actors.config import (
     resolve_limits,
     resolve_model_len,
 )
-from rayfin.actors.errors import EngineUnavailable, NumericalError, RequestFailed
+from rayfin.actors.errors import EngineUnavailable, Fenced, NumericalError, RequestFailed
 from rayfin.actors.messages import (
     NO_TOKEN,
     AdapterRef,
@@ -115,14 +115,34 @@ class ModelRunner:
         executor = self._executor
         return (-1, 0) if executor is None else (executor.epoch, executor._next_step)
 
+    @property
+    def cache(self) -> None:
+        """Its pages are no tensors, so no file keeps them."""
+
+    def overwritten(self, pages: Int32Array) -> None:
+        """No file is read into its pages."""
+
+    def sleep(self) -> None:
+        if self._executor is not None:
+            self._executor.sleep()
+
     def prepare(
         self, grammars: Sequence[str], adapters: Sequence[AdapterRef] = (), at_once: bool = False
     ) -> None:
         """Any text is a grammar, and any adapter is there."""
 
+    def begin(self, info: SchedulerInfo) -> bool:
+        """Queues no step: it computes where a CPU does."""
+        return False
+
+    def wait(self) -> None:
+        """No step is queued."""
+
     def execute(self, info: SchedulerInfo) -> StepResult:
         executor = self._executor
-        if executor is None or (info.epoch, info.step) != (executor.epoch, executor._next_step):
+        if info.epoch < self.next_step[0]:
+            raise Fenced(f"step {info.epoch}.{info.step} refused")
+        if executor is None or (info.epoch, info.step) != self.next_step:
             raise EngineUnavailable(f"step {info.epoch}.{info.step} refused")
         failed = planted(info)
         allocate_activations()
