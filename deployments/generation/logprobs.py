@@ -1,7 +1,7 @@
 """Log probabilities in the three shapes of OpenAI and vLLM."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from pydantic import BaseModel
@@ -96,15 +96,17 @@ class LogprobsWriter:
 
         Special tokens before the text are not in it, so offsets are counted from the end.
         """
-        lengths = list(self._lengths(ids))
+        lengths = self._lengths(ids)
         start = len(text) - sum(lengths)
         offsets = [max(0, start + before) for before in accumulate(lengths[:-1], initial=0)]
         return self.completion(ids, [entries.get(i) for i in range(len(ids))], offsets)
 
-    def _lengths(self, ids: Sequence[int]) -> Iterator[int]:
+    def _lengths(self, ids: Sequence[int]) -> list[int]:
+        """Returns the characters that each token completes; the last one ends the text."""
         detokenizer = self._tokenizer.detokenizer((), skip_special_tokens=False)
-        for token in ids:
-            yield len(detokenizer.push([token]))
+        lengths = [len(detokenizer.push([token])) for token in ids]
+        lengths[-1] += len(detokenizer.finish())
+        return lengths
 
     def chat(self, ids: Sequence[int], entries: Sequence[TokenLogprob]) -> ChatLogprobs:
         return ChatLogprobs(

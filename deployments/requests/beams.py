@@ -98,6 +98,6 @@ def sequence_of(
         tokens=[*request.prompt.tolist(), *tokens],
         cum_logprob=hypothesis.score * len(tokens) ** params.length_penalty,
         score=hypothesis.score,
-        text=None if tokenizer is None else tokenizer.decode(spoken, True),
+        text=None if tokenizer is None else tokenizer.detokenizer().whole(spoken),
         finish_reason=hypothesis.finish_reason,
     )

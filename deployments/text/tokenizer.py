@@ -12,14 +12,12 @@ import tokenizers
 from rayfin.actors.messages import Int32Array
 from rayfin.actors.model_files.fast_tokenizer import load_fast
 from rayfin.actors.model_files.files import model_json
-from rayfin.deployments.text.detokenizer import HALF, IncrementalDetokenizer
+from rayfin.deployments.text.detokenizer import HALF, IncrementalDetokenizer, byte_tokens
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds: ``load`` does
     from transformers import PreTrainedTokenizerFast
 
 BRACKETED = re.compile(r"<\S+>|\[\S+\]")  # the form of tokens that mark a turn
-
-BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # sentencepiece's form of a byte without a token
 
 
 def _byte_of() -> dict[str, int]:
@@ -172,12 +170,17 @@ class Tokenizer:
         text = self.token_text(token)
         if HALF not in text:
             return text.encode()
+        if token in self.byte_of:
+            return bytes([self.byte_of[token]])
         written = self.backend.id_to_token(token) or ""
-        if BYTE_TOKEN.fullmatch(written):
-            return bytes([int(written[3:5], 16)])
         if all(character in BYTE_OF for character in written):
             return bytes(BYTE_OF[character] for character in written)
         return text.encode()
+
+    @cached_property
+    def byte_of(self) -> dict[int, int]:
+        """The byte of each token that stands for one."""
+        return byte_tokens(self.backend)
 
     @cached_property
     def openings(self) -> dict[str, list[int]]:
@@ -222,6 +225,7 @@ class Tokenizer:
             prompt,
             skip=self.special_token_ids if skip_special_tokens else frozenset(),
             join_added=not (skip_special_tokens or spaces_between_special_tokens),
+            byte_of=self.byte_of,
         )
 
 

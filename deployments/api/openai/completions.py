@@ -81,7 +81,8 @@ class TextAdapter(CompletionAdapter):
         echo = ""
         if body.echo:
             whole = written.text is not None and len(kept) == len(ids)
-            echo = written.text or "" if whole else service.tokenizer.decode(kept, False)
+            shown = service.tokenizer.detokenizer((), skip_special_tokens=False)
+            echo = written.text or "" if whole else shown.whole(kept)
         return Prompt(kept, written.param, echo, written.cache_salt or body.cache_salt)
 
     def reply(self, generation: Generation) -> str:
