@@ -77,7 +77,7 @@ def add_adapter_routes(app: FastAPI, models: ServedModels) -> None:
             held = await _holders(service) if refs else {}
             found += [
                 {
-                    "model": service.model_names[0],
+                    "model": service.name,
                     **card(ref),
                     "engines": held.get(short(ref.digest), []),
                 }

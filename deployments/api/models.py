@@ -68,7 +68,7 @@ def add_model_routes(app: FastAPI, models: ServedModels) -> None:
             return _anthropic_card(service, name)
         for base in models.services:
             for ref in models.adapters_of(base):
-                if ref.name == service.model_names[0]:
+                if ref.name == service.name:
                     return _adapter_card(base, ref)
         return _card(service, name)
 
@@ -77,7 +77,7 @@ def _card(service: OpenAIService, name: str) -> ModelCard:
     return ModelCard(
         id=name,
         created=service.created,
-        root=service.model_names[0],
+        root=service.name,
         max_model_len=service.max_model_len,
         permission=[Permission(id=f"modelperm-{name}", created=service.created)],
     )
@@ -85,7 +85,7 @@ def _card(service: OpenAIService, name: str) -> ModelCard:
 
 def _adapter_card(service: OpenAIService, ref: AdapterRef) -> ModelCard:
     card = _card(service, ref.name)
-    card.root, card.parent = ref.path, service.model_names[0]
+    card.root, card.parent = ref.path, service.name
     return card
 
 

@@ -10,38 +10,40 @@ from rayfin.deployments.generation.plan import AnswerRules
 from rayfin.deployments.guidance.fields import GUIDED, WHITESPACE, AnswerFormat, asked_format
 from rayfin.deployments.http.request_id import LABEL
 from rayfin.deployments.requests.prompts import check_salt
+from rayfin.deployments.text.checks import is_empty
 
 MAX_STOP_LENGTH = 4096  # characters
 
 PRIORITIES = range(-(2**31), 2**31)
 
-UNSERVED: dict[str, tuple[object, ...]] = {  # fields of other servers -> values that change nothing
+UNSERVED: dict[str, tuple[object, ...]] = {  # -> values that change nothing, beside empty ones
     "prompt_embeds": (),
-    "logprob_token_ids": ([],),
-    "prompt_logprob_token_ids": ([],),
+    "logprob_token_ids": (),
+    "prompt_logprob_token_ids": (),
     "flat_logprobs": (False,),
     "thinking_token_budget": (-1,),
     "watermarking": (False,),
-    "vllm_xargs": ({},),
-    "extra_args": ({},),
+    "vllm_xargs": (),
+    "extra_args": (),
     "kv_transfer_params": (),
     "ec_transfer_params": (),
     "skip_reading_prefix_cache": (False,),
     "routed_experts_prompt_start": (),
-    "trace_decode_token_ids": ([],),
+    "trace_decode_token_ids": (),
     "return_weight_versions": (False,),
     "return_token_offsets": (False,),
     "mm_payload": (),
-    "media_io_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": (),
+    "mm_processor_kwargs": (),
     "chat_template": (),
-    "documents": ([],),
-    "functions": ([],),
+    "documents": (),
+    "functions": (),
     "function_call": ("none",),
     "audio": (),
     "modalities": (["text"],),
-    "suffix": ("",),
+    "suffix": (),
 }
+"""Fields of other servers."""
 
 FORMAT_FIELDS = ("structured_outputs", *GUIDED, WHITESPACE)
 """What completions take beside ``response_format``, and other APIs do not."""
@@ -188,10 +190,9 @@ class GenerationBody(BaseModel):
             InvalidRequest: ``param`` is the field.
         """
         for name, value in (self.model_extra or {}).items():
-            harmless = (None, *UNSERVED.get(name, (value,)))
-            if not any(value is other or value == other for other in harmless):
+            if name in UNSERVED and not is_empty(value) and value not in UNSERVED[name]:
                 raise unserved(name)
-        if self.stream_options is not None and not self.stream:
+        if not self.stream and any(value is not None for _, value in self.stream_options or ()):
             raise InvalidRequest("stream_options needs stream to be true.", "stream_options")
         if self.stream and (self.best_of or 1) > (self.n or 1):
             raise InvalidRequest("best_of cannot be streamed: the best are known late.", "best_of")
@@ -200,7 +201,7 @@ class GenerationBody(BaseModel):
             raise InvalidRequest("prompt_logprobs cannot be streamed.", "prompt_logprobs")
         if self.cache_salt is not None:
             check_salt(self.cache_salt)
-        if self.request_id is not None and not LABEL.fullmatch(self.request_id):
+        if self.request_id and not LABEL.fullmatch(self.request_id):
             raise InvalidRequest(
                 "request_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ -", "request_id"
             )

@@ -1,7 +1,7 @@
 """Texts and conversations to the token ids of a prompt, for every route."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,12 +20,18 @@ from rayfin.deployments.text.messages import PlainTools, media_of
 from rayfin.deployments.text.opening import ChatPrompt, render_prompt
 
 
-def thinking_variables(variables: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:
-    """Returns a template's variables with those of ``reasoning_effort``.
+def thinking_variables(
+    variables: Mapping[str, Any] | None,
+    effort: str | None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Returns a template's variables with those of ``reasoning_effort``, and ``documents``.
 
     Templates name the switch either way. What the request sets itself stays.
     """
     chosen = dict(variables or {})
+    if documents:
+        chosen["documents"] = documents
     if effort is not None:
         thinks = effort != "none"
         for name in ("enable_thinking", "thinking"):
@@ -151,7 +157,7 @@ async def chat_prompt(
 
     try:
         try:
-            size = characters + _tool_characters(tools)
+            size = characters + _tool_characters(tools) + _items(variables)
             return await off_loop(size, partial(render, INLINE_TEMPLATE_SECONDS))
         except TemplateTooSlow:  # may run longer, but not in the event loop
             return await asyncio.to_thread(render, TEMPLATE_SECONDS)
@@ -173,6 +179,15 @@ def shown_tools(service: OpenAIService, tools: DeclaredTools, barred: bool) -> P
 def _tool_characters(tools: object) -> int:
     """Counts the characters of a request's tools, checked or not."""
     return tools.characters if isinstance(tools, PlainTools) else _characters(tools)
+
+
+def _items(variables: object) -> int:
+    """Counts the characters of all texts in template variables, and all else as one each."""
+    if isinstance(variables, str):
+        return len(variables)
+    if isinstance(variables, dict):
+        return len(variables) + sum(map(_items, variables.values()))
+    return 1 + sum(map(_items, variables)) if isinstance(variables, list | tuple) else 1
 
 
 def _check_template(service: OpenAIService, template: str | None) -> None:

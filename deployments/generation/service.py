@@ -96,17 +96,10 @@ class OpenAIService:
         client = AdapterClient(self.client, adapter)
         return replace(self, client=client, model_names=[adapter.name, name], adapters=None)
 
-    def served_name(self, name: str | None) -> str:
-        """Returns ``name`` if it is served here, or the first name if it is None.
-
-        Raises:
-            ModelNotFound: another model.
-        """
-        if name is None:
-            return self.model_names[0]
-        if name not in self.model_names:
-            raise ModelNotFound(f"The model `{name[:128]}` does not exist.", "model")
-        return name
+    @property
+    def name(self) -> str:
+        """The name in answers, whichever of its names a request has."""
+        return self.model_names[0]
 
 
 class ServedModels:

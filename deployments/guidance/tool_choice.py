@@ -10,6 +10,7 @@ from pydantic_core import to_json
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.text.checks import (
+    MAX_NAME,
     as_choice,
     as_list,
     as_object,
@@ -73,27 +74,35 @@ NO_TOOLS = DeclaredTools()
 
 
 def declared_tools(
-    tools: object, schema: str = PARAMETERS, chat_form: ChatForm | None = None
+    tools: object,
+    schema: str = PARAMETERS,
+    chat_form: ChatForm | None = None,
+    longest_name: int = MAX_NAME,
 ) -> DeclaredTools:
     """Reads and checks a request's ``tools``; those that are known take microseconds.
+
+    An empty list is the same as none.
 
     Args:
         schema: where a tool of the API has its schema, for errors of that.
         chat_form: a function of a module; None: the tools have the form of a chat. Templates see
             no ``strict`` in what it has returned.
+        longest_name: characters in a tool's name.
 
     Raises:
         InvalidRequest: ``param`` is the path of the invalid value, such as tools[0].function.name.
     """
+    if tools is None or tools in ([], ()):
+        return NO_TOOLS
     try:
         text = to_json(tools)  # several times as fast as the standard library's
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"'tools' must be JSON: {error}.", "tools", "invalid_type") from error
-    return _read(text, schema, chat_form)
+    return _read(text, schema, chat_form, longest_name)
 
 
 @lru_cache(KNOWN_TOOLS)
-def _read(text: bytes, schema: str, chat_form: ChatForm | None) -> DeclaredTools:
+def _read(text: bytes, schema: str, chat_form: ChatForm | None, longest_name: int) -> DeclaredTools:
     characters = len(text.decode("utf-8"))
     if characters > MAX_TOOLS_SIZE:
         raise InvalidRequest(
@@ -102,7 +111,7 @@ def _read(text: bytes, schema: str, chat_form: ChatForm | None) -> DeclaredTools
             "string_above_max_length",
         )
     tools = json.loads(text)
-    plain = plain_tools(tools if chat_form is None else chat_form(tools))
+    plain = plain_tools(tools if chat_form is None else chat_form(tools), longest_name)
     found = []
     for i, tool in enumerate(plain):
         function = tool["function"]

@@ -1,5 +1,7 @@
 """API keys and operators' keys, checked before any route sees the request."""
 
+import re
+
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -10,18 +12,20 @@ from rayfin.deployments.http.keys import ApiKeys
 from rayfin.deployments.http.paths import ADMIN_PATHS
 
 OPEN_PATHS = frozenset({"/health", "/live", "/ping"})  # probes of load balancers
+BEARER = re.compile(r"bearer +[^ ]", re.IGNORECASE)
 ANTHROPIC_KEY = "x-api-key"  # the header of Anthropic's clients
 
 
 class BearerAuth:
     """ASGI: requires an API key, and sets ``state.tenant`` to the tenant that it belongs to.
 
+    A bearer token counts before ``X-Api-Key``: gateways and older SDKs of Anthropic's send both.
     Every path needs a key except the open ones. Open paths are compared whole, as the router reads
     them: prefixes, and URLs built from the Host header, let strangers in elsewhere
     (CVE-2026-48746).
 
     Raises:
-        HTTPException: 401 no key or a wrong one, 400 two keys.
+        HTTPException: 401 no key or a wrong one, 400 two keys in headers of one name.
     """
 
     def __init__(
@@ -34,11 +38,11 @@ class BearerAuth:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket") and get_route_path(scope) not in self._open_paths:
             headers = Headers(scope=scope)
-            written = headers.getlist("authorization")
-            written += [f"Bearer {key}" for key in headers.getlist(ANTHROPIC_KEY)]
-            if len(written) > 1:
-                raise HTTPException(400, "There are two keys: in Authorization or X-Api-Key.")
-            tenant = self._keys.tenant(written[0] if written else "")
+            bearers = [*filter(BEARER.match, headers.getlist("authorization"))]
+            others = [f"Bearer {key}" for key in headers.getlist(ANTHROPIC_KEY) if key.strip()]
+            if max(len(bearers), len(others)) > 1:
+                raise HTTPException(400, "There are two keys in headers of one name.")
+            tenant = self._keys.tenant((bearers or others or [""])[0])
             if tenant is None:
                 raise HTTPException(
                     401, "Incorrect or missing API key.", {"WWW-Authenticate": "Bearer"}

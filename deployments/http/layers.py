@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from starlette._utils import get_route_path
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -57,6 +58,33 @@ class ErrorResponses:
             method, path = scope.get("method", "GET"), scope["path"]
             response = failure_response(error, method, path, log_stack=self._log_stack)
             await response(scope, receive, send)
+
+
+class PlainRequests:
+    """ASGI: reads the path ``/x/`` as ``/x``, and answers HEAD as GET, without the body.
+
+    It stands behind the keys, which know paths in one form only: ``/health/`` needs a key.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        if get_route_path(scope) != "/" and scope["path"].endswith("/"):
+            raw = scope.get("raw_path")
+            cut = {"path": scope["path"][:-1], "raw_path": raw and raw.removesuffix(b"/")}
+            scope = {**scope, **cut}
+        if scope["method"] != "HEAD":
+            return await self._app(scope, receive, send)
+
+        async def without_body(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        await self._app({**scope, "method": "GET"}, receive, without_body)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +145,7 @@ LAYERS = (
     Layer("middleware", REPLICA, "is the operator's own (--middleware)"),
     Layer("admin_auth", REPLICA, "asks for the operator's key on /admin/*"),
     Layer("auth", REPLICA, "asks for the API key"),
+    Layer("plain", REPLICA, "reads the path /x/ as /x, answers HEAD as GET without the body"),
     Layer("transport_limits", BOTH, "refuses long addresses, many headers, and WebSockets"),
     Layer("hide_serve_routes", PROXY, "hides Serve's list of routes, drops Serve's own headers"),
     Layer("serve_errors", PROXY, "gives Serve's own failures the form of error bodies"),
@@ -167,6 +196,7 @@ def settings_layers(settings: HttpSettings) -> dict[str, Middleware | None]:
         if admin_keys is None
         else Middleware(AdminAuth, keys=admin_keys, paths=operators),
         "auth": None if keys is None else Middleware(BearerAuth, keys=keys, open_paths=open_paths),
+        "plain": Middleware(PlainRequests),
         "transport_limits": Middleware(TransportLimits),
         "body_limits": Middleware(
             BodyLimits,

@@ -29,7 +29,7 @@ from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
 from rayfin.deployments.client.deltas import WholeDeltas, split_deltas
 from rayfin.deployments.generation.plan import NO_PLAN, AnswerRules, OutputPlan, plan_offline
 from rayfin.deployments.guidance.fields import read_structured_outputs
-from rayfin.deployments.guidance.tool_choice import NO_TOOLS, declared_tools, read_tool_choice
+from rayfin.deployments.guidance.tool_choice import declared_tools, read_tool_choice
 from rayfin.deployments.guidance.verdicts import InlineChecker
 from rayfin.deployments.media.settings import MediaSettings, media_sources, read_limits
 from rayfin.deployments.offline.engines import OfflineEngine, start_engine
@@ -277,7 +277,7 @@ class LLM:
             [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         )
         params = self._params_for(conversations, sampling_params)
-        declared = NO_TOOLS if tools is None else declared_tools(tools)
+        declared = declared_tools(tools)
         functions = declared.functions
         rules = AnswerRules(functions, read_tool_choice(tool_choice, functions))
         render = partial(

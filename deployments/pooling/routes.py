@@ -149,7 +149,7 @@ class _Route:
 
     def _check_dimensions(self, dimensions: int | None, param: str = "dimensions") -> None:
         try:
-            check_dimensions(self._recipe, dimensions, self._service.model_names[0])
+            check_dimensions(self._recipe, dimensions, self._service.name)
         except InvalidRequest as error:
             error.param = param
             raise
@@ -201,7 +201,7 @@ class _Route:
             "id": f"{prefix}-{self._id}",
             "object": "list",
             "created": int(time.time()),
-            "model": self._service.model_names[0],
+            "model": self._service.name,
             "data": data,
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0},
         }

@@ -40,7 +40,7 @@ def add_score_routes(app: FastAPI, models: ServedModels) -> None:
             "id": f"score-{uuid.uuid4().hex}",
             "object": "list",
             "created": int(time.time()),
-            "model": models.named(body.model).model_names[0],
+            "model": models.named(body.model).name,
             "data": data,
             "usage": _usage(pooled),
         }
@@ -68,7 +68,7 @@ def add_score_routes(app: FastAPI, models: ServedModels) -> None:
             results.append(result)
         answer = {
             "id": f"rerank-{uuid.uuid4().hex}",
-            "model": models.named(body.model).model_names[0],
+            "model": models.named(body.model).name,
             "usage": _usage(pooled),
             "results": results,
         }

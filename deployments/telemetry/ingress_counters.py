@@ -146,6 +146,7 @@ class IngressCounters:
 
     def answered(self, path: str, status: int | None) -> None:
         """Counts an HTTP request that has ended; ``status`` is None if its client left before."""
+        path = path.removesuffix("/")
         handler = path if path in HANDLERS else "other"
         answer = "none" if status is None else f"{status // 100}xx"
         self.answers[handler, answer if answer in STATUSES else "none"] += 1

@@ -7,6 +7,7 @@ from functools import cache, partial
 from typing import Any, cast
 
 import jinja2
+from pydantic_core import to_json
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.media.kinds import MediaKind
@@ -31,7 +32,6 @@ RENDERING_ERRORS = (
     *(ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError),
 )
 INSIDE = ("system", "developer", "assistant")  # roles whose tags keep their meaning
-MAX_VARIABLE = 1024  # characters in a template variable that a request sets
 MAX_GROWTH = 4  # characters that a template renders for each one of the request ...
 MAX_OWN_TEXT = 2**17  # ... and in addition to those
 
@@ -40,7 +40,7 @@ MAX_OWN_TEXT = 2**17  # ... and in addition to those
 def reserved_names(kind: type) -> frozenset[str]:
     """Names that no variable of a request may have: those of a tokenizer's class and of jinja."""
     rendering: Any = getattr(kind, "apply_chat_template", None)
-    return frozenset(OWN_NAMES | inspect.signature(rendering).parameters.keys())
+    return frozenset(OWN_NAMES | inspect.signature(rendering).parameters.keys()) - {"documents"}
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,7 +80,7 @@ def render_chat(
     Args:
         chat_template: replaces the model's template; from the operator, or from a request that
             the operator trusts.
-        variables: the template's further variables, from the request; scalars only.
+        variables: the template's further variables, from the request; what JSON can hold.
         seconds: of processor time, at most.
         history: how the template takes contents and earlier tool calls.
         media: what the model reads beside text; each has one token of its place in the ids.
@@ -98,7 +98,8 @@ def render_chat(
         media=media,
     )
     listed = plain_tools(tools) if tools is not None else None
-    extras = _variables(variables or {}, tokenizer)
+    extras = dict(variables or {})
+    sent = _check_variables(extras, tokenizer)
     template = _template(tokenizer, chat_template, listed is not None)
     if add_generation_prompt and continue_final_message:
         raise InvalidRequest(
@@ -106,8 +107,8 @@ def render_chat(
             "continue_final_message",
         )
     _fit(conversation, template)
-    texts = list(texts_in((conversation, extras)))
-    has_tags = _holds_tag(tokenizer, conversation)
+    texts = [*texts_in(conversation), *texts_in(extras)]
+    has_tags = _holds_tag(tokenizer, conversation, extras)
     inner = tokenizer.literal_inner if has_tags else tokenizer.inner
     if marked is not None:
         inner = marked.tokenizer(inner)
@@ -122,7 +123,7 @@ def render_chat(
         return_dict=False,
         **extras,
     )
-    sent = sum(len(text) for text, _ in texts)
+    sent += sum(len(text) for text, _ in texts)
     if listed is not None:
         sent += listed.characters
     try:
@@ -162,22 +163,20 @@ def _template(tokenizer: Tokenizer, override: str | None, has_tools: bool) -> st
     return str(template)
 
 
-def _variables(variables: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+def _check_variables(variables: Mapping[str, Any], tokenizer: Tokenizer) -> int:
+    """Returns the characters that the variables have as JSON."""
     path = "chat_template_kwargs"
     kind: Any = type(tokenizer.inner)
     reserved = reserved_names(kind)
-    for name, value in variables.items():
+    for name in variables:
         if name in reserved or name in tokenizer.inner.special_tokens_map:
             raise InvalidRequest(
                 f"A request may not set {name}.", f"{path}.{name}", "unknown_parameter"
             )
-        if not isinstance(value, str | int | float | None) or len(str(value)) > MAX_VARIABLE:
-            raise InvalidRequest(
-                f"A template variable must be a scalar of at most {MAX_VARIABLE} characters.",
-                f"{path}.{name}",
-                "invalid_type",
-            )
-    return dict(variables)
+    try:
+        return len(to_json(variables))
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"'{path}' must be JSON: {error}.", path, "invalid_type") from error
 
 
 def _holds_control_token(
@@ -196,14 +195,20 @@ def _holds_control_token(
             in_value = True
     if in_key:
         raise InvalidRequest(
-            "The keys of tools and of tool arguments may not hold control tokens.", "tools"
+            "The keys of tools, tool arguments, documents and template variables may not hold "
+            "control tokens.",
+            "tools",
         )
     return in_value
 
 
-def _holds_tag(tokenizer: Tokenizer, conversation: Sequence[Mapping[str, Any]]) -> bool:
+def _holds_tag(
+    tokenizer: Tokenizer, conversation: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+) -> bool:
     """Whether what a model has not written as text holds a tag that it writes itself."""
     search = tokenizer.paired_tags.search
+    if any(search(text) for text, _ in texts_in(variables.get("documents", ()))):
+        return True
     for message in conversation:
         outside = message["role"] not in INSIDE
         if outside and any(search(text) for text, _ in texts_in(message["content"])):

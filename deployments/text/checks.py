@@ -12,7 +12,8 @@ from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
 
-NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+NAME = re.compile(r"[A-Za-z0-9_.\-]+")
+MAX_NAME = 64  # characters, as at OpenAI
 TEXT_OR_PARTS = "a string or a list of parts"
 
 
@@ -46,13 +47,18 @@ def as_string(value: object, path: str) -> str:
     return value
 
 
-def as_name(value: object, path: str) -> str:
+def as_name(value: object, path: str, longest: int = MAX_NAME) -> str:
     name = as_string(value, path)
-    if not NAME.fullmatch(name):
+    if len(name) > longest or not NAME.fullmatch(name):
         raise InvalidRequest(
-            f"'{path}' may hold 1 to 64 of the characters A-Z a-z 0-9 _ - and dot.", path
+            f"'{path}' may hold 1 to {longest} of the characters A-Z a-z 0-9 _ - and dot.", path
         )
     return name
+
+
+def is_empty(value: object) -> bool:
+    """Whether an optional member says nothing: null, or an empty list, object or string."""
+    return value is None or (isinstance(value, str | list | dict) and not value)
 
 
 def as_choice(value: object, choices: Sequence[str], path: str) -> str:

@@ -9,6 +9,7 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.media.kinds import MediaKind
 from rayfin.deployments.text.call_ids import restyle_ids
 from rayfin.deployments.text.checks import (
+    MAX_NAME,
     TEXT_OR_PARTS,
     as_choice,
     as_list,
@@ -43,6 +44,15 @@ READS: dict[MediaKind | None, str] = {
     "image": "text and images",
     "audio": "text and audio",
 }
+
+SPEAKER = re.compile(r"[^\s<|\\/>]{1,64}")
+"""The name of a message's author, as at OpenAI: letters of every script."""
+
+MAX_CALL_NAME = 128
+"""Characters in the name of an earlier call, for conversations from Anthropic's API."""
+
+SILENT = ("assistant", "tool")
+"""Roles whose messages may have no content: there are calls only, or a tool gave nothing."""
 
 EXTRAS = ("name", "tool_call_id", "reasoning_content", "reasoning")  # passed on if present; strings
 
@@ -85,7 +95,7 @@ def plain_messages(
         for i, message in enumerate(listed)
     ]
     for sent, message in zip(listed, plain, strict=True):
-        in_parts = isinstance(sent.get("content"), list)
+        in_parts = isinstance(sent.get("content"), list) and bool(sent["content"])
         shown = in_parts and any(media_of(part) is not None for part in sent["content"])
         if shown or content == "openai" or (content == "given" and in_parts):
             message["content"] = _parts(sent["content"] if in_parts else message["content"])
@@ -121,8 +131,11 @@ class PlainTools(list[dict[str, Any]]):
         return self._found[pattern]
 
 
-def plain_tools(tools: object) -> PlainTools:
+def plain_tools(tools: object, longest: int = MAX_NAME) -> PlainTools:
     """Returns the function tools of a request; those that it has returned are not checked again.
+
+    Args:
+        longest: characters in a name.
 
     Raises:
         InvalidRequest: ``param`` is the path of the invalid value, such as tools[0].function.name.
@@ -135,9 +148,10 @@ def plain_tools(tools: object) -> PlainTools:
         path = f"tools[{i}]"
         as_choice(required(as_object(tool, path), "type", path), ("function",), f"{path}.type")
         function = as_object(required(tool, "function", path), f"{path}.function")
-        name = as_name(required(function, "name", f"{path}.function"), f"{path}.function.name")
+        where = f"{path}.function.name"
+        name = as_name(required(function, "name", f"{path}.function"), where, longest)
         if name in names:
-            raise InvalidRequest(f"Two tools have the name {name!r}.", f"{path}.function.name")
+            raise InvalidRequest(f"Two tools have the name {name!r}.", where)
         names.add(name)
         if function.get("description") is not None:
             as_string(function["description"], f"{path}.function.description")
@@ -196,17 +210,23 @@ def _message(message: object, path: str, as_text: bool, media: MediaKind | None)
     role = as_name(required(message, "role", path), f"{path}.role")  # the template knows which
     calls = message.get("tool_calls")
     plain: dict[str, Any] = {"role": role}
-    if message.get("content") is not None:
-        plain["content"] = _content(message["content"], f"{path}.content", media)
-    elif role == "assistant":
+    content = message.get("content")
+    if role in SILENT and content in (None, []):
         plain["content"] = ""
+    elif content is not None:
+        plain["content"] = _content(content, f"{path}.content", media)
     else:
         raise missing(f"{path}.content")
     for name in EXTRAS:
         if message.get(name) is not None:
             plain[name] = as_string(message[name], f"{path}.{name}")
-    if "name" in plain:
-        as_name(plain["name"], f"{path}.name")
+    if plain.get("name") == "":
+        del plain["name"]
+    if "name" in plain and not SPEAKER.fullmatch(plain["name"]):
+        raise InvalidRequest(
+            f"'{path}.name' may hold 1 to 64 characters without blanks and < | \\ / >.",
+            f"{path}.name",
+        )
     if role == "tool":
         required(plain, "tool_call_id", path)
     if calls and role == "assistant":
@@ -214,7 +234,7 @@ def _message(message: object, path: str, as_text: bool, media: MediaKind | None)
         plain["tool_calls"] = [
             _tool_call(call, f"{path}.tool_calls[{i}]", as_text) for i, call in enumerate(listed)
         ]
-    thought = plain.get("reasoning_content", plain.get("reasoning"))
+    thought = plain.get("reasoning_content") or plain.get("reasoning")
     if thought is not None and role == "assistant":
         plain["reasoning_content"] = plain["reasoning"] = thought
     return plain
@@ -258,7 +278,8 @@ def _tool_call(call: object, path: str, as_text: bool) -> dict[str, Any]:
     if call.get("type") is not None:
         as_choice(call["type"], ("function",), f"{path}.type")
     function = as_object(required(call, "function", path), f"{path}.function")
-    name = as_name(required(function, "name", f"{path}.function"), f"{path}.function.name")
+    where = f"{path}.function.name"
+    name = as_name(required(function, "name", f"{path}.function"), where, MAX_CALL_NAME)
     written = function.get("arguments")
     arguments: object = written if isinstance(written, Mapping) else {}
     if isinstance(written, str):

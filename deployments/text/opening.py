@@ -1,5 +1,6 @@
 """A rendered conversation, and what its template puts into the model's mouth."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -84,7 +85,8 @@ def render_prompt(
         last = plain_messages(messages, media=media)[-1]
         said = text_of(last["content"])
         return ChatPrompt(ids, opening=said if marked is None else marked.without(said))
-    key = repr((chat_template, bool(tools), sorted((variables or {}).items())))
+    depends = repr((chat_template, bool(tools), sorted((variables or {}).items())))
+    key = hashlib.sha256(depends.encode("utf-8", "surrogatepass")).hexdigest()
 
     def with_or_without(said: Sequence[Any], added: bool) -> list[int]:
         return render(said, add_generation_prompt=added)
@@ -104,7 +106,7 @@ def opening_text(
 
     Args:
         messages: None if ``ids`` come from elsewhere: then it is the short one's, or nothing.
-        key: what else the rendering depends on: variables, and whether there are tools.
+        key: of what else the rendering depends on: variables, and whether there are tools.
     """
     known = tokenizer.openings.get(key)
     if known is None:

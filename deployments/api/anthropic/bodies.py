@@ -9,16 +9,13 @@ from pydantic import BaseModel, ConfigDict
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.generation.bodies import GenerationBody
-from rayfin.deployments.guidance.tool_choice import NO_TOOLS, DeclaredTools, declared_tools
+from rayfin.deployments.guidance.tool_choice import DeclaredTools, declared_tools
 from rayfin.deployments.http.json_body import rename_error_params, rename_error_paths
-from rayfin.deployments.text.checks import as_object, as_string, missing, required
+from rayfin.deployments.text.checks import as_object, as_string, is_empty, missing, required
 
-UNSERVED: dict[str, tuple[object, ...]] = {  # field -> values that change nothing
-    "container": (),
-    "context_management": ({},),
-    "mcp_servers": ([],),
-}
+UNSERVED = ("container", "context_management", "mcp_servers")  # refused unless empty
 MAX_TEMPERATURE = 1.0
+MAX_TOOL_NAME = 128  # characters
 OUR_PATHS = {".function.parameters": ".input_schema", ".function.": "."}  # of chat tools -> theirs
 OUR_NAMES = {"stop": "stop_sequences"}
 
@@ -45,8 +42,8 @@ class PromptBody(BaseModel):
             InvalidRequest: ``param`` names the field.
         """
         extra = self.model_extra or {}
-        for name, harmless in UNSERVED.items():
-            if extra.get(name) is not None and extra[name] not in harmless:
+        for name in UNSERVED:
+            if not is_empty(extra.get(name)):
                 raise unserved(name)
         if self.messages is None:
             raise missing("messages")
@@ -59,9 +56,7 @@ class PromptBody(BaseModel):
             InvalidRequest: ``param`` is the path of what is wrong, such as tools[0].input_schema.
         """
         with rename_error_paths(OUR_PATHS):
-            return (
-                declared_tools(self.tools, ".input_schema", chat_tools) if self.tools else NO_TOOLS
-            )
+            return declared_tools(self.tools, ".input_schema", chat_tools, MAX_TOOL_NAME)
 
     def ignored_fields(self) -> list[str]:
         return [name for name in self.model_extra or {} if name not in UNSERVED]

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
+from rayfin.deployments.api.anthropic.bodies import MAX_TOOL_NAME
 from rayfin.deployments.text.checks import (
     TEXT_OR_PARTS,
     as_choice,
@@ -37,8 +38,8 @@ def chat_messages(messages: object, system: object) -> list[dict[str, Any]]:
     """
     chat: list[dict[str, Any]] = []
     called: set[str] = set()  # ids of the calls so far
-    if system is not None:
-        chat.append({"role": "system", "content": _text(system, "system")})
+    if system not in (None, []) and (text := _text(system, "system")):
+        chat.append({"role": "system", "content": text})
     listed = as_list(messages, "messages", MAX_MESSAGES)
     for i, written in enumerate(listed):
         path = f"messages[{i}]"
@@ -86,6 +87,8 @@ def _append(chat: list[dict[str, Any]], said: dict[str, Any]) -> None:
 
 def _messages(role: str, content: object, path: str, called: set[str]) -> list[dict[str, Any]]:
     """Returns the chat messages of one message."""
+    if role == "assistant" and content == []:
+        content = ""
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     parts: dict[str, list[Any]] = {kind: [] for kind in BLOCKS[role]}
@@ -132,7 +135,7 @@ def _parts(content: str | list[Any]) -> list[Any]:
 
 
 def _call(block: Mapping[str, Any], path: str, called: set[str]) -> dict[str, Any]:
-    name = as_name(required(block, "name", path), f"{path}.name")
+    name = as_name(required(block, "name", path), f"{path}.name", MAX_TOOL_NAME)
     given = as_object(required(block, "input", path), f"{path}.input")
     call_id = as_string(required(block, "id", path), f"{path}.id")
     called.add(call_id)
@@ -154,7 +157,7 @@ def _result(block: Mapping[str, Any], path: str, called: set[str]) -> dict[str, 
     content, failed = block.get("content"), block.get("is_error")
     if failed is not None and not isinstance(failed, bool):
         raise wrong_type("a boolean", failed, f"{path}.is_error")
-    shown = "" if content is None or content == [] else _shown(content, f"{path}.content")
+    shown = "" if content in (None, []) else _shown(content, f"{path}.content")
     if failed:
         shown = FAILED + shown if isinstance(shown, str) else [*_parts(FAILED.strip()), *shown]
     return {"role": "tool", "tool_call_id": call_id, "content": shown}

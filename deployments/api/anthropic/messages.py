@@ -86,7 +86,7 @@ class MessagesAdapter(GenerationAdapter):
     def __init__(self, service: OpenAIService, body: MessagesRequest) -> None:
         self._service = service
         self._body = body
-        self._model = service.served_name(body.model)
+        self._model = service.name
         self._id = f"msg_{uuid.uuid4().hex}"
         self._http_request_id = ""
         self._blocks = ReplyBlocks(shows_thinking=shows_thinking(body))
@@ -211,9 +211,9 @@ class MessagesAdapter(GenerationAdapter):
 
     def _usage(self, choice: Choice, output_tokens: int | None = None) -> AnthropicUsage:
         thought = ThinkingTokens(thinking_tokens=choice.reasoning_tokens)
-        pin = choice.request.pin
-        marked = max(0, pin.tokens - choice.cached_tokens) if pin is not None else 0
-        created = min(marked, choice.written_tokens)
+        created, pin = choice.written_tokens, choice.request.pin
+        if pin is not None:
+            created = min(created, max(0, pin.tokens - choice.cached_tokens))
         return AnthropicUsage(
             input_tokens=len(choice.prompt.ids) - choice.cached_tokens - created,
             cache_creation_input_tokens=created,

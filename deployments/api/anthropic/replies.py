@@ -38,7 +38,7 @@ class AnthropicUsage(BaseModel):
     """The first three are all tokens of the prompt."""
 
     input_tokens: int  # neither read from the cache nor created in it
-    cache_creation_input_tokens: int = 0  # computed, before the last mark of cache_control
+    cache_creation_input_tokens: int = 0  # computed for it, up to the last mark of cache_control
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: ThinkingTokens | None = Field(

@@ -64,7 +64,7 @@ class TranscriptionAdapter(GenerationAdapter):
             "id": f"trsc-{uuid.uuid4().hex}",
             "object": OBJECTS[form.task],
             "created": int(time.time()),
-            "model": service.served_name(form.model),
+            "model": service.name,
         }
         self.streamed = form.stream
         if form.response_format in ("text", *SUBTITLES):

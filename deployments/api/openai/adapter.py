@@ -48,7 +48,7 @@ class CompletionAdapter(GenerationAdapter):
         self._service = service
         self._settings = body
         self._prefix, self._kind = prefix, kind
-        self._model = service.served_name(body.model)
+        self._model = service.name
         self._created = int(time.time())
         self.streamed = bool(body.stream)
         self.stream_interval = body.stream_interval

@@ -14,7 +14,6 @@ from rayfin.deployments.embeds.read import listed
 from rayfin.deployments.generation.bodies import GenerationBody
 from rayfin.deployments.generation.plan import AnswerRules
 from rayfin.deployments.guidance.tool_choice import (
-    NO_TOOLS,
     DeclaredTools,
     declared_tools,
     read_tool_choice,
@@ -122,6 +121,7 @@ class ChatCompletionRequest(_CompletionBody):
     continue_final_message: bool | None = None
     chat_template: str | None = None  # see --trust-request-chat-template
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None  # for the template
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: int | None = None  # -1: no limit
@@ -180,7 +180,7 @@ class ChatCompletionRequest(_CompletionBody):
         Raises:
             InvalidRequest: ``param`` is the path of what is wrong.
         """
-        return NO_TOOLS if self.tools is None else declared_tools(self.tools)
+        return declared_tools(self.tools)
 
     def answer_rules(self) -> AnswerRules:
         """Returns what the request says of the form of its answers.
@@ -242,7 +242,7 @@ NOT_IN_A_BATCH: dict[str, tuple[object, ...]] = {  # field -> values that change
     "stream": (False,),
     "n": (1,),
     "use_beam_search": (False,),
-    "tools": (),
+    "tools": ([],),
     "tool_choice": ("none",),
     "prompt_logprobs": (),
     "return_prompt_text": (False,),

@@ -125,12 +125,14 @@ class ChatAdapter(CompletionAdapter):
             service,
             messages,
             given=given,
-            chat_template=body.chat_template,
+            chat_template=body.chat_template or None,
             tools=shown_tools(service, body.declared_tools, body.tool_choice == "none"),
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             add_special_tokens=body.add_special_tokens,
-            variables=thinking_variables(body.chat_template_kwargs, body.reasoning_effort),
+            variables=thinking_variables(
+                body.chat_template_kwargs, body.reasoning_effort, body.documents
+            ),
             any_length=body.truncate_prompt_tokens is not None,
             embeds=True,
         )

@@ -110,7 +110,7 @@ class ScoringAdapter(GenerationAdapter):
     def __init__(self, service: OpenAIService, body: ScoringRequest) -> None:
         self._service = service
         self._body = body
-        self._model = service.served_name(body.model)
+        self._model = service.name
         self._id = f"generative-scoring-{body.request_id or uuid.uuid4().hex}"
         self._created = int(time.time())
 

@@ -8,10 +8,11 @@ from pydantic import BaseModel, ConfigDict
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.generation.generation import off_loop
-from rayfin.deployments.generation.prompts import chat_ids, text_ids
+from rayfin.deployments.generation.prompts import chat_ids, text_ids, thinking_variables
 from rayfin.deployments.generation.service import OpenAIService, ServedModels
+from rayfin.deployments.guidance.tool_choice import declared_tools
 from rayfin.deployments.http.json_body import ignored_header, read_body
-from rayfin.deployments.text.checks import missing
+from rayfin.deployments.text.checks import is_empty, missing
 
 PLACES = (
     "vocab_file",
@@ -37,11 +38,12 @@ class TokenizeRequest(BaseModel):
     continue_final_message: bool | None = None
     chat_template: str | None = None  # see --trust-request-chat-template
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
     tools: Any = None
 
     def check(self) -> None:
         for name in UNSERVED:
-            if (self.model_extra or {}).get(name) is not None:
+            if not is_empty((self.model_extra or {}).get(name)):
                 raise InvalidRequest(
                     f"{name} is not supported by this version of Rayfin.",
                     name,
@@ -137,11 +139,11 @@ async def _ids(service: OpenAIService, body: TokenizeRequest) -> list[int]:
     return await chat_ids(
         service,
         body.messages,
-        tools=body.tools,
+        tools=declared_tools(body.tools).shown,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         add_special_tokens=body.add_special_tokens,
-        variables=body.chat_template_kwargs,
-        chat_template=body.chat_template,
+        variables=thinking_variables(body.chat_template_kwargs, None, body.documents),
+        chat_template=body.chat_template or None,
         any_length=True,
     )

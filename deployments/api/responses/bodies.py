@@ -11,19 +11,19 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.generation.bodies import FORMAT_FIELDS, GenerationBody
 from rayfin.deployments.generation.bodies import UNSERVED as UNSERVED_ANYWHERE
-from rayfin.deployments.guidance.tool_choice import NO_TOOLS, DeclaredTools, declared_tools
+from rayfin.deployments.guidance.tool_choice import DeclaredTools, declared_tools
 from rayfin.deployments.http.json_body import rename_error_params, rename_error_paths
-from rayfin.deployments.text.checks import as_object, as_string, required
+from rayfin.deployments.text.checks import as_object, as_string, is_empty, required
 
 MAX_METADATA = 16  # pairs
 MAX_KEY = 64  # characters
 MAX_VALUE = 512
-UNSERVED: dict[str, tuple[object, ...]] = {  # field -> values that ask for nothing
+UNSERVED: dict[str, tuple[object, ...]] = {  # -> values that ask for nothing, beside empty ones
     "prompt": (),
     "conversation": (),
-    "context_management": ([],),
+    "context_management": (),
     "moderation": (),
-    "previous_input_messages": ([],),
+    "previous_input_messages": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     **dict.fromkeys(FORMAT_FIELDS, ()),  # text.format says it
@@ -79,7 +79,7 @@ class ResponsePromptBody(BaseModel):
         """
         for name, harmless in UNSERVED.items():
             value = getattr(self, name, None)
-            if value is not None and value not in harmless:
+            if not is_empty(value) and value not in harmless:
                 raise unserved(name)
 
     @cached_property
@@ -90,7 +90,7 @@ class ResponsePromptBody(BaseModel):
             InvalidRequest: ``param`` is the path of what is wrong, such as tools[0].parameters.
         """
         with rename_error_paths(OUR_PATHS):
-            return declared_tools(self.tools, ".parameters", chat_tools) if self.tools else NO_TOOLS
+            return declared_tools(self.tools, ".parameters", chat_tools)
 
     def ignored_fields(self) -> list[str]:
         known = UNSERVED.keys() | UNSERVED_ANYWHERE.keys()
@@ -157,7 +157,7 @@ class ResponseRequest(ResponsePromptBody):
 
     def check(self) -> None:
         super().check()
-        if self.stream_options is not None and not self.stream:
+        if not self.stream and any(value is not None for _, value in self.stream_options or ()):
             raise InvalidRequest("stream_options needs stream to be true.", "stream_options")
         if self.background and not self.stored:
             raise InvalidRequest("background needs store to be true.", "background")

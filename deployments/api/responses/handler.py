@@ -59,7 +59,7 @@ class ResponseAdapter(GenerationAdapter):
         self._store = store
         self._body = body
         self._tenant = tenant
-        self._model = service.served_name(body.model)
+        self._model = service.name
         self._id = f"resp_{uuid.uuid4().hex}"
         self._sent = 0  # events
         self.streamed = bool(body.stream)
@@ -169,7 +169,7 @@ class ResponseAdapter(GenerationAdapter):
             max_tool_calls=body.max_tool_calls,
             metadata=body.metadata or {},
             parallel_tool_calls=body.parallel_tool_calls is not False,
-            previous_response_id=body.previous_response_id,
+            previous_response_id=body.previous_response_id or None,
             prompt_cache_key=body.prompt_cache_key,
             safety_identifier=body.safety_identifier,
             store=body.stored,

@@ -87,7 +87,7 @@ def chat_messages(items: Iterable[Item], instructions: str | None) -> list[dict[
     Reasoning, the message after it and the calls after that are one message of the assistant's.
     """
     chat: list[dict[str, Any]] = []
-    if instructions is not None:
+    if instructions:
         chat.append({"role": "system", "content": instructions})
     turn: dict[str, Any] | None = None  # the assistant's message that may still get more
     for item in items:
@@ -200,6 +200,8 @@ def _item(written: object, path: str) -> Item:
 
 def _output(written: object, path: str) -> str | list[InputText | InputImage]:
     """What a function gave: its texts as one, or its parts in order if it has images."""
+    if written == []:
+        return ""
     if not (isinstance(written, list) and any(map(_is_image, written))):
         return "\n".join(_texts(written, path, RESULTS))
     return _with_images(written, path, RESULTS)
@@ -228,7 +230,7 @@ def _message(item: Mapping[str, Any], path: str) -> OutputMessage:
     written = required(item, "content", path)
     content: list[InputText | InputImage | OutputTextPart] = []
     if role == "assistant":
-        texts = _texts(written, f"{path}.content", TEXTS)
+        texts = _texts(written, f"{path}.content", TEXTS) if written != [] else []
         content += [OutputTextPart(text=text) for text in texts]
     elif isinstance(written, list):
         content += _with_images(written, f"{path}.content", TEXTS)

@@ -27,7 +27,7 @@ async def history_of(
         NotFound: there is no such response.
         InvalidRequest: the previous response has not ended yet.
     """
-    if body.previous_response_id is None:
+    if not body.previous_response_id:
         return []
     param = "previous_response_id"
     previous = await store.get(body.previous_response_id, tenant, param)

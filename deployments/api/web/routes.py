@@ -42,7 +42,7 @@ def add_web_routes(app: FastAPI, models: ServedModels, folder: BatchFolder | Non
             "batches": [batch.shown() for batch in batches[:SHOWN_BATCHES]],
             "models": [
                 {
-                    "model": service.model_names[0],
+                    "model": service.name,
                     "engines": [asdict(snapshot) for snapshot in await service.client.snapshots()],
                     "latency": service.client.latency(),
                 }

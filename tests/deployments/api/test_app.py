@@ -52,6 +52,54 @@ async def test_small_endpoints(http: httpx.AsyncClient) -> None:
     assert "/v1/completions" in (await http.get("/")).json()["endpoints"]
 
 
+@pytest.mark.parametrize("keys", [None, ["secret"]])
+async def test_a_path_may_end_with_a_slash(service: OpenAIService, keys: Any) -> None:
+    """The same answer, and never without the key."""
+    service.edge.keys = None if keys is None else ApiKeys.load(keys)
+    headers = {"Authorization": "Bearer secret"}
+    transport = httpx.ASGITransport(build_api(service), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://rayfin") as http:
+        for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT)):
+            for asked in (f"{path}/", f"{path}/?a=b/"):
+                reply = await http.post(asked, json=body, headers=headers)
+                assert reply.json()["choices"], reply.text
+        for path in ("/v1/models/", "/v1/models/org/tiny/", "/health/", "/metrics/"):
+            here, there = [await http.get(p, headers=headers) for p in (path, path[:-1])]
+            assert here.status_code == 200 and here.content == there.content
+            assert (await http.get(path)).status_code == (200 if keys is None else 401)
+        for path in ("/v1/completions//", "//", "/v1/nothing/"):
+            assert (await http.post(path, json=BODY, headers=headers)).status_code in (404, 405)
+    assert service.counts.answers["/v1/completions", "2xx"] == 2
+
+
+async def test_head_is_get_without_the_body(http: httpx.AsyncClient) -> None:
+    paths = ("/", "/health", "/live", "/ping", "/load", "/version", "/metrics", "/ui", "/ui/app.js")
+    for path in (*paths, "/v1/models", "/v1/models/org/tiny", "/health/", "/v1/responses/resp_1"):
+        head, whole = await http.head(path), await http.get(path)
+        assert head.status_code == whole.status_code and head.content == b"", path
+        assert head.headers["content-length"] == str(len(whole.content))
+    assert (await http.head("/v1/completions")).status_code == 405
+
+
+async def test_answers_have_the_first_name(http: httpx.AsyncClient, engine: Any) -> None:
+    """Of several; as in vLLM, and as ``--served-model-name`` says."""
+    engine.named = {9: -1.0, 12: -2.0}
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": BODY,
+        "/v1/chat/completions": CHAT,
+        "/v1/responses": {"input": "hello"},
+        "/v1/messages": {**CHAT, "max_tokens": 5},
+        "/generative_scoring": {"query": "a", "items": ["b"], "label_token_ids": [9, 12]},
+    }
+    for path, body in bodies.items():
+        for model in ({"model": "tiny"}, {"model": "org/tiny"}, {}):
+            assert (await http.post(path, json={**body, **model})).json()["model"] == "org/tiny"
+            if "scoring" in path:
+                continue
+            streamed = await http.post(path, json={**body, **model, "stream": True})
+            assert '"org/tiny"' in streamed.text and '"tiny"' not in streamed.text
+
+
 async def test_invocations_are_both_kinds(http: httpx.AsyncClient, engine: Any) -> None:
     limit = {"max_tokens": 3, "temperature": 0}
     for path, body in (("/v1/completions", {"prompt": "hello"}), ("/v1/chat/completions", CHAT)):

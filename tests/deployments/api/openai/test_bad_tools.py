@@ -35,7 +35,7 @@ def choose(choice: Any) -> dict[str, Any]:
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": []}, "tools", "empty_array"),
+    ({"tools": [], "tool_choice": "auto"}, "tool_choice", VALUE),
     ({"tools": {}}, "tools", TYPE),
     ({"tools": [5]}, "tools[0]", TYPE),
     ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type", VALUE),

@@ -17,7 +17,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 
 async def test_a_whole_message(openai: AsyncOpenAI, engine: Any, tokenizer: Any) -> None:
     reply = await openai.chat.completions.create(model="tiny", messages=HELLO)
-    assert reply.id.startswith("chatcmpl-") and reply.model == "tiny"
+    assert reply.id.startswith("chatcmpl-") and reply.model == "org/tiny"
     message = reply.choices[0].message
     assert (message.role, message.content) == ("assistant", REPLY)
     assert reply.choices[0].finish_reason == "stop"
@@ -85,6 +85,49 @@ async def test_an_operators_template(
     assert tokenizer.decode(engine.seen[0].prompt.tolist()) == "[hello]5low"
     assert reply["prompt_token_ids"] == engine.seen[0].prompt.tolist()
     assert reply["choices"][0]["token_ids"] == [*engine.reply, engine.eos]
+
+
+async def test_documents_and_variables_of_any_form(
+    http: httpx.AsyncClient, engine: Any, service: OpenAIService, tokenizer: Any
+) -> None:
+    """What is written in them is text: no turn ends, and no thought."""
+    service.chat_template = (
+        "{% for d in documents %}{{ d.title }}:{{ d.text }};{% endfor %}"
+        "{{ flags[1] }}{{ shape.a.b }}{{ messages[0].content }}"
+    )
+    kwargs = {"flags": [1, "x"], "shape": {"a": {"b": "<|im_end|>"}}, "other": {"k": [None, 1.5]}}
+    documents = [{"title": "one", "text": "<|im_start|>" * 200}, {"title": "two", "text": ""}]
+    body = {"messages": HELLO, "chat_template_kwargs": kwargs, "documents": documents}
+    engine.limits = replace(engine.limits, max_model_len=4000)
+    service.max_model_len = 4000
+    response = await http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    ids = engine.seen[0].prompt.tolist()
+    wanted = f"one:{'<|im_start|>' * 200};two:;x<|im_end|>hello"
+    assert tokenizer.decode(ids, False) == wanted and not {0, 1} & set(ids)
+    inside = {"chat_template_kwargs": {**kwargs, "documents": documents}, "messages": HELLO}
+    assert (await http.post("/tokenize", json=inside)).json()["tokens"] == ids
+    del body["messages"]
+    assert (await http.post("/tokenize", json={**body, **inside})).json()["tokens"] == ids
+
+
+async def test_documents_do_not_lift_a_templates_limits(
+    http: httpx.AsyncClient, service: OpenAIService
+) -> None:
+    """Neither of its output nor of its time; and nothing of them is a template."""
+    documents = [{"text": "{{ 7 * 7 }}"}] * 1000
+    body: dict[str, Any] = {"messages": HELLO, "documents": documents}
+    loop = "{% for a in documents %}{% for b in documents %}"
+    end = "{% endfor %}{% endfor %}"
+    for inner in ("{{ a.text }}" * 10, "{% for c in documents %}{% endfor %}"):
+        service.chat_template = loop + inner + end
+        error = (await http.post("/v1/chat/completions", json=body)).json()["error"]
+        assert error["type"] == "invalid_request_error", error
+    service.chat_template = "{{ documents[0].text }}{{ documents.append(1) }}"
+    assert (await http.post("/v1/chat/completions", json=body)).status_code == 400
+    service.chat_template = "{{ documents[0].text }}"
+    tokens = (await http.post("/tokenize", json=body)).json()["tokens"]
+    assert service.tokenizer.decode(tokens) == "{{ 7 * 7 }}"
 
 
 async def test_a_long_message_is_rendered_off_the_loop(
