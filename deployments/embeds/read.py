@@ -4,7 +4,6 @@ Sizes are checked before anything is decoded, and the shape before anything is c
 """
 
 import asyncio
-import binascii
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,6 +19,7 @@ from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest
 from rayfin.actors.messages import EngineInfo
 from rayfin.deployments.embeds.tensor import DTYPES, FIELD, Tensor, refused
 from rayfin.deployments.embeds.torch_file import read_torch
+from rayfin.deployments.text.checks import from_base64, size_of_base64
 
 THREADS = 2  # for all requests of a replica
 FRAME_BYTES = 64 * 1024  # of a file beside its numbers
@@ -158,13 +158,13 @@ def listed(value: object, most: int) -> list[tuple[str, str]]:
 
 def _decoded(data: str, info: EngineInfo) -> Tensor:
     most = info.max_model_len * info.embeds_size * DTYPES["float64"].itemsize + FRAME_BYTES
-    if len(data) > (most + 2) // 3 * 4:
+    if size_of_base64(data) > most:
         raise refused(
             f"it has {len(data)} characters, more than {info.max_model_len} tokens of "
             f"{info.embeds_size} numbers take"
         )
     try:
-        raw = binascii.a2b_base64(data.encode("ascii"), strict_mode=True)
+        raw = from_base64(data)
     except ValueError:
         raise refused(f"it is not {HOW}") from None
     return read_torch(raw) if raw.startswith(ZIP) else _read_safetensors(raw)

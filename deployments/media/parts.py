@@ -1,15 +1,15 @@
 """Images and clips of audio as parts of messages: the forms of OpenAI's two APIs, vLLM's and
 Anthropic's."""
 
-import base64
-import binascii
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.media.kinds import MediaKind
 from rayfin.actors.media.processed import WORDS
+from rayfin.deployments.text.checks import from_base64, size_of_base64
 from rayfin.deployments.text.messages import PlacedPart
 
 DATA = "data:"
@@ -32,7 +32,7 @@ class MediaPart:
     def size(self) -> int:
         """Bytes of its file, as far as they are here."""
         if self.encoded is not None:
-            return 3 * len(self.encoded) // 4
+            return size_of_base64(self.encoded)
         return 0 if self.data is None else len(self.data)
 
     def file(self) -> bytes:
@@ -44,8 +44,8 @@ class MediaPart:
         if self.data is not None:
             return self.data
         try:
-            data = base64.b64decode(self.encoded or "", validate=True)
-        except (binascii.Error, ValueError):
+            data = from_base64(self.encoded or "")
+        except ValueError:
             data = b""
         if not data:
             raise InvalidRequest(
@@ -96,11 +96,11 @@ def _address(value: object, path: str, kind: MediaKind = "image") -> MediaPart:
     if not value[: len(DATA)].lower() == DATA:
         return MediaPart(path, kind, url=value)
     head, comma, written = value.partition(",")
-    if not comma or not head.lower().endswith(";base64"):
+    if not comma or head.rpartition(";")[2].strip().lower() != "base64":
         raise InvalidRequest(
             f"'{path}' must be a data: address in base64.", path, f"invalid_{kind}"
         )
-    return MediaPart(path, kind, encoded=written)
+    return MediaPart(path, kind, encoded=unquote(written) if "%" in written else written)
 
 
 def _input_audio(value: object, path: str) -> MediaPart:

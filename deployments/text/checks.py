@@ -6,6 +6,7 @@ Raises:
     InvalidRequest: ``param`` is the path.
 """
 
+import binascii
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from rayfin.actors.errors import InvalidRequest
 NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 MAX_NAME = 64  # characters, as at OpenAI
 TEXT_OR_PARTS = "a string or a list of parts"
+BLANKS = b" \t\n\f\r"
+STANDARD = bytes.maketrans(b"-_", b"+/")  # the alphabet of base64 for that of URLs
 
 
 def required(value: Mapping[str, Any], name: str, path: str) -> Any:
@@ -83,3 +86,21 @@ def as_list(value: object, path: str, most: int, expected: str = "a list") -> Se
             "array_above_max_length",
         )
     return value
+
+
+def size_of_base64(text: str) -> int:
+    """Counts the bytes of what ``from_base64`` returns, without decoding it."""
+    blanks = sum(text.count(chr(blank)) for blank in BLANKS)
+    return 3 * (len(text) - blanks - text.count("=")) // 4
+
+
+def from_base64(text: str) -> bytes:
+    """Decodes base64 as browsers do: blanks, missing padding and the alphabet of URLs are fine.
+
+    Raises:
+        ValueError: another character, or an impossible length.
+    """
+    written = text.encode("ascii").translate(STANDARD, BLANKS)
+    if len(written) % 4 in (2, 3):
+        written += b"=" * (4 - len(written) % 4)
+    return binascii.a2b_base64(written, strict_mode=True)

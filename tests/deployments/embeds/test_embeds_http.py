@@ -83,6 +83,8 @@ async def test_types_and_shapes(client: httpx.AsyncClient, oracle: Oracle) -> No
             assert await tokens(client, prompt_embeds=write(rows.to(form))) == [expected]
     expected = oracle.answer(rows)
     assert await tokens(client, prompt_embeds=torch_file(rows.unsqueeze(0))) == [expected]
+    lines = "\n".join(safe_file(rows).replace("+", "-").replace("/", "_").rstrip("="))
+    assert await tokens(client, prompt_embeds=lines) == [expected]
     transposed = rows.T.contiguous().T
     assert await tokens(client, prompt_embeds=torch_file(transposed)) == [expected]
 
