@@ -4,6 +4,7 @@ Names, ranges and defaults follow vLLM's ``SamplingParams`` so that programs wri
 unchanged.
 """
 
+import copy
 import math
 import re
 import secrets
@@ -28,10 +29,16 @@ SEED_BITS = 63
 NUMBER = re.compile(r"-?[0-9]{1,18}")
 NO_SEED = -1
 NO_BUDGET = -1
-UNSERVED = (
-    *("extra_args", "flat_logprobs"),
-    *("thinking_token_budget",),
-)
+UNSERVED = {  # fields of vLLM's, and what is near
+    "extra_args": "",
+    "flat_logprobs": "logprobs",
+    "thinking_token_budget": "the field of this name over HTTP",
+    "logits_processors": "logit_bias, allowed_token_ids, bad_words and structured_outputs",
+    "guided_decoding": "structured_outputs",
+    "use_beam_search": "LLM.beam_search",
+    "prompt_logprob_token_ids": "prompt_logprobs",
+    "skip_reading_prefix_cache": "cache_salt of a prompt",
+}
 WHOLE_VOCABULARY = -1  # as a number of log probabilities
 
 
@@ -79,6 +86,31 @@ class SamplingParams:
     thinking_token_budget: int | None = None
     # Ends an output that repeats itself: max_pattern_size, min_pattern_size, min_count
     repetition_detection: Mapping[str, int] | Repetition | None = None
+    logits_processors: Sequence[Any] | None = None
+    guided_decoding: Any = None
+    use_beam_search: bool = False
+    prompt_logprob_token_ids: Sequence[int] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    # vLLM's fields without effect: ``LLM`` gives whole outputs, and changes no one's settings
+    output_kind: Any = None
+    stream_interval: int | None = None
+    skip_clone: bool = False
+
+    @classmethod
+    def from_optional(cls, **values: Any) -> "SamplingParams":
+        """Builds them of values that may be None for the default; ``max_tokens`` stays None.
+
+        Raises:
+            InvalidRequest: as the class.
+        """
+        given = {name: value for name, value in values.items() if value is not None}
+        if "max_tokens" in values:
+            given["max_tokens"] = values["max_tokens"]
+        return cls(**given)
+
+    def clone(self) -> "SamplingParams":
+        """Returns a copy that shares nothing with these."""
+        return copy.deepcopy(self)
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -115,10 +147,11 @@ class SamplingParams:
         self._check_truncation()
         self.structured_outputs = _structured(self.structured_outputs)
         self.repetition_detection = _repetition(self.repetition_detection, self.min_tokens)
-        for name in UNSERVED:
+        for name, near in UNSERVED.items():
             if getattr(self, name) not in (None, False, {}, [], NO_BUDGET):
                 raise InvalidRequest(
-                    f"{name} is not supported by this version of Rayfin.",
+                    f"{name} is not supported by this version of Rayfin."
+                    + (f" Near it is {near}." if near else ""),
                     name,
                     "unsupported_parameter",
                 )

@@ -207,3 +207,41 @@ def test_repetition() -> None:
     for rule in (asked, SimpleNamespace(**asked, min_pattern_size=0)):
         params = SamplingParams(repetition_detection=rule, min_tokens=2)  # type: ignore[arg-type]
         assert params.repetition_detection == Repetition(5, 1, 3, 2)
+
+
+def test_clone_shares_nothing() -> None:
+    params = SamplingParams(stop=["a"], logit_bias={3: 1.0}, temperature=0.5, seed=7)
+    copied = params.clone()
+    assert copied == params
+    copied.stop.append("b")  # type: ignore[union-attr]
+    copied.temperature = 0.0
+    assert params.stop == ["a"] and params.temperature == 0.5
+
+
+def test_from_optional_takes_none_for_the_default() -> None:
+    """As in vLLM, which is given None for what a request has not; ``max_tokens`` stays None."""
+    names = ("n", "temperature", "top_p", "top_k", "presence_penalty", "logit_bias", "stop", "seed")
+    assert SamplingParams.from_optional(**dict.fromkeys(names)) == SamplingParams()
+    made = SamplingParams.from_optional(temperature=None, top_p=0.5, max_tokens=None)
+    assert made == SamplingParams(top_p=0.5, max_tokens=None)
+    with pytest.raises(InvalidRequest, match="top_p"):
+        SamplingParams.from_optional(top_p=2.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "near"),
+    [
+        ("logits_processors", [print], "logit_bias"),
+        ("guided_decoding", object(), "structured_outputs"),
+        ("use_beam_search", True, "LLM.beam_search"),
+        ("skip_reading_prefix_cache", True, "cache_salt"),
+    ],
+)
+def test_fields_of_vllm_that_are_refused_name_what_is_near(
+    name: str, value: Any, near: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=rf"^{name} is not supported.*{near}") as refused:
+        SamplingParams(**{name: value})
+    assert refused.value.param == name
+    nothing: dict[str, Any] = {name: None, "output_kind": 2, "skip_clone": True}
+    assert SamplingParams(**nothing).n == 1
