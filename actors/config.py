@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from typing import Any, get_args
 
 from rayfin.actors.code_version import code_version, grammar_version
@@ -388,9 +389,9 @@ class EngineArgs:
         names = {f.name for f in fields(cls)}
         for name in values:
             if name not in names:
-                raise InvalidConfig(
-                    f"unknown setting {name!r}; known: {', '.join(sorted(names))}", name
-                )
+                near = get_close_matches(name, names, 3) or sorted(names)
+                word = "near" if len(near) < len(names) else "known"
+                raise InvalidConfig(f"unknown setting {name!r}; {word}: {', '.join(near)}", name)
         config = values.get("speculative_config")
         if isinstance(config, Mapping):
             values = {**values, "speculative_config": json.dumps(dict(config))}

@@ -12,8 +12,8 @@ from click.core import ParameterSource
 
 from rayfin.deployments.cli.group import Refused
 from rayfin.deployments.cli.options import SectionedCommand, settings_of
-from rayfin.deployments.cli.vllm_flags import Accepted, Alias, Lacks, Rewritten, VllmFlag
-from rayfin.deployments.cli.vllm_table import VLLM_FLAGS
+from rayfin.deployments.vllm.flags import Accepted, Alias, Lacks, Rewritten, VllmFlag
+from rayfin.deployments.vllm.table import VLLM_FLAGS
 
 
 def negated(name: str) -> str:

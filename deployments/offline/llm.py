@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tqdm import tqdm
 
@@ -32,8 +32,15 @@ from rayfin.deployments.guidance.fields import read_structured_outputs
 from rayfin.deployments.guidance.tool_choice import declared_tools, read_tool_choice
 from rayfin.deployments.guidance.verdicts import InlineChecker
 from rayfin.deployments.media.settings import MediaSettings, media_sources, read_limits
+from rayfin.deployments.offline.arguments import (
+    UseTqdm,
+    beside_ids,
+    priorities_of,
+    progress,
+    special_tokens,
+)
 from rayfin.deployments.offline.engines import OfflineEngine, start_engine
-from rayfin.deployments.offline.lora import LoRARequests, adapters_of, use_adapter
+from rayfin.deployments.offline.lora import LoRARequests, adapters_of, loras_of, use_adapter
 from rayfin.deployments.offline.media import OfflineMedia, list_prompts, list_texts
 from rayfin.deployments.offline.metrics import Metric, read_metrics
 from rayfin.deployments.offline.outputs import OfflineChoice, PreparedPrompt, RequestOutput
@@ -42,6 +49,8 @@ from rayfin.deployments.offline.pooling import (
     PooledRequest,
     PoolingParams,
     ScoringOutput,
+    cut_to,
+    in_groups,
 )
 from rayfin.deployments.pooling.pairs import ranked
 from rayfin.deployments.requests.beams import BeamSearchOutput, build_search, sequence_of
@@ -56,11 +65,13 @@ from rayfin.deployments.serve.preflight import (
     tokenizer_path,
 )
 from rayfin.deployments.text.messages import count_calls
-from rayfin.deployments.text.opening import render_prompt
+from rayfin.deployments.text.opening import ChatPrompt, render_prompt
 from rayfin.deployments.text.parsing.detect import Detected, detect
 from rayfin.deployments.text.parsing.format import ToolGuidance
 from rayfin.deployments.text.parsing.rows import check_parsers
 from rayfin.deployments.text.tokenizer import Tokenizer
+from rayfin.deployments.vllm.lacks import no_attribute, refuse
+from rayfin.deployments.vllm.settings import engine_settings
 
 if TYPE_CHECKING:  # for it takes a good part of a second
     from transformers import PreTrainedTokenizerFast
@@ -70,6 +81,8 @@ logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or vLLM's dict of one of them, of ``prompt_embeds``, or multi_modal_data."""
 
+ContentFormat = Literal["auto", "string", "openai"]
+
 UNLIMITED = {"max_waiting_requests": sys.maxsize}
 """A queue limit protects a server. Offline, the caller decides the size of a batch."""
 
@@ -77,13 +90,15 @@ UNLIMITED = {"max_waiting_requests": sys.maxsize}
 class LLM:
     """A model for offline use, without a server.
 
-    Keyword arguments are the flags of ``rayfin serve`` (``dtype``, ``max_model_len``, ...).
+    Keyword arguments are the flags of ``rayfin serve`` (``dtype``, ``max_model_len``, ...), or
+    vLLM's of the same meaning (``gpu_memory_utilization``, ``enable_prefix_caching``, ...).
 
     Args:
         model: a local folder, a Hugging Face name, or "demo".
         executor: "inline" runs the engine in this process, "ray" as Ray actors.
         skip_tokenizer_init: loads no tokenizer; prompts are token ids, and outputs have no text.
-        hf_token: token of Hugging Face, for its private models; it becomes HF_TOKEN.
+        hf_token: token of Hugging Face, for its private models; it becomes HF_TOKEN. True is the
+            one of its login.
         generation_config: "auto" loads default sampling parameters from the model; "none" ignores
             them; or a folder with a generation_config.json.
         override_generation_config: default sampling parameters, over those.
@@ -106,7 +121,7 @@ class LLM:
         *,
         executor: str = "inline",
         skip_tokenizer_init: bool = False,
-        hf_token: str | None = None,
+        hf_token: str | bool | None = None,
         chat_template: str | None = None,
         generation_config: str = "auto",
         override_generation_config: Mapping[str, Any] | None = None,
@@ -118,10 +133,10 @@ class LLM:
         allowed_media_domains: Sequence[str] | None = None,
         **settings: Any,
     ) -> None:
-        if hf_token:
+        if isinstance(hf_token, str) and hf_token:
             os.environ["HF_TOKEN"] = hf_token
         check_parsers(tool_call_parser, reasoning_parser)
-        args = EngineArgs.from_dict({"model": model, **UNLIMITED, **settings})
+        args = EngineArgs.from_dict({"model": model, **UNLIMITED, **engine_settings(settings)})
         check_model(args, tokenizer=False)  # it is loaded below
         self._tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:
@@ -158,50 +173,84 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        use_tqdm: UseTqdm = True,
         lora_request: LoRARequests = None,
+        *,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Completes the prompts in one batch. Outputs are in the order of the prompts.
 
         Args:
             prompts: one prompt or several.
             sampling_params: one for all prompts or one for each; None uses the defaults.
+            prompt_token_ids: prompts as token ids, as earlier versions of vLLM have them.
             lora_request: a LoRA adapter for all prompts, or one or None for each.
+            priority: one for each prompt, the lowest first; it counts with ``policy="priority"``.
+            tokenization_kwargs: ``add_special_tokens`` alone.
 
         Raises:
             InvalidRequest: a prompt does not fit, the numbers of prompts and settings differ, or
                 an adapter cannot be served.
         """
-        listed = list_prompts(prompts, embeds=True)
-        params = self._params_for(listed, sampling_params)
-        listed, tokens = self._media.place(listed, [self._tokens(prompt) for prompt in listed])
-        made = {id(param): self._plan(param) for param in params}
-        plans = [made[id(param)] for param in params]
-        prepared = self._prepare(listed, tokens, params, plans, lora_request)
+        refuse(mm_processor_kwargs=mm_processor_kwargs)
+        written = beside_ids(prompts, prompt_token_ids)
+        special = special_tokens(tokenization_kwargs)
+        prepared = self._completions(written, sampling_params, lora_request, priority, special)
         return self._complete(prepared, use_tqdm)
 
     def enqueue(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: LoRARequests = None,
+        priority: Sequence[int] | None = None,
+        use_tqdm: UseTqdm = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Checks and keeps prompts for ``wait_for_completion``, and returns their request ids.
+
+        Args:
+            use_tqdm: without effect: nothing runs yet. The others are those of ``generate``.
 
         Raises:
             InvalidRequest: as ``generate``; then none of the prompts is kept.
         """
-        listed = list_prompts(prompts, embeds=True)
-        params = self._params_for(listed, sampling_params)
-        listed, tokens = self._media.place(listed, [self._tokens(prompt) for prompt in listed])
-        prepared = self._prepare(listed, tokens, params, [self._plan(param) for param in params])
+        refuse(mm_processor_kwargs=mm_processor_kwargs)
+        special = special_tokens(tokenization_kwargs)
+        prepared = self._completions(prompts, sampling_params, lora_request, priority, special)
         self._enqueued += prepared
         return [each.result.request_id for each in prepared]
 
-    def wait_for_completion(self, *, use_tqdm: bool = True) -> list[RequestOutput]:
-        """Runs all enqueued prompts in one batch. Outputs are in the order they were enqueued."""
+    def _completions(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: LoRARequests,
+        priority: Sequence[int] | None,
+        special: bool,
+    ) -> list[PreparedPrompt]:
+        listed = list_prompts(prompts, embeds=True)
+        params = self._params_for(listed, sampling_params)
+        tokens = [self._tokens(prompt, special) for prompt in listed]
+        listed, tokens = self._media.place(listed, tokens)
+        made = {id(param): self._plan(param) for param in params}
+        plans = [made[id(param)] for param in params]
+        return self._prepare(listed, tokens, params, plans, lora_request, priority)
+
+    def wait_for_completion(
+        self, output_type: object = None, *, use_tqdm: UseTqdm = True
+    ) -> list[RequestOutput]:
+        """Runs all enqueued prompts in one batch. Outputs are in the order they were enqueued.
+
+        Args:
+            output_type: vLLM's; all outputs are a ``RequestOutput``.
+        """
         prepared, self._enqueued = self._enqueued, []
         return self._complete(prepared, use_tqdm)
 
@@ -209,14 +258,19 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        *,
-        use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
+        use_tqdm: UseTqdm = True,
+        concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """Searches for the ``params.beam_width`` most likely completions of each prompt.
+
+        Args:
+            concurrency_limit: vLLM's, without effect: the cache decides how many searches run.
 
         Raises:
             InvalidRequest: a prompt does not fit, or this engine cannot run the search.
         """
+        refuse(lora_request=lora_request)
         requests = [
             build_search(
                 self._tokens(prompt),
@@ -229,9 +283,7 @@ class LLM:
             for prompt in list_texts(prompts)
         ]
         hypotheses: dict[int, Sequence[Hypothesis]] = {}
-        with tqdm(
-            total=len(requests), desc="Searched prompts", disable=not use_tqdm, dynamic_ncols=True
-        ) as bar:
+        with progress(use_tqdm, len(requests), "Searched prompts") as bar:
             for message in self._engine.run(requests):
                 _raise_first_error(message)
                 hypotheses.update((ended.key, ended.hypotheses) for ended in message.ended)
@@ -250,28 +302,35 @@ class LLM:
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: LoRARequests = None,
+        chat_template: str | None = None,
+        chat_template_content_format: ContentFormat = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        use_tqdm: bool = True,
-        lora_request: LoRARequests = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        *,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or several, through the model's chat template.
 
         Outputs have ``tool_calls`` and ``reasoning`` apart from their text.
 
         Args:
+            lora_request: as in :meth:`generate`, for each conversation; ``priority`` too.
+            chat_template: replaces the model's; content_format: what it gets as content.
             tools: functions in OpenAI's form, for all conversations.
-            tool_choice: "none", "auto", "required" or one function, as in OpenAI's API.
             chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
-            lora_request: as in :meth:`generate`, for each conversation.
+            tool_choice: "none", "auto", "required" or one function, as in OpenAI's API.
 
         Raises:
             InvalidRequest: there is no template, it refuses the messages, or bad tools.
         """
+        refuse(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
         tokenizer = self._text_side()
         conversations: list[Any] = (
             [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
@@ -280,83 +339,96 @@ class LLM:
         declared = declared_tools(tools)
         functions = declared.functions
         rules = AnswerRules(functions, read_tool_choice(tool_choice, functions))
+        template = chat_template or self._chat_template
+        formats = self._formats
+        if chat_template is not None or chat_template_content_format != "auto":
+            formats = self._detect(tokenizer, template, content_format=chat_template_content_format)
         render = partial(
             render_prompt,
             tokenizer,
-            formats=self._formats,
+            formats=formats,
             tools=declared.shown,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            chat_template=self._chat_template,
+            chat_template=template,
             variables=chat_template_kwargs,
         )
-        info = self._engine.info
-        prompts = [self._media.chat(render, said, info) for said in conversations]
+        prompts = [self._media.chat(render, said, self._engine.info) for said in conversations]
         plans = [
-            self._plan(param, rules, prompt.opening, count_calls(conversation))
+            self._plan(param, rules, prompt.opening, count_calls(conversation), formats)
             for param, prompt, conversation in zip(params, prompts, conversations, strict=True)
         ]
-        written = [
-            WrittenPrompt(
-                f"messages[{i}]",
-                None if prompt.embeds else tokenizer.decode(prompt.ids, False),
-                images=prompt.images,
-                embeds=prompt.embeds,
-            )
-            for i, prompt in enumerate(prompts)
-        ]
+        written = [_written(place, prompt, tokenizer) for place, prompt in enumerate(prompts)]
         ids = [prompt.ids for prompt in prompts]
-        prepared = self._prepare(written, ids, params, plans, lora_request)
+        prepared = self._prepare(written, ids, params, plans, lora_request, priority)
         return self._complete(prepared, use_tqdm)
 
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: LoRARequests = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PooledRequest]:
         """Embeds the prompts in one batch; ``outputs.embedding`` is a list of floats.
+
+        Args:
+            pooling_params: one for all prompts or one for each.
+            truncate_prompt_tokens: over that of ``pooling_params``.
 
         Raises:
             InvalidRequest: a prompt does not fit, or the model does not embed.
         """
-        params = pooling_params or PoolingParams()
-        return self._pooling.embed(list_texts(prompts), params, use_tqdm)
+        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        params = cut_to(pooling_params, truncate_prompt_tokens)
+        return in_groups(
+            list_texts(prompts), params, partial(self._pooling.embed, use_tqdm=use_tqdm)
+        )
 
     def classify(
         self,
         prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
+        lora_request: LoRARequests = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PooledRequest]:
         """Returns the probabilities of the model's labels, as ``outputs.probs``.
 
         Raises:
             InvalidRequest: a prompt does not fit, or the model does not classify.
         """
-        params = pooling_params or PoolingParams()
-        return self._pooling.classify(list_texts(prompts), params, use_tqdm)
+        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        run = partial(self._pooling.classify, use_tqdm=use_tqdm)
+        return in_groups(list_texts(prompts), cut_to(pooling_params), run)
 
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: LoRARequests = None,
         pooling_task: PoolingTask | None = None,
-        use_tqdm: bool = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PooledRequest]:
         """Returns what the model pools, as arrays ``outputs.data``: [D], or [tokens, D].
 
         Args:
-            pooling_task: embed, classify, token_embed or token_classify; None: the model's own.
+            pooling_task: embed, classify, token_embed or token_classify; None: the model's.
 
         Raises:
             InvalidRequest: a prompt does not fit, or the model generates.
         """
-        params = pooling_params or PoolingParams()
-        return self._pooling.encode(list_texts(prompts), params, pooling_task, use_tqdm)
+        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        params = cut_to(pooling_params, truncate_prompt_tokens)
+        run = partial(self._pooling.encode, task=pooling_task, use_tqdm=use_tqdm)
+        return in_groups(list_texts(prompts), params, run)
 
     def score(
         self,
@@ -364,14 +436,20 @@ class LLM:
         text_2: str | Sequence[str],
         pooling_params: PoolingParams | None = None,
         *,
-        use_tqdm: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: LoRARequests = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> list[PooledRequest]:
         """Scores pairs: one text with each of several, or as many of both (``outputs.score``).
 
         Raises:
             InvalidRequest: a text does not fit, or the model gives a pair no one number.
         """
-        params = pooling_params or PoolingParams()
+        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        refuse(chat_template=chat_template)
+        params = cut_to(pooling_params, truncate_prompt_tokens)
         return self._pooling.score(text_1, text_2, params, use_tqdm)
 
     def rerank(
@@ -381,7 +459,7 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         *,
         top_n: int | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
     ) -> list[tuple[int, float]]:
         """Returns (place, score) of the documents, the best first; ties are in their order.
 
@@ -391,6 +469,10 @@ class LLM:
         found = self.score(query, documents, pooling_params, use_tqdm=use_tqdm)
         scores = [one.outputs.score for one in found if isinstance(one.outputs, ScoringOutput)]
         return [(place, scores[place]) for place in ranked(scores, top_n)]
+
+    def __getattr__(self, name: str) -> Any:
+        """Says what is near an attribute of vLLM's that is missing here."""
+        raise no_attribute(name)
 
     @cached_property
     def _formats(self) -> Detected:
@@ -422,16 +504,23 @@ class LLM:
         """Returns the engine's metrics, under their names at /metrics and under vLLM's."""
         return read_metrics(self._engine.stats(), self._engine.info.name)
 
-    def reset_prefix_cache(self) -> bool:
-        """Removes all cached prefixes; returns True, for between calls no request holds one."""
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Removes all cached prefixes; returns True, for between calls no request holds one.
+
+        Args:
+            reset_running_requests, reset_connector: vLLM's, without effect: there are none.
+        """
         self._engine.carry_out(Command.RESET_CACHE)
         return True
 
-    def sleep(self, level: int = 1) -> None:
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Frees the memory of the KV cache; cached prefixes are lost.
 
         Args:
             level: 0 and 1 keep the weights. vLLM's 2, which drops them, is refused.
+            mode: vLLM's, without effect: between calls no request runs.
 
         Raises:
             InvalidRequest: another level.
@@ -474,8 +563,8 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _tokens(self, prompt: WrittenPrompt) -> list[int]:
-        return self._media.tokens(prompt, self._tokenizer, self._engine.info.max_model_len)
+    def _tokens(self, prompt: WrittenPrompt, special: bool = True) -> list[int]:
+        return self._media.tokens(prompt, self._tokenizer, self._engine.info.max_model_len, special)
 
     def _params_for(
         self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
@@ -497,18 +586,24 @@ class LLM:
         params: list[SamplingParams],
         plans: list[OutputPlan],
         lora_request: LoRARequests = None,
+        priority: Sequence[int] | None = None,
     ) -> list[PreparedPrompt]:
         """Builds the engine requests of prompts; none runs yet."""
         prepared: list[PreparedPrompt] = []
-        adapters = iter(adapters_of(lora_request, len(prompts)))
-        for prompt, ids, param, plan in zip(prompts, tokens, params, plans, strict=True):
-            request_id = str(next(self._request_numbers))
-            requests = self._build(prompt, ids, candidates(param), request_id, plan.guidance)
+        loras = loras_of(lora_request, len(prompts))
+        adapters = adapters_of(loras)
+        priorities = priorities_of(priority, len(prompts))
+        for place, (prompt, ids, param) in enumerate(zip(prompts, tokens, params, strict=True)):
+            request_id, plan = str(next(self._request_numbers)), plans[place]
+            requests = self._build(
+                prompt, ids, candidates(param), request_id, plan.guidance, priorities[place]
+            )
             if len(requests) > param.n:
                 request_logprobs(requests)
-            use_adapter(requests, next(adapters))
+            use_adapter(requests, adapters[place])
             shown = self._media.shown(requests[0].prompt)
-            result = RequestOutput(request_id, prompt.text, shown, [])
+            text = prompt.text or prompt.shown
+            result = RequestOutput(request_id, text, shown, [], lora_request=loras[place])
             choices = []
             for request in requests:
                 choice = OfflineChoice(request, param, self._tokenizer, result, plan)
@@ -517,14 +612,14 @@ class LLM:
             prepared.append(PreparedPrompt(result, choices, param))
         return prepared
 
-    def _complete(self, prepared: Sequence[PreparedPrompt], use_tqdm: bool) -> list[RequestOutput]:
+    def _complete(
+        self, prepared: Sequence[PreparedPrompt], use_tqdm: UseTqdm
+    ) -> list[RequestOutput]:
         """Runs prepared prompts; outputs are in their order."""
         if self._asleep:
             raise InvalidRequest("the engine sleeps: call wake_up() first", "prompt")
         choices = {choice.request.key: choice for each in prepared for choice in each.choices}
-        with tqdm(
-            total=len(choices), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True
-        ) as bar:
+        with progress(use_tqdm, len(choices), "Processed prompts") as bar:
             self._drive(choices, bar)
         return [each.finished() for each in prepared]
 
@@ -535,6 +630,7 @@ class LLM:
         params: SamplingParams,
         request_id: str,
         guidance: Guidance | None,
+        priority: int,
     ) -> list[EngineRequest]:
         info = self._engine.info
         return build_requests(
@@ -543,6 +639,7 @@ class LLM:
             info,
             request_id=request_id,
             eos_token_ids=self._tokenizer.eos_token_ids if self._tokenizer else (),
+            priority=priority,
             arrival=time.monotonic(),
             param=prompt.param,
             tokenizer=self._tokenizer,
@@ -558,15 +655,16 @@ class LLM:
         rules: AnswerRules | None = None,
         opening: str = "",
         earlier_calls: int = 0,
+        formats: Detected | None = None,
     ) -> OutputPlan:
         """How outputs are guided and read; grammars are compiled once, in this process.
 
         Args:
-            rules: of a chat; None for plain completions.
+            rules: of a chat, with its formats; None for plain completions.
         """
         if params.structured_outputs is None and rules is None:
             return NO_PLAN
-        formats = Detected() if rules is None else self._formats
+        formats = formats or Detected()
         rules = AnswerRules() if rules is None else rules
         if params.structured_outputs is not None:
             form = read_structured_outputs(params.structured_outputs, "structured_outputs")
@@ -607,3 +705,13 @@ def _raise_first_error(message: TokenDeltas) -> None:
     for ended in message.ended:
         if ended.error is not None:
             raise ended.error
+
+
+def _written(place: int, prompt: ChatPrompt, tokenizer: Tokenizer) -> WrittenPrompt:
+    """A conversation's prompt, with its text for its output."""
+    return WrittenPrompt(
+        f"messages[{place}]",
+        None if prompt.embeds else tokenizer.decode(prompt.ids, False),
+        images=prompt.images,
+        embeds=prompt.embeds,
+    )

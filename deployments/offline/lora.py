@@ -21,24 +21,31 @@ class LoRARequest:
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
-def adapters_of(requests: LoRARequests, count: int) -> list[AdapterRef | None]:
-    """The adapter of each of ``count`` prompts; each folder is read once.
+def loras_of(requests: LoRARequests, count: int) -> list[LoRARequest | None]:
+    """The adapter of each of ``count`` prompts.
 
     Raises:
-        InvalidRequest: the numbers differ, or a folder holds no adapter.
+        InvalidRequest: the numbers differ.
     """
     if requests is None or isinstance(requests, LoRARequest):
-        listed: list[LoRARequest | None] = [requests] * count
-    else:
-        listed = list(requests)
-    if len(listed) != count:
-        raise InvalidRequest(f"{count} prompts and {len(listed)} lora_request", "lora_request")
+        return [requests] * count
+    if len(requests) != count:
+        raise InvalidRequest(f"{count} prompts and {len(requests)} lora_request", "lora_request")
+    return list(requests)
+
+
+def adapters_of(requests: Sequence[LoRARequest | None]) -> list[AdapterRef | None]:
+    """The same for the engine; each folder is read once.
+
+    Raises:
+        InvalidRequest: a folder holds no adapter.
+    """
     refs: dict[LoRARequest, AdapterRef] = {}
-    for request in listed:
+    for request in requests:
         if request is not None and request not in refs:
             files = read_folder(request.lora_path)
             refs[request] = AdapterRef(files.digest, request.lora_name, files.folder)
-    return [None if request is None else refs[request] for request in listed]
+    return [None if request is None else refs[request] for request in requests]
 
 
 def use_adapter(requests: Sequence[EngineRequest], adapter: AdapterRef | None) -> None:

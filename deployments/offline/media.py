@@ -33,6 +33,7 @@ from rayfin.deployments.text.opening import ChatPrompt
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 DATA = "multi_modal_data"
+UUIDS = "multi_modal_uuids"  # of vLLM, without effect: digests of media name them
 ENCODER, DECODER = "encoder_prompt", "decoder_prompt"
 BATCH = 4  # dimensions of an array that holds several images
 
@@ -53,7 +54,11 @@ class OfflineMedia:
             self.media = MediaReader(processor, settings, put)
 
     def tokens(
-        self, prompt: WrittenPrompt, tokenizer: Tokenizer | None, max_model_len: int
+        self,
+        prompt: WrittenPrompt,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+        special: bool = True,
     ) -> list[int]:
         """The ids of a prompt; see ``prompt_ids``.
 
@@ -61,7 +66,8 @@ class OfflineMedia:
         text among them.
         """
         speech = None if self.media is None else self.media.speech
-        return prompt_ids(prompt, tokenizer, max_model_len, add_special_tokens=speech is None)
+        special = special and speech is None
+        return prompt_ids(prompt, tokenizer, max_model_len, add_special_tokens=special)
 
     def place(
         self, prompts: Sequence[WrittenPrompt], tokens: Sequence[list[int]]
@@ -146,7 +152,7 @@ def list_prompts(prompts: Any, *, embeds: bool = False) -> list[WrittenPrompt]:
     Args:
         embeds: a dict may have ``prompt_embeds``.
     """
-    items = prompts if isinstance(prompts, str | Mapping) else _plain(prompts)
+    items = prompts if isinstance(prompts, str | Mapping) else plain(prompts)
     if items == []:
         return []
     several = not isinstance(items, str | Mapping) and not isinstance(items[0], int)
@@ -213,7 +219,7 @@ def _text_side(item: Any, tensor: Tensor | None, empty: bool) -> Any:
     if empty:
         return {IDS: [0], SALT: item.get(SALT)}
     if tensor is None:
-        return {name: value for name, value in item.items() if name != DATA}
+        return {name: value for name, value in item.items() if name not in (DATA, UUIDS)}
     shape = tensor.array.shape
     count = shape[-2] if len(shape) > 1 else 0
     return {IDS: [0] * max(count, 1), SALT: item.get(SALT)}
@@ -278,7 +284,7 @@ def _clips(given: Any) -> tuple[Any, ...]:
     return (given,)
 
 
-def _plain(items: Any) -> list[Any]:
+def plain(items: Any) -> list[Any]:
     """Converts arrays of token ids to lists."""
     listed = items.tolist() if isinstance(items, np.ndarray) else list(items)
     return [item.tolist() if isinstance(item, np.ndarray) else item for item in listed]

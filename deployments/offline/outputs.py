@@ -7,6 +7,7 @@ from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.generation.calls import ParsedAnswer
 from rayfin.deployments.generation.plan import NO_PLAN, OutputPlan
+from rayfin.deployments.offline.lora import LoRARequest
 from rayfin.deployments.requests.best_of import Likelihood, likeliest
 from rayfin.deployments.text.logprobs import Logprob, by_token, of_prompt, total
 from rayfin.deployments.text.output import OutputText, TextDelta
@@ -26,6 +27,11 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None  # for each token, by token id
     reasoning: str | None = None  # of a chat with a model whose thoughts are known
     tool_calls: list[dict[str, Any]] = field(default_factory=list)  # in OpenAI's form
+    lora_request: LoRARequest | None = None
+
+    def finished(self) -> bool:
+        """Returns whether it has ended."""
+        return self.finish_reason is not None
 
 
 @dataclass(slots=True)
@@ -40,6 +46,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token
     metrics: None = None
+    lora_request: LoRARequest | None = None
 
 
 class OfflineChoice:
@@ -57,7 +64,7 @@ class OfflineChoice:
         plan: OutputPlan = NO_PLAN,
     ) -> None:
         self.request = request
-        self.output = CompletionOutput(index=len(result.outputs))
+        self.output = CompletionOutput(len(result.outputs), lora_request=result.lora_request)
         self._result = result
         self._tokenizer = tokenizer
         self._text: OutputText | None = None

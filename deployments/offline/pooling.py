@@ -1,14 +1,15 @@
 """Offline pooling: inputs to vectors, in vLLM's classes of outputs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.messages import EngineRequest, Float32Array, PoolingTask
 from rayfin.actors.pooling.recipe import PoolingRecipe
+from rayfin.deployments.offline.arguments import UseTqdm, progress
 from rayfin.deployments.offline.engines import OfflineEngine
 from rayfin.deployments.pooling.inputs import (
     Cut,
@@ -32,6 +33,10 @@ class PoolingParams:
     truncate_prompt_tokens: int | None = None  # -1: cut to the context
     truncation_side: Side = "right"
     prompt_name: str | None = None  # one of the model's prompts; None: its default one
+
+    def clone(self) -> "PoolingParams":
+        """Returns a copy."""
+        return replace(self)
 
 
 @dataclass(slots=True)
@@ -78,6 +83,7 @@ class PooledRequest:
     outputs: EmbeddingOutput | ClassificationOutput | ScoringOutput | PoolingOutput
     prompt_token_ids: list[int]
     finished: bool = True
+    num_cached_tokens: int = 0
 
 
 class OfflinePooling:
@@ -142,7 +148,7 @@ class OfflinePooling:
         params: Sequence[str],
         *,
         task: PoolingTask | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
     ) -> tuple[list[EngineRequest], list[Float32Array]]:
         """The requests and their vectors, in the order of the inputs.
 
@@ -159,9 +165,7 @@ class OfflinePooling:
         )
         self._requests += 1
         vectors: dict[int, Float32Array] = {}
-        with tqdm(
-            total=len(requests), desc="Pooled prompts", disable=not use_tqdm, dynamic_ncols=True
-        ) as bar:
+        with progress(use_tqdm, len(requests), "Pooled prompts") as bar:
             for message in self._engine.run(requests):
                 for ended in message.ended:
                     if ended.error is not None:
@@ -172,11 +176,18 @@ class OfflinePooling:
         return requests, [vectors[request.key] for request in requests]
 
     def embed(
-        self, prompts: Sequence[WrittenPrompt], params: PoolingParams, use_tqdm: bool
+        self, prompts: Sequence[WrittenPrompt], params: PoolingParams, use_tqdm: UseTqdm
     ) -> list[PooledRequest]:
         """An embedding of each input."""
         recipe = self.recipe("embed")
         check_dimensions(recipe, params.dimensions, self._model)
+        if params.use_activation not in (None, recipe.normalize):
+            raise InvalidRequest(
+                "use_activation of embeddings is the model's. Near it is "
+                "LLM(pooler_config={'use_activation': ...}).",
+                "use_activation",
+                "unsupported_parameter",
+            )
         inputs, paths = self.inputs(prompts, params)
         requests, vectors = self.run(inputs, paths, use_tqdm=use_tqdm)
         dimensions = params.dimensions or recipe.cut
@@ -184,7 +195,7 @@ class OfflinePooling:
         return _outputs(requests, [EmbeddingOutput(part.tolist()) for part in parts])
 
     def classify(
-        self, prompts: Sequence[WrittenPrompt], params: PoolingParams, use_tqdm: bool
+        self, prompts: Sequence[WrittenPrompt], params: PoolingParams, use_tqdm: UseTqdm
     ) -> list[PooledRequest]:
         """The labels' probabilities of each input."""
         recipe = self.recipe("classify")
@@ -199,7 +210,7 @@ class OfflinePooling:
         prompts: Sequence[WrittenPrompt],
         params: PoolingParams,
         task: PoolingTask | None,
-        use_tqdm: bool,
+        use_tqdm: UseTqdm,
     ) -> list[PooledRequest]:
         """What the model pools of each input, as arrays."""
         inputs, paths = self.inputs(prompts, params)
@@ -211,7 +222,7 @@ class OfflinePooling:
         first: str | Sequence[str],
         second: str | Sequence[str],
         params: PoolingParams,
-        use_tqdm: bool,
+        use_tqdm: UseTqdm,
     ) -> list[PooledRequest]:
         """A score of each pair; the prompts' ids are those of cross-encoders."""
         recipe, context = self.recipe(), self._engine.info.max_model_len
@@ -243,3 +254,34 @@ def _outputs(
         PooledRequest(request.request_id, output, request.prompt.tolist())
         for request, output in zip(requests, outputs, strict=True)
     ]
+
+
+def cut_to(params: Any, tokens: int | None = None) -> Any:
+    """One or several ``PoolingParams``, None for the default ones; they cut to ``tokens``."""
+    if isinstance(params, Sequence):
+        return [cut_to(one, tokens) for one in params]
+    params = params or PoolingParams()
+    return params if tokens is None else replace(params, truncate_prompt_tokens=tokens)
+
+
+def in_groups(
+    prompts: Sequence[WrittenPrompt],
+    params: PoolingParams | Sequence[PoolingParams],
+    run: Callable[[Sequence[WrittenPrompt], PoolingParams], list[PooledRequest]],
+) -> list[PooledRequest]:
+    """Runs prompts, a batch for each of the different settings; outputs are in their order.
+
+    Raises:
+        InvalidRequest: the numbers differ.
+    """
+    if isinstance(params, PoolingParams):
+        return run(prompts, params)
+    if len(params) != len(prompts):
+        message = f"{len(prompts)} prompts and {len(params)} pooling_params"
+        raise InvalidRequest(message, "pooling_params")
+    found: dict[int, PooledRequest] = {}
+    for setting in dict.fromkeys(params):
+        places = [place for place, one in enumerate(params) if one == setting]
+        outputs = run([prompts[place] for place in places], setting)
+        found |= dict(zip(places, outputs, strict=True))
+    return [found[place] for place in range(len(prompts))]

@@ -28,6 +28,7 @@ class WrittenPrompt:
     text: str | None = None
     ids: list[int] | None = None
     cache_salt: str | None = None
+    shown: str | None = None  # a text beside the ids, for outputs alone
     given: tuple[Any, ...] = ()  # pictures of PIL, or arrays of audio, for ``LLM`` ...
     kind: MediaKind = "image"  # ... which of the two
     images: tuple[MediaInput, ...] = ()  # the same, when the prompt has their tokens
@@ -186,7 +187,8 @@ def _read_dict(value: Mapping[str, Any], param: str) -> WrittenPrompt:
         ids, path = given[IDS], f"{param}.{IDS}"
         if not isinstance(ids, list | tuple):
             raise _not_a_prompt(path)
-        return WrittenPrompt(param, ids=_token_ids(ids, path), cache_salt=salt)
+        shown = given[TEXT] if isinstance(given.get(TEXT), str) else None
+        return WrittenPrompt(param, ids=_token_ids(ids, path), cache_salt=salt, shown=shown)
     if not isinstance(given[TEXT], str):
         raise _not_a_prompt(f"{param}.{TEXT}")
     return WrittenPrompt(param, text=_text(given[TEXT], f"{param}.{TEXT}"), cache_salt=salt)

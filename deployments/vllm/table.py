@@ -5,7 +5,7 @@
 
 from dataclasses import replace
 
-from rayfin.deployments.cli.vllm_flags import (
+from rayfin.deployments.vllm.flags import (
     Accepted,
     Alias,
     Lacks,

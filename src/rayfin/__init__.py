@@ -6,7 +6,9 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "BeamSearchParams",
+    "CompletionOutput",
     "LoRARequest",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
@@ -19,12 +21,15 @@ if TYPE_CHECKING:
     from rayfin.actors.structured_outputs import StructuredOutputs, StructuredOutputsParams
     from rayfin.deployments.offline.llm import LLM
     from rayfin.deployments.offline.lora import LoRARequest
-    from rayfin.deployments.offline.outputs import RequestOutput
+    from rayfin.deployments.offline.outputs import CompletionOutput, RequestOutput
+    from rayfin.deployments.offline.pooling import PoolingParams
 
 _HOMES = {
     "BeamSearchParams": "rayfin.actors.sampling_params",
+    "CompletionOutput": "rayfin.deployments.offline.outputs",
     "LLM": "rayfin.deployments.offline.llm",
     "LoRARequest": "rayfin.deployments.offline.lora",
+    "PoolingParams": "rayfin.deployments.offline.pooling",
     "RequestOutput": "rayfin.deployments.offline.outputs",
     "SamplingParams": "rayfin.actors.sampling_params",
     "StructuredOutputs": "rayfin.actors.structured_outputs",

@@ -11,9 +11,9 @@ from typing import get_args
 import pytest
 
 from rayfin.deployments.cli.serve import serve
-from rayfin.deployments.cli.vllm_flags import Accepted, Alias, Lacks, Outcome, VllmFlag
 from rayfin.deployments.cli.vllm_options import IgnoredOption, options_by_name
-from rayfin.deployments.cli.vllm_table import SECTIONS, VLLM_FLAGS
+from rayfin.deployments.vllm.flags import Accepted, Alias, Lacks, Outcome, VllmFlag
+from rayfin.deployments.vllm.table import SECTIONS, VLLM_FLAGS
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "from-vllm.md"
 MARK = "<!-- The tables below are written by tests/deployments/cli/test_from_vllm.py --write -->\n"

@@ -11,8 +11,9 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModelForCausalLM
 
 from pooling_models import SIZE, TEXTS, add_modules, make_decoder
-from rayfin import LLM
-from rayfin.deployments.offline.pooling import EmbeddingOutput, PoolingParams
+from rayfin import LLM, PoolingParams
+from rayfin.actors.errors import InvalidRequest
+from rayfin.deployments.offline.pooling import EmbeddingOutput
 
 ALL = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True, "pooling_mode": None}
 
@@ -92,3 +93,18 @@ def test_a_checkpoint_in_16_bits_gives_the_same_bits(tmp_path: Path) -> None:
         with LLM(str(copy), threads=1, num_pages=32, max_batch_tokens=64) as llm:
             found.append(vectors_of(llm, TEXTS))
     assert (found[0] == found[1]).all()
+
+
+def test_settings_in_vllms_forms(tmp_path: Path) -> None:
+    """A setting for each prompt, and an argument that cuts."""
+    with LLM(str(make_decoder(tmp_path)), convert="embed", threads=1, num_pages=32) as llm:
+        each = [PoolingParams(truncate_prompt_tokens=3), PoolingParams().clone()]
+        outputs = llm.embed(TEXTS[:2], each, use_tqdm=False)
+        whole = llm.embed(TEXTS[:2], use_tqdm=False)
+        assert len(outputs[0].prompt_token_ids) == 3 and outputs[1].outputs == whole[1].outputs
+        (cut,) = llm.embed(TEXTS[0], truncate_prompt_tokens=2, use_tqdm=False)
+        assert len(cut.prompt_token_ids) == 2
+        with pytest.raises(InvalidRequest, match="2 prompts and 1 pooling_params"):
+            llm.embed(TEXTS[:2], each[:1], use_tqdm=False)
+        with pytest.raises(InvalidRequest, match="use_activation.*pooler_config"):
+            llm.embed(TEXTS[:2], PoolingParams(use_activation=False))

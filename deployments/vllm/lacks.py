@@ -1,0 +1,48 @@
+"""Arguments and attributes of vLLM's ``LLM`` that Rayfin lacks, and what is near."""
+
+from typing import Any
+
+from rayfin.actors.errors import InvalidRequest
+
+ARGUMENTS = {
+    "tokenization_kwargs": "SamplingParams(truncate_prompt_tokens=), or token ids as prompts",
+    "mm_processor_kwargs": "LLM(mm_processor_kwargs=)",
+    "lora_request": "generate and chat, which take adapters",
+    "prompt_adapter_request": "lora_request",
+    "guided_options_request": "SamplingParams(structured_outputs=)",
+    "chat_template": "a model whose tokenizer has the template",
+}
+ATTRIBUTES = {
+    "llm_engine": "get_metrics(), stats() and get_tokenizer()",
+    "model_config": "the model's config.json",
+    "start_profile": "get_metrics()",
+    "stop_profile": "get_metrics()",
+    "collective_rpc": "chat, generate and encode",
+    "apply_model": "chat, generate and encode",
+    "set_tokenizer": "LLM(tokenizer=)",
+    "reward": "encode()",
+    "get_world_size": "LLM(tensor_parallel_size=, pipeline_parallel_size=)",
+    "reset_mm_cache": "reset_prefix_cache()",
+    "update_weights": "another LLM",
+    "from_engine_args": "LLM(model, ...)",
+}
+
+
+def refuse(**arguments: Any) -> None:
+    """Refuses arguments that ask for something.
+
+    Raises:
+        InvalidRequest: it names the argument, and what is near.
+    """
+    for name, value in arguments.items():
+        if value is not None and value != {}:
+            near = ARGUMENTS[name]
+            raise InvalidRequest(
+                f"{name} is not supported here. Near it is {near}.", name, "unsupported_parameter"
+            )
+
+
+def no_attribute(name: str) -> AttributeError:
+    """The error for an attribute that ``LLM`` lacks."""
+    near = f". Near it is {ATTRIBUTES[name]}" if name in ATTRIBUTES else ""
+    return AttributeError(f"LLM has no {name!r}{near}")
