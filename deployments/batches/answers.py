@@ -1,9 +1,11 @@
 """The lines of an output file, and the file that they are appended to."""
 
 import json
+import math
 import os
 import uuid
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +21,7 @@ BLOCK = 64 * 1024  # bytes
 class LineAnswer:
     """What became of one line: a response of its endpoint, or an error without one."""
 
-    custom_id: str | None  # None of a line that has none, or that repeats an earlier one's
+    custom_id: str | None  # None of a line that has none, or that of an earlier one
     number: int  # of the line
     status: int | None = None
     request_id: str = ""
@@ -71,6 +73,11 @@ class Known:
     ok: int = 0
     failed: int = 0
     usage: Counter[str] = field(default_factory=Counter)  # tokens of all answers
+
+    def has(self, answer: LineAnswer) -> bool:
+        if answer.custom_id is None:
+            return answer.number in self.numbers
+        return id_hash(answer.custom_id) in self.ids
 
     def add(self, custom_id: str | None, number: int | None, body: Any = None, *, ok: bool) -> None:
         if custom_id is not None:
@@ -174,6 +181,38 @@ def read_known(path: Path, known: Known) -> None:
                     "output_file",
                 ) from None
             known.add(custom_id, line, body, ok=ok)
+
+
+def sort_answers(path: Path, numbers: Mapping[bytes, int]) -> None:
+    """Brings the answers of a file into the order of their lines; it is old or new at any moment.
+
+    Args:
+        numbers: of the lines, by the ``id_hash`` of their custom_ids. Other answers come last.
+
+    Raises:
+        OSError: the disk is full, say.
+    """
+    places: list[tuple[float, int, int]] = []
+    with path.open("rb") as file:
+        start = 0
+        for data in file:
+            value = json.loads(data)
+            custom_id, error = value["custom_id"], value["error"]
+            number = (error or {}).get("line")
+            if custom_id is not None:
+                number = numbers.get(id_hash(custom_id))
+            places.append((math.inf if number is None else number, start, len(data)))
+            start += len(data)
+        if places == sorted(places):
+            return
+        ordered = Path(f"{path}.ordered")
+        with ordered.open("wb") as target:
+            for _, start, size in sorted(places):
+                file.seek(start)
+                target.write(file.read(size))
+            target.flush()
+            os.fsync(target.fileno())
+    os.replace(ordered, path)
 
 
 def sync_folder(folder: Path) -> None:

@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from rayfin.actors.errors import InvalidConfig, InvalidRequest
+from rayfin.actors.errors import InvalidConfig
 from rayfin.deployments.batches.answers import (
     AnswerFile,
     Known,
     LineAnswer,
     read_known,
+    sort_answers,
     sync_folder,
 )
 from rayfin.deployments.batches.line_run import Work
-from rayfin.deployments.batches.lines import LineReader, id_hash, parse_line
+from rayfin.deployments.batches.lines import InvalidLine, LineReader, id_hash, parse_line
 
 SUFFIX = ".partial"
 
@@ -46,17 +47,20 @@ class FileJob:
 
     Args:
         source: "-" is standard input.
+        ordered: the output has the order of the input; else that in which the answers came.
 
     Raises:
         InvalidConfig: the input cannot be read, the output cannot be written, holds something else
             than answers, or is written by another process.
     """
 
-    def __init__(self, source: str, output: str, stdin: BinaryIO) -> None:
+    def __init__(self, source: str, output: str, stdin: BinaryIO, *, ordered: bool = True) -> None:
         self._source = source
         self._output = Path(output)
         self._partial = Path(output + SUFFIX)
         self._stdin = stdin
+        self._ordered = ordered
+        self._numbers: dict[bytes, int] = {}  # of the lines read so far, by id_hash
         self._check_paths()
         self._lock = self._locked()
         self._known = Known()
@@ -71,7 +75,8 @@ class FileJob:
 
     def lines(self) -> Iterator[Work]:
         """The lines without an answer; a bad one comes as its answer."""
-        seen: set[bytes] = set()
+        seen = self._numbers
+        seen.clear()
         file = self._stdin if self._source == "-" else Path(self._source).open("rb")
         with file:
             for number, data in LineReader(file):
@@ -81,11 +86,12 @@ class FileJob:
                     if key in seen:
                         shown = line.custom_id[:64]
                         text = f"An earlier line has the custom_id {shown!r}."
-                        raise InvalidRequest(text, "custom_id", "duplicate_custom_id")
-                    seen.add(key)
-                except InvalidRequest as error:
-                    if number not in self._known.numbers:
-                        yield bad_line(number, error)
+                        raise InvalidLine(text, "custom_id", "duplicate_custom_id")
+                    seen[key] = number
+                except InvalidLine as error:
+                    answer = bad_line(number, error, seen)
+                    if not self._known.has(answer):
+                        yield answer
                     continue
                 if key not in self._known.ids:
                     yield line
@@ -103,8 +109,13 @@ class FileJob:
             self.counts.tokens += answer.tokens
 
     def finish(self) -> None:
-        """Every line is answered: the output gets its name."""
+        """Every line is answered: the output gets its order and its name."""
         self._answers.close()
+        if self._ordered:
+            if not self._numbers and self._source != "-":  # an earlier run has answered all
+                for _ in self.lines():
+                    pass
+            sort_answers(self._partial, self._numbers)
         os.replace(self._partial, self._output)
         sync_folder(self._output.parent)
         Path(self._lock.name).unlink(missing_ok=True)
@@ -156,10 +167,14 @@ class FileJob:
         return AnswerFile.open(self._partial, self._known)
 
 
-def bad_line(number: int, error: InvalidRequest) -> LineAnswer:
-    """The answer of a line that is no request."""
+def bad_line(number: int, error: InvalidLine, seen: dict[bytes, int]) -> LineAnswer:
+    """The answer of a line that is no request; it has the custom_id that is the line's alone."""
     said = {"code": error.code, "message": error.message, "param": error.param}
-    return LineAnswer(None, number, error=said)
+    custom_id = error.custom_id
+    if custom_id is not None:
+        if seen.setdefault(id_hash(custom_id), number) != number:
+            custom_id = None
+    return LineAnswer(custom_id, number, error=said)
 
 
 def count_lines(path: Path) -> int:

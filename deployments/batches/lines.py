@@ -25,6 +25,12 @@ SEEDED = frozenset({"/v1/chat/completions", "/v1/completions"})
 SEED_BITS = 63
 
 
+class InvalidLine(InvalidRequest):
+    """A line is no request; it may have a custom_id all the same."""
+
+    custom_id: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """One request of a batch."""
@@ -75,20 +81,28 @@ def parse_line(number: int, data: bytes | None) -> Line:
     """Checks one line.
 
     Raises:
-        InvalidRequest: it is no request; ``code`` is invalid_json_line, line_too_long or
+        InvalidLine: it is no request; ``code`` is invalid_json_line, line_too_long or
             invalid_line, and ``param`` names the field.
     """
     if data is None:
         limit = f"The line is longer than {MAX_LINE_BYTES} bytes."
-        raise InvalidRequest(limit, None, "line_too_long")
+        raise InvalidLine(limit, None, "line_too_long")
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         text = f"The line is no JSON: {str(error)[:200]}."
-        raise InvalidRequest(text, None, "invalid_json_line") from None
+        raise InvalidLine(text, None, "invalid_json_line") from None
     if not isinstance(value, dict):
-        raise InvalidRequest("The line must be a JSON object.", None, "invalid_json_line")
+        raise InvalidLine("The line must be a JSON object.", None, "invalid_json_line")
     custom_id = _custom_id(value)
+    try:
+        return _line(number, custom_id, value)
+    except InvalidLine as error:
+        error.custom_id = custom_id
+        raise
+
+
+def _line(number: int, custom_id: str, value: dict[str, Any]) -> Line:
     method, url, body = value.get("method", "POST"), value.get("url"), value.get("body")
     if method != "POST":
         raise _invalid(f"method must be POST, got {_shown(method)}.", "method")
@@ -123,8 +137,8 @@ def _custom_id(value: dict[str, Any]) -> str:
     return custom_id
 
 
-def _invalid(message: str, param: str) -> InvalidRequest:
-    return InvalidRequest(message, param, "invalid_line")
+def _invalid(message: str, param: str) -> InvalidLine:
+    return InvalidLine(message, param, "invalid_line")
 
 
 def _shown(value: object) -> str:

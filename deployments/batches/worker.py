@@ -20,7 +20,7 @@ from rayfin.actors.timing import (
     BATCH_RETRY_SECONDS,
     BATCH_SWEEP_SECONDS,
 )
-from rayfin.deployments.batches.answers import AnswerFile, Known, LineAnswer
+from rayfin.deployments.batches.answers import AnswerFile, Known, LineAnswer, sort_answers
 from rayfin.deployments.batches.folder import BatchFolder, BatchLease
 from rayfin.deployments.batches.line_run import LineRun, finished_thread
 from rayfin.deployments.batches.lines import Line, LineReader, id_hash, parse_line
@@ -287,12 +287,23 @@ class BatchRun:
         self._worker.counts.lines["expired"] += len(group)
         self._batch.failed += len(group)
 
+    def _sort(self) -> None:
+        """The answers get the order of the input."""
+        answers = [path for path in (self._lease.output, self._lease.errors) if path.exists()]
+        if answers:
+            with self._lease.input.open("rb") as file:
+                lines = (parse_line(*numbered) for numbered in LineReader(file))
+                numbers = {id_hash(line.custom_id): line.number for line in lines}
+            for path in answers:
+                sort_answers(path, numbers)
+
     def _finish(self, ending: str) -> None:
         """Publishes the answers; every step may be done again by another worker."""
         batch, lease = self._batch, self._lease
         if ending == "completed":
             batch.enter("finalizing")
             lease.save()
+        self._sort()
         lease.publish()
         batch.enter(ending)
         lease.save()

@@ -45,7 +45,12 @@ INTERRUPTED = 130
     *("-o", "--output-file"),
     required=True,
     metavar="FILE",
-    help="file for the answers, in the order in which they come; written under FILE.partial",
+    help="file for the answers, in the order of the input; written under FILE.partial",
+)
+@click.option(
+    "--unordered",
+    is_flag=True,
+    help="leave the answers in the order in which they came, which saves a pass over the file",
 )
 @click.option(
     "--concurrency",
@@ -68,6 +73,7 @@ INTERRUPTED = 130
 def run_batch(
     input_file: str,
     output_file: str,
+    unordered: bool,
     concurrency: int | None,
     url: str | None,
     api_key: str | None,
@@ -87,7 +93,7 @@ def run_batch(
 
     from rayfin.deployments.batches.file_job import FileJob
 
-    job = FileJob(input_file, output_file, sys.stdin.buffer)
+    job = FileJob(input_file, output_file, sys.stdin.buffer, ordered=not unordered)
     try:
         if job.counts.earlier:
             _say(f"{job.counts.earlier} lines are answered already, by an earlier run.")

@@ -118,6 +118,46 @@ def test_bad_and_repeated_lines_get_an_error_and_the_others_run(tmp_path: Path) 
     assert (job.counts.ok, job.counts.failed) == (2, 2)
 
 
+def test_a_bad_line_keeps_its_custom_id(tmp_path: Path) -> None:
+    """Where it is the line's alone; and another run does not answer it again."""
+    good = json.loads(_line("good"))
+    wrong: list[dict[str, Any]] = [
+        *({"url": "/v1/nothing"}, {"method": "GET"}, {"body": None}, {"url": None}),
+        *({"body": {"prompt": "x", "stream": True}}, {"body": [1]}),
+    ]
+    lines = [{**good, "custom_id": f"bad{i}", **fields} for i, fields in enumerate(wrong)]
+    lines += [{**good, "custom_id": "bad0"}, good, {**good, "method": "PUT"}]
+    (tmp_path / "in").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert _run(_job(tmp_path), Endpoint())
+    answers = _read(tmp_path / "out")
+    expected = [*(f"bad{i}" for i in range(len(wrong))), None, "good", None]
+    assert [own["custom_id"] for own in answers] == expected
+    codes = [own["error"] and own["error"]["code"] for own in answers]
+    assert codes == ["invalid_line"] * 6 + ["duplicate_custom_id", None, "invalid_line"]
+    again = _job(tmp_path)
+    assert again.counts.earlier == len(lines) and not [*again.lines()]
+    again.close()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_the_output_has_the_order_of_the_input(tmp_path: Path, ordered: bool) -> None:
+    """Also of several runs, and of lines that are no requests."""
+    text = _line("slow") + "nonsense\n" + _lines(30) + "{}\n"
+    (tmp_path / "in").write_text(text)
+    endpoint = Endpoint(slow=[500, 500])
+    stops = 15
+    while True:
+        source, output = str(tmp_path / "in"), str(tmp_path / "out")
+        job = FileJob(source, output, io.BytesIO(), ordered=ordered)
+        if _run(job, endpoint, 4, stop_after=stops):
+            break
+        stops += 15
+    ids = [own["custom_id"] for own in _read(tmp_path / "out")]
+    wanted = ["slow", None, *(f"r{i}" for i in range(30)), None]
+    assert sorted(map(str, ids)) == sorted(map(str, wanted)) and (ids == wanted) == ordered
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
 def test_an_interrupted_run_goes_on_without_computing_anything_twice(tmp_path: Path) -> None:
     (tmp_path / "in").write_text("nonsense\n" + _lines(60))
     endpoint = Endpoint()
