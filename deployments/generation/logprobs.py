@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from rayfin.actors.messages import TokenLogprob
 from rayfin.actors.sampling_params import WHOLE_VOCABULARY
+from rayfin.deployments.text.detokenizer import HALF
 from rayfin.deployments.text.logprobs import by_token, of_prompt
 from rayfin.deployments.text.tokenizer import Tokenizer
 
@@ -20,7 +21,7 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]  # characters of the text before the token
     token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]  # the token itself is always among them
+    top_logprobs: list[dict[str, float] | None]  # by text; the token itself is always among them
 
     def then(self, other: "CompletionLogprobs") -> "CompletionLogprobs":
         return CompletionLogprobs(
@@ -82,7 +83,7 @@ class LogprobsWriter:
         return CompletionLogprobs(
             text_offset=list(offsets),
             token_logprobs=[None if entry is None else _finite(entry.logprob) for entry in entries],
-            tokens=[self._name(token) for token in ids],
+            tokens=[self._key(token) for token in ids],
             top_logprobs=[
                 None if entry is None else self._top(token, entry)
                 for token, entry in zip(ids, entries, strict=True)
@@ -136,11 +137,20 @@ class LogprobsWriter:
     def _top(self, token: int, entry: TokenLogprob) -> dict[str, float]:
         named: dict[str, float] = {}
         for other, score in by_token(token, entry, self._num_top, None).items():
-            named.setdefault(self._name(other), _finite(score.logprob))  # two may have one text
+            key, logprob = self._key(other), _finite(score.logprob)
+            named[key] = max(logprob, named.get(key, logprob))  # two may have one text
         return named
 
     def _name(self, token: int) -> str:
         return f"token_id:{token}" if self._as_ids else self._tokenizer.token_text(token)
+
+    def _key(self, token: int) -> str:
+        """Returns a name for a dict: bytes that are no text are written, as OpenAI does."""
+        name = self._name(token)
+        if HALF not in name:
+            return name
+        written = self._tokenizer.token_bytes(token)
+        return name if written == name.encode() else f"bytes:{repr(written)[2:-1]}"
 
 
 def prompt_logprobs(

@@ -7,7 +7,11 @@ from typing import Any
 import httpx
 import pytest
 from openai import AsyncOpenAI
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
 
+from rayfin.actors.messages import TokenLogprob
 from rayfin.deployments.generation import generation
 from rayfin.deployments.generation.logprobs import LogprobsWriter
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -36,6 +40,12 @@ async def completion(http: httpx.AsyncClient, **body: Any) -> tuple[dict[str, An
     return whole, {"text": "".join(texts), "logprobs": joined}
 
 
+def key_of(tokenizer: Tokenizer, token: int) -> str:
+    text = tokenizer.token_text(token)
+    written = "".join(f"\\x{byte:02x}" for byte in tokenizer.token_bytes(token))
+    return f"bytes:{written}" if "\ufffd" in text else text
+
+
 @pytest.mark.parametrize("lease", [1, 3, 50])
 @pytest.mark.parametrize("echo", [False, True])
 async def test_of_a_completion(
@@ -48,11 +58,11 @@ async def test_of_a_completion(
     prompt = tokenizer.encode(PROMPT) if echo else []
     ids = [*prompt, *engine.reply, engine.eos]
     assert whole["text"] == PROMPT * echo + REPLY
-    assert entries["tokens"] == [tokenizer.token_text(token) for token in ids]
+    assert entries["tokens"] == [key_of(tokenizer, token) for token in ids]
     scores = [None, *(-float(i) for i in range(1, len(prompt)))] if echo else []
     assert entries["token_logprobs"] == scores + [-3.0] * (len(ids) - len(prompt))
     for token, offset in zip(entries["tokens"], entries["text_offset"], strict=True):
-        if "\ufffd" not in token and token != "<|im_end|>":
+        if not token.startswith("bytes:") and token != "<|im_end|>":
             assert whole["text"][offset:].startswith(token)
     assert entries["text_offset"] == sorted(entries["text_offset"])
     assert entries["text_offset"][-1] == len(whole["text"])
@@ -214,3 +224,32 @@ def test_tokens_before_a_text_take_no_room_in_it(tokenizer: Tokenizer) -> None:
     assert entries.text_offset[:2] == [0, 0] and entries.token_logprobs[0] is None
     for token, offset in list(zip(entries.tokens, entries.text_offset, strict=True))[1:]:
         assert "hello you"[offset:].startswith(token)
+
+
+def test_tokens_with_one_text_have_keys_of_their_own(tokenizer: Tokenizer) -> None:
+    """What is likeliest is read from a dict, as lm-eval does; chats have lists with bytes."""
+    first, other = tokenizer.encode("今", False)[:2]
+    writer = LogprobsWriter(tokenizer, 2)
+    for token, logprob in ((first, -0.2), (other, -1.8)):
+        entry = TokenLogprob(logprob, 1, ((first, -0.2), (other, -1.8)))
+        entries = writer.completion([token], [entry], [0])
+        (top,) = entries.top_logprobs
+        assert top == {"bytes:\\xe4": -0.2, key_of(tokenizer, other): -1.8}
+        assert entries.tokens[0] in top
+        assert (max(top, key=top.__getitem__) == entries.tokens[0]) == (token == first)
+        listed = writer.chat([token], [entry]).content[0]
+        assert [own.bytes for own in listed.top_logprobs] == [
+            [0xE4],
+            [*tokenizer.token_bytes(other)],
+        ]
+
+
+def test_of_two_tokens_that_are_the_same_text_the_likelier_is_kept() -> None:
+    """A letter and its byte."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"A": 256, "B": 257}
+    backend = Backend(models.BPE(vocab, [], byte_fallback=True))
+    backend.decoder = decoders.ByteFallback()
+    writer = LogprobsWriter(Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend)), 2)
+    for token in (0x41, 256):
+        entry = TokenLogprob(-2.0 if token == 0x41 else -1.0, 1, ((256, -1.0), (0x41, -2.0)))
+        assert writer.completion([token], [entry], [0]).top_logprobs == [{"A": -1.0}]
