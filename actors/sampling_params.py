@@ -122,7 +122,7 @@ class SamplingParams:
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_below=True)
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+            _integer("seed", self.seed, -(2**63), 2**63 - 1, kinds=True)
         if self.seed == NO_SEED:
             self.seed = None
         if self.max_tokens is not None:
@@ -212,18 +212,21 @@ class SamplingParams:
             )
 
 
-def _integer(name: str, value: object, low: int, high: int | None) -> None:
+def _integer(name: str, value: object, low: int, high: int | None, *, kinds: bool = False) -> None:
+    """Checks a range; ``kinds``: messages end with pydantic's kind, which vLLM's clients read."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequest(
             f"{name} must be an integer, got {value!r}.", name, code="invalid_type"
         )
     if value < low:
+        kind = " (greater_than_equal)" if kinds else ""
         raise InvalidRequest(
-            f"{name} must be at least {low}, got {value}.", name, code="integer_below_min_value"
+            f"{name} must be at least {low}, got {value}{kind}.", name, "integer_below_min_value"
         )
     if high is not None and value > high:
+        kind = " (less_than_equal)" if kinds else ""
         raise InvalidRequest(
-            f"{name} must be at most {high}, got {value}.", name, code="integer_above_max_value"
+            f"{name} must be at most {high}, got {value}{kind}.", name, "integer_above_max_value"
         )
 
 

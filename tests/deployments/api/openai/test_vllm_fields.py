@@ -254,3 +254,15 @@ async def test_an_answer_that_repeats_itself(http: httpx.AsyncClient, engine: An
         assert (last["choices"][0]["finish_reason"], last["choices"][0]["stop_reason"]) == (
             engine.ending
         )
+
+
+@pytest.mark.parametrize(
+    ("seed", "kind"), [(-(2**63) - 1, "greater_than_equal"), (2**63, "less_than_equal")]
+)
+async def test_a_seed_out_of_range_names_pydantics_kind(
+    http: httpx.AsyncClient, seed: int, kind: str
+) -> None:
+    """In the message, where vLLM's own tests look for it."""
+    for path, body in ((TEXT, {"prompt": "hello"}), (CHAT, HELLO)):
+        error = await refused(http, path, {**body, "seed": seed})
+        assert (error["param"], kind in error["message"]) == ("seed", True)
