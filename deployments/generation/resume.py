@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import NamedTuple
@@ -29,31 +29,22 @@ LAST_EVENT_ID = "last-event-id"
 EVENT_STREAM = "text/event-stream"
 END = "end"
 MAX_MARKS = 1024  # streams of more choices have no event ids
-MARK = r"(?:[0-9]{1,9}(?:e|\.[0-9]{1,4})?)?"
+MARK = r"(?:[0-9]{1,9}e?)?"
 EVENT_ID = re.compile(rf"([a-z]{{1,16}}-[0-9a-f]{{32}}):({MARK}(?:,{MARK}){{0,1023}}|{END})")
 
 
 class Mark(NamedTuple):
-    """How much of a choice was sent: its tokens, and whether its end. Marks are ordered.
-
-    A delta may bring several events: reasoning, content, a call, its arguments. ``parts`` counts
-    those that were sent of the text behind the tokens. The first of them are the same however many
-    tokens a delta has, as each ends where one of another kind begins.
-    """
+    """How much of a choice was sent: its tokens, and whether its end. Marks are ordered."""
 
     tokens: int = -1  # -1: nothing, not even an opening event
     ended: bool = False
-    parts: int = 0
 
     def __str__(self) -> str:
-        if self.tokens < 0:
-            return ""
-        return f"{self.tokens}{'e' if self.ended else ''}{f'.{self.parts}' if self.parts else ''}"
+        return "" if self.tokens < 0 else f"{self.tokens}{'e' if self.ended else ''}"
 
     @classmethod
     def read(cls, text: str) -> "Mark":
-        tokens, _, parts = text.removesuffix("e").partition(".")
-        return cls(int(tokens), text.endswith("e"), int(parts or 0)) if text else cls()
+        return cls(int(text.removesuffix("e")), text.endswith("e")) if text else cls()
 
 
 class Cursor:
@@ -74,7 +65,6 @@ class Cursor:
         self._has: list[Mark] = []  # what it has now
         self._taken: list[Mark] = []  # what the engine has sent
         self._streamed: list[int] = []  # tokens of each choice that have come
-        self._gathered: dict[int, TextDelta] = {}  # by choice: text of which it has parts
 
     @classmethod
     def of(cls, request: Request, prefix: str, fresh: "Cursor") -> "Cursor":
@@ -136,7 +126,6 @@ class Cursor:
                 _resume(choice, log, mark)
         self._has = list(self._had)
         self._taken = [Mark(max(0, mark.tokens)) for mark in self._had]
-        self._gathered = {i: TextDelta() for i, mark in enumerate(self._had) if mark.parts}
         if self._named:  # the rest of others cannot be requested
             for choice in choices:
                 choice.request.receipt = receipt
@@ -153,22 +142,6 @@ class Cursor:
         mark = Mark(self._streamed[index], delta.finish_reason is not None)
         return mark > self._had[index]
 
-    def gather(
-        self, choice: Choice, delta: TextDelta, parts_of: Callable[[TextDelta], int]
-    ) -> tuple[TextDelta | None, int]:
-        """Returns what is to be sent of a choice, and the number of its parts that the client has.
-
-        Returns None while ``delta``, with those before it, has no other parts. ``parts_of`` counts.
-        """
-        gathered, had = self._gathered.get(choice.index), self._had[choice.index].parts
-        if gathered is None:
-            return delta, 0
-        gathered.append(delta)
-        if parts_of(gathered) <= had and gathered.finish_reason is None:
-            return None, had
-        del self._gathered[choice.index]
-        return gathered, had
-
     def sent(self, choice: Choice) -> int:
         """Returns the number of the choice's tokens that ``advance`` has counted."""
         return self._taken[choice.index].tokens
@@ -182,14 +155,8 @@ class Cursor:
         """Returns the event that opens a choice, before its first delta."""
         return self._event(data, choice, self._taken[choice.index])
 
-    def part(self, data: str, choice: Choice, number: int) -> str:
-        """Returns the event of a delta's part ``number``, from 1: not the last event, and before
-        ``advance``.
-        """
-        return self._event(data, choice, self._taken[choice.index]._replace(parts=number))
-
     def event(self, data: str, choice: Choice) -> str:
-        """Returns the last event of a delta; its id covers all that was sent."""
+        """Returns an event of a choice; its id covers all that was sent."""
         return self._event(data, choice, self._taken[choice.index])
 
     def usage(self, data: str) -> str | None:

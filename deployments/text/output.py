@@ -18,6 +18,14 @@ JOINED = ("reasoning", "content", "arguments")  # kinds of events whose texts jo
 
 
 @dataclass(slots=True)
+class DeltaPart:
+    """Events that end with a token of their delta, and the tokens since the part before."""
+
+    events: list[Event]
+    tokens: int
+
+
+@dataclass(slots=True)
 class TextDelta:
     """One request's new text; ``finish_reason`` marks the last one."""
 
@@ -29,7 +37,7 @@ class TextDelta:
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of each token, if requested
     offsets: list[int] = field(default_factory=list)  # with them: characters before each token
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by prompt position
-    events: list[Event] = field(default_factory=list)  # with a parser: all parts, in order
+    parts: list[DeltaPart] = field(default_factory=list)  # with a parser: of all tokens, in order
     reasoning_tokens: int = 0  # with a parser: tokens between the marks of a thought
 
     def append(self, other: "TextDelta") -> None:
@@ -42,20 +50,61 @@ class TextDelta:
         self.offsets += other.offsets
         self.prompt_logprobs |= other.prompt_logprobs
         self.reasoning_tokens += other.reasoning_tokens
-        self.add_events(other.events)
+        for part in other.parts:
+            self.add(part.events, part.tokens)
 
-    def add_events(self, events: Sequence[Event]) -> None:
-        """Appends events; neighbours of one kind and one call become one."""
-        if not self.events and len(events) == 1:
-            self.events = list(events)
-            return
+    @property
+    def events(self) -> list[Event]:
+        """With a parser: what the text is, in order."""
+        return [event for part in self.parts for event in part.events]
+
+    def add(self, events: Sequence[Event], tokens: int) -> None:
+        """Adds what ``tokens`` further tokens have brought; texts of one kind and call join.
+
+        Another kind begins a part of its own, unless no token is left for it.
+        """
+        last = self.parts[-1] if self.parts else None
+        if last is None or (tokens and last.events and not _follows(last.events, events)):
+            last = DeltaPart([], 0)
+            self.parts.append(last)
+        last.tokens += tokens
         for event in events:
-            last = self.events[-1] if self.events else None
-            same = last is not None and (last.kind, last.index) == (event.kind, event.index)
-            if last is not None and same and event.kind in JOINED:
-                self.events[-1] = last._replace(text=last.text + event.text)
+            if last.events and _joins(last.events[-1], event):
+                before = last.events[-1]
+                last.events[-1] = before._replace(text=before.text + event.text)
             else:
-                self.events.append(event)
+                last.events.append(event)
+
+    def split(self) -> "Iterator[TextDelta]":
+        """Yields the parts as deltas of their own tokens, log probabilities and events.
+
+        Only the last one has a finish reason. Without a parser it is the delta itself.
+        """
+        if len(self.parts) < 2:
+            yield self
+            return
+        start = 0
+        for number, part in enumerate(self.parts, start=1):
+            end, is_last = start + part.tokens, number == len(self.parts)
+            yield TextDelta(
+                text="".join(event.text for event in part.events if event.kind == "content"),
+                finish_reason=self.finish_reason if is_last else None,
+                stop_reason=self.stop_reason if is_last else None,
+                token_ids=self.token_ids[start:end],
+                logprobs=self.logprobs[start:end],
+                offsets=self.offsets[start:end],
+                parts=[part],
+            )
+            start = end
+
+
+def _joins(before: Event, event: Event) -> bool:
+    return event.kind in JOINED and (before.kind, before.index) == (event.kind, event.index)
+
+
+def _follows(before: Sequence[Event], events: Sequence[Event]) -> bool:
+    """Returns whether events belong to those before: they go on, or have nothing to show."""
+    return all(event.kind == "call_end" for event in events) or _joins(before[-1], events[0])
 
 
 class OutputText:
@@ -133,16 +182,20 @@ class OutputText:
             self.finished = True
 
     def _push_parts(self, parts: AnswerParts, delta: TokenDelta, result: TextDelta) -> None:
-        thought = parts.reasoning_tokens
+        thought, seen = parts.reasoning_tokens, 0
         for piece, token, armed in self._pieces(delta, result):
             hit = parts.push(piece, token, armed)
+            if events := parts.take():
+                result.add(events, len(result.token_ids) - seen)
+                seen = len(result.token_ids)
             if hit is not None:
                 result.finish_reason, result.stop_reason = "stop", hit
                 break
         if result.finish_reason is not None:
             parts.finish(result.finish_reason)
             self.finished = True
-        result.add_events(parts.take())
+        if (events := parts.take()) or len(result.token_ids) > seen:
+            result.add(events, len(result.token_ids) - seen)
         for event in result.events:
             if event.kind == "content":
                 result.text += event.text

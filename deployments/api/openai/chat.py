@@ -166,30 +166,16 @@ class ChatAdapter(CompletionAdapter):
 
     def events(self, choice: Choice, delta: TextDelta) -> list[str]:
         events = [] if choice.index in self._started else self._first_events(choice)
-        if choice.parsed.plan.make_parser is not None:
-            return events + self._part_events(choice, delta)
-        self._cursor.advance(choice, delta)
-        if delta.text or delta.finish_reason or delta.token_ids:
-            events.append(self._last_event(choice, delta, content_delta(delta.text)))
-        return events
-
-    def _part_events(self, choice: Choice, delta: TextDelta) -> list[str]:
-        """One event for each part, and one more for the end. The last has tokens and the rest."""
-        writer = self._messages
-        ready, had = self._cursor.gather(choice, delta, writer.count)
-        if ready is None:
-            return []
-        parts = [writer.delta(part, choice) for part in writer.parts(ready)]
-        if ready.finish_reason or not parts:
-            parts.append(EMPTY)
-        events = []
-        for number, part in enumerate(parts[:-1], start=1):
-            if number > had:
-                chunk = self._chunk(choice, chat_choice(choice.index, part))
-                events.append(self._cursor.part(chunk, choice, number))
-        self._cursor.advance(choice, ready)
-        if parts[-1] != EMPTY or ready.finish_reason or ready.token_ids:
-            events.append(self._last_event(choice, ready, parts[-1]))
+        parsed = choice.parsed.plan.make_parser is not None
+        for part in delta.split():
+            self._cursor.advance(choice, part)
+            written = content_delta(part.text)
+            if parsed:
+                written = self._messages.delta(part.events, choice)
+            # Hidden parts have no event, unless nothing else tells that there was a step.
+            if written != EMPTY or part.finish_reason or (part.token_ids and part is delta):
+                if parsed or part.text or part.finish_reason or part.token_ids:
+                    events.append(self._part_event(choice, part, written))
         return events
 
     def _first_events(self, choice: Choice) -> list[str]:
@@ -212,8 +198,8 @@ class ChatAdapter(CompletionAdapter):
         ids_member = member("prompt_token_ids", ids if self._body.return_token_ids else None)
         return ids_member + member("prompt_text", self._prompt_text(self._generation))
 
-    def _last_event(self, choice: Choice, delta: TextDelta, part: str) -> str:
-        """The event that covers all of ``delta``, with its tokens and its end."""
+    def _part_event(self, choice: Choice, delta: TextDelta, part: str) -> str:
+        """The event of ``delta``, with its tokens and its end."""
         if not (delta.finish_reason or self._rich):
             return self._cursor.event(self._chunk(choice, chat_choice(choice.index, part)), choice)
         written = full_chat_choice(

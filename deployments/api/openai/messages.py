@@ -1,11 +1,11 @@
 """A choice as a chat message, and its events as the deltas of a stream."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rayfin.deployments.api.openai.chunks import dumped, quoted
 from rayfin.deployments.api.openai.replies import CalledFunction, ChatMessage, ToolCall
 from rayfin.deployments.generation.choice import Choice
-from rayfin.deployments.text.output import TextDelta
 from rayfin.deployments.text.parsing.events import Event
 from rayfin.deployments.text.parsing.format import ReasoningField
 
@@ -36,34 +36,34 @@ class MessageWriter:
         thought = dict.fromkeys(self._names, choice.reasoning or None)
         return ChatMessage(role=role, content=choice.content, tool_calls=calls or None, **thought)
 
-    def parts(self, delta: TextDelta) -> list[Event]:
-        """Returns the events that are sent, each as a delta of the stream."""
-        return [event for event in delta.events if self._is_sent(event)]
+    def delta(self, events: Sequence[Event], choice: Choice) -> str:
+        """Returns the JSON text of events: reasoning, content, pieces of calls; ``EMPTY`` if none.
 
-    def count(self, delta: TextDelta) -> int:
-        return len(self.parts(delta))
-
-    def delta(self, event: Event, choice: Choice) -> str:
-        """Returns the JSON text of one kind of part: reasoning, content, or a piece of one call.
-
-        The first delta of a call has its name; the others have pieces of the arguments.
+        The first piece of a call has its name; the others have pieces of the arguments.
         """
-        if event.kind == "content":
-            return content_delta(event.text)
-        if event.kind == "reasoning":
-            text = quoted(event.text)
-            return "{" + ",".join(f'"{name}":{text}' for name in self._names) + "}"
-        call: dict[str, Any] = {"index": event.index, "function": {"arguments": event.text}}
-        if event.kind == "call":
-            function = {"name": event.name, "arguments": ""}
-            call_id = choice.calls[event.index].id
-            call = {"index": event.index, "id": call_id, "type": "function", "function": function}
-        return dumped({"tool_calls": [call]})
+        if len(events) == 1 and events[0].kind == "content":
+            return content_delta(events[0].text)
+        said: dict[str, Any] = {}
+        for event in events:
+            if event.kind == "call":
+                function = {"name": event.name, "arguments": ""}
+                call_id = choice.calls[event.index].id
+                call = {"index": event.index, "id": call_id, "type": "function"}
+                said.setdefault("tool_calls", []).append({**call, "function": function})
+            elif event.kind == "arguments" and event.text:
+                _add_arguments(said.setdefault("tool_calls", []), event)
+            elif event.text:
+                for name in self._names if event.kind == "reasoning" else ("content",):
+                    said[name] = said.get(name, "") + event.text
+        return dumped(said)
 
-    def _is_sent(self, event: Event) -> bool:
-        if event.kind == "reasoning":
-            return bool(event.text and self._names)
-        return event.kind == "call" or bool(event.text)
+
+def _add_arguments(calls: list[dict[str, Any]], event: Event) -> None:
+    """Adds a piece of arguments to the call that the same event begins, or as a piece alone."""
+    if calls and calls[-1]["index"] == event.index:
+        calls[-1]["function"]["arguments"] += event.text
+    else:
+        calls.append({"index": event.index, "function": {"arguments": event.text}})
 
 
 def content_delta(text: str) -> str:

@@ -236,15 +236,16 @@ async def drive(
     try:
         async with aclosing(deltas):
             async for choice, delta in deltas:
-                logprobs = writer.chat(delta.token_ids, delta.logprobs).content if writer else []
-                state.append(
-                    delta.events if parsed else [Event("content", delta.text)],
-                    len(choice.token_ids),
-                    choice.cached_tokens,
-                    reasoning_tokens=choice.reasoning_tokens,
-                    logprobs=logprobs,
-                    call_ids=[call.id for call in choice.calls],
-                )
+                for part in delta.split():
+                    logprobs = writer.chat(part.token_ids, part.logprobs).content if writer else []
+                    state.append(
+                        part.events if parsed else [Event("content", part.text)],
+                        len(choice.token_ids),
+                        choice.cached_tokens,
+                        reasoning_tokens=choice.reasoning_tokens,
+                        logprobs=logprobs,
+                        call_ids=[call.id for call in choice.calls],
+                    )
                 if delta.finish_reason == "abort":
                     raise RequestFailed("The engine aborted this response.")
                 if delta.finish_reason is not None:

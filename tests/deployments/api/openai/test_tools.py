@@ -122,8 +122,8 @@ def joined(chunks: list[Any]) -> dict[str, Any]:
 
 def _add_call(calls: list[dict[str, Any]], piece: dict[str, Any]) -> None:
     if piece["index"] == len(calls):
-        assert piece["type"] == "function" and piece["function"]["arguments"] == ""
-        calls.append({"id": piece["id"], "name": piece["function"]["name"], "arguments": ""})
+        assert piece["type"] == "function"
+        calls.append({"id": piece["id"], **piece["function"]})  # with what its last token begins
     else:
         assert piece["index"] == len(calls) - 1, "calls interleave"
         assert piece.keys() == {"index", "function"} and piece["function"]["arguments"]
@@ -158,7 +158,7 @@ async def test_a_stream_is_the_whole_answer(
     assert [call["name"] for call in said["calls"]] == ["get_weather", "get_time"]
     assert [call["arguments"] for call in said["calls"]] == ARGUMENTS
     assert said["ends"] == ["tool_calls"]
-    assert chunks[-1]["choices"][0]["delta"] == {}
+    assert (chunks[-1]["choices"][0]["delta"] == {}) == (lease < 999)
 
 
 @pytest.mark.parametrize("lease", [1, 5, 999])
@@ -184,6 +184,38 @@ async def test_a_stream_goes_on_after_any_event(
             again = await events(http, rest[0][0], **fields)
             chunks = [*head, rest[0][1], *(chunk for _, chunk in again)]
             assert joined(chunks) == got, (last, rest[0][0])
+
+
+ALL_OF_IT: dict[str, Any] = {
+    "logprobs": True,
+    "return_token_ids": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+}
+
+
+@pytest.mark.parametrize("lease", [1, 2, 3, 7, 999])
+@pytest.mark.parametrize("said", [ANSWER, "Hi <tool", "Look 👩", "<think>\nhm</th", "<think>hm\n"])
+async def test_each_chunk_has_the_tokens_that_it_tells(
+    http: httpx.AsyncClient, engine: Any, marked: Tokenizer, said: str, lease: int
+) -> None:
+    """Of text that a parser has held back, too, which comes in one chunk with the end."""
+    say(engine, marked, said)
+    engine.lease = lease
+    *chunks, last = [chunk for _, chunk in await events(http, **ALL_OF_IT)]
+    first, *choices = [chunk["choices"][0] for chunk in chunks]
+    assert (first["delta"]["role"], chunks[0]["usage"]["completion_tokens"]) == ("assistant", 0)
+    ids: list[int] = []
+    for chunk, choice in zip(chunks[1:], choices, strict=True):
+        entries = choice["logprobs"]["content"]
+        assert choice["token_ids"] and len(entries) == len(choice["token_ids"])
+        assert [own["token"] for own in entries] == [*map(marked.token_text, choice["token_ids"])]
+        ids += choice["token_ids"]
+        assert chunk["usage"]["completion_tokens"] == len(ids)
+    assert ids == [*engine.reply, engine.eos]
+    assert last["usage"]["completion_tokens"] == len(ids)
+    assert [choice["finish_reason"] is None for choice in choices[-2:]] in ([True, False], [False])
+    if said in ("Hi <tool", "<think>\nhm</th"):
+        assert choices[-1]["delta"].popitem()[1].endswith(("<tool", "</th"))
 
 
 async def test_two_choices_have_calls_of_their_own(http: httpx.AsyncClient) -> None:
