@@ -272,3 +272,19 @@ async def test_a_schema_that_cannot_be_enforced(
     both = {**ASKED, "tools": [TOOL], "tool_choice": "required", "text": {"format": form}}
     refused = (await http.post("/v1/responses", json=both)).json()["error"]
     assert (refused["param"], refused["code"]) == ("tool_choice", "invalid_value")
+
+
+@pytest.mark.parametrize("lease", [1, 3, 999])
+async def test_log_probabilities_are_those_of_the_text(
+    openai: AsyncOpenAI, engine: Any, says: Callable[[str], None], lease: int
+) -> None:
+    """Not of the thought before it; of text that a parser has held back, too."""
+    says(f"{THOUGHT}Hello <tool")
+    engine.lease = lease
+    stream = await openai.responses.create(
+        **ASKED, tools=[TOOL], include=["message.output_text.logprobs"], stream=True
+    )
+    deltas = [event async for event in stream if event.type == "response.output_text.delta"]
+    assert all(delta.logprobs for delta in deltas)
+    said = "".join(entry.token for delta in deltas for entry in delta.logprobs)
+    assert "asks" not in said and said.endswith("Hello <tool<|im_end|>")
