@@ -66,16 +66,3 @@ def model_json(model: str | Path, name: str, **hub: Any) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InvalidConfig(f"{name} of {model} must hold a JSON object.")
     return content
-
-
-def require_safetensors(model: str) -> None:
-    """Raises unless a local folder holds weights in safetensors form.
-
-    Raises:
-        InvalidConfig: the folder holds no safetensors file.
-    """
-    folder = Path(model)
-    if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        raise InvalidConfig(
-            f"{model} holds no .safetensors file; Rayfin loads no pickled weights", "model"
-        )

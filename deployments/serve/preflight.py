@@ -16,9 +16,10 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, RayfinError
 from rayfin.actors.media.kinds import SPEECH_MODELS, model_media
 from rayfin.actors.model_files.fast_tokenizer import chosen_class, chosen_name
-from rayfin.actors.model_files.files import model_json, require_safetensors
+from rayfin.actors.model_files.files import model_json
 from rayfin.actors.model_files.gguf_folder import gguf_folder, is_gguf
 from rayfin.actors.model_files.plain_config import is_known_decoder
+from rayfin.actors.model_files.shards import require_safetensors
 from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.parallel.rank import group_size

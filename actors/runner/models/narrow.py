@@ -14,20 +14,22 @@ import mmap
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rayfin.actors.model_files.shards import Shards
 from rayfin.actors.runner.models.apart import PARTS, Parts, kept_apart
 from rayfin.actors.runner.models.inspect_layers import clamped_gate, is_experts
-from rayfin.actors.runner.quantized.loader import Quantizer, read_header
+from rayfin.actors.runner.quantized.loader import Quantizer, stored_tensors
 from rayfin.kernels.cpu.kernels import Matrix, Pack
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -229,34 +231,50 @@ def _is_exact(matrix: Matrix) -> bool:
 
 @contextmanager
 def narrow_loads(wanted: bool) -> Iterator[set[str]]:
-    """Within it transformers loads large weights of float32 models as the checkpoint has them.
+    """Within it transformers loads each tensor from the file that the checkpoint's index names.
 
-    Gives their names, for ``hold_narrow`` as the next step.
+    If ``wanted`` it loads large weights of float32 models as the checkpoint has them. Gives their
+    names, for ``hold_narrow`` as the next step.
     """
     names: set[str] = set()
-    if not wanted:
-        yield names
-        return
-    # transformers reads a tensor in the dtype that its parameter has before, and has no setting for
-    # single ones. A model of 16 bits is no way: its buffers would be rounded.
+    # transformers takes a tensor of several files from the last one. It reads each in the dtype
+    # that its parameter has before, and has no setting for single ones. A model of 16 bits is no
+    # way: its buffers would be rounded.
     owner: Any = PreTrainedModel
     real, here = owner._load_pretrained_model, threading.get_ident()
 
     def load(model: Any, state_dict: Any, files: Any, load_config: Any, **more: Any) -> Any:
         quantizer = load_config.hf_quantizer
         known = quantizer is None or isinstance(quantizer, Quantizer)
-        mine = state_dict is None and known and threading.get_ident() == here
-        if mine and load_config.dtype == torch.float32:
+        mine = state_dict is None and threading.get_ident() == here
+        if mine and wanted and known and load_config.dtype == torch.float32:
             names.update(_narrow(model, files, quantized=quantizer is not None))
             mapping = load_config.weight_mapping or ()
             load_config = replace(load_config, weight_mapping=kept_apart(mapping, NARROW))
-        return real(model, state_dict, files, load_config, **more)
+        with ExitStack() as opened:
+            state_dict = _without_copies(files or (), opened) if mine else state_dict
+            return real(model, state_dict, files, load_config, **more)
 
     owner._load_pretrained_model = staticmethod(load)
     try:
         yield names
     finally:
         owner._load_pretrained_model = staticmethod(real)
+
+
+def _without_copies(files: Sequence[str], opened: ExitStack) -> dict[str, Any] | None:
+    """The checkpoint's tensors, still in their files, if some are copies that do not count."""
+    if not all(file.endswith(".safetensors") for file in files):
+        return None
+    shards, tensors, copies = Shards(files), dict[str, Any](), False
+    for path in files:
+        file = opened.enter_context(safe_open(path, framework="pt"))
+        for name in file.keys():
+            if shards.counts(name, path):
+                tensors[name] = file.get_slice(name)
+            else:
+                copies = True
+    return tensors if copies else None
 
 
 def _narrow(model: nn.Module, files: Sequence[str] | None, *, quantized: bool) -> Iterator[str]:
@@ -290,15 +308,13 @@ def _is_mixture(module: nn.Module) -> bool:
 
 def _dtype_of(files: Sequence[Path]) -> torch.dtype | None:
     """The one dtype of all plain matrices of a checkpoint, None where there are several."""
-    found: set[torch.dtype | None] = set()
-    for file in files:
-        if file.suffix != ".safetensors":
-            return None
-        found |= {
-            dtype
-            for name, (dtype, shape) in read_header(file)
-            if len(shape) > 1 and not _of_codes(name)
-        }
+    if any(file.suffix != ".safetensors" for file in files):
+        return None
+    found: set[torch.dtype | None] = {
+        dtype
+        for place, (dtype, shape) in stored_tensors(files)
+        if len(shape) > 1 and not _of_codes(place.key)
+    }
     found &= {*FLOATS, None}
     return found.pop() if len(found) == 1 else None
 

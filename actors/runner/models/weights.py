@@ -8,7 +8,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreT
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
-from rayfin.actors.model_files.files import require_safetensors
+from rayfin.actors.model_files.shards import place_in_index, require_safetensors
 from rayfin.actors.runner.models.config import unsupported, why_not_loaded
 from rayfin.actors.runner.models.dtypes import resolve_dtype
 from rayfin.actors.runner.models.narrow import hold_dense, hold_narrow, narrow_loads
@@ -124,9 +124,8 @@ def require_pageable(model: PreTrainedModel) -> None:
 def _require_all_weights(model: str, report: dict[str, Any]) -> None:
     # transformers initializes missing weights at random, and the model would produce nonsense.
     if missing := sorted(report["missing_keys"]):
-        raise InvalidConfig(
-            f"{model} lacks {len(missing)} weights, {missing[0]} among them", "model"
-        )
+        first = f"{missing[0]}{place_in_index(model, missing[0])}"
+        raise InvalidConfig(f"{model} lacks {len(missing)} weights, {first} among them", "model")
     for name, stored, expected in sorted(report["mismatched_keys"]):
         raise InvalidConfig(
             f"{model} holds {name} of shape {list(stored)}, its config wants {list(expected)}",

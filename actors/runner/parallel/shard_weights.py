@@ -1,6 +1,5 @@
 """Loads a rank's share of a model from safetensors slices, without reading the whole files."""
 
-import json
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,14 @@ from transformers.utils.hub import cached_file
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.model_files.files import require_safetensors
+from rayfin.actors.model_files.shards import (
+    INDEX,
+    SINGLE,
+    Shards,
+    place_in_index,
+    read_index,
+    require_safetensors,
+)
 from rayfin.actors.runner.models.config import why_not_loaded
 from rayfin.actors.runner.models.dtypes import resolve_dtype
 from rayfin.actors.runner.models.weights import dispatch_refused, require_pageable
@@ -35,8 +41,6 @@ from rayfin.actors.runner.quantized.experts import StoredLayer
 from rayfin.actors.runner.quantized.formats import Part, refuse
 from rayfin.actors.runner.quantized.loader import dequantize, quantizer_of
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-
 
 class Checkpoint:
     """The tensors of a model's safetensors files, opened on demand.
@@ -54,9 +58,12 @@ class Checkpoint:
         self._prefix = f"{prefix}."
         self._files: dict[str, Path] = {}
         self.tables: dict[str, StoredLayer] = {}  # embeddings in codes, by their names in the model
-        for path in _files(args):
+        files = _files(args)
+        shards = Shards(files)
+        for path in files:
             with safe_open(path, framework="pt") as file:
-                self._files |= dict.fromkeys(file.keys(), path)
+                names = [name for name in file.keys() if shards.counts(name, path)]
+                self._files |= dict.fromkeys(names, path)
 
     @property
     def files(self) -> list[Path]:
@@ -79,7 +86,8 @@ class Checkpoint:
             InvalidConfig: It is missing, or has another shape.
         """
         if name not in self:
-            raise InvalidConfig(f"{self.model} lacks the weight {name}", "model")
+            place = place_in_index(self.model, name)
+            raise InvalidConfig(f"{self.model} lacks the weight {name}{place}", "model")
         if (table := self._table(name)) is not None:
             return _filled_up(_rows(table, cut), shape)
         expected, stored_as = list(shape), self._stored(name)
@@ -289,10 +297,13 @@ def _files(args: EngineArgs) -> list[Path]:
         )
         return path
 
-    if index := find(INDEX):
-        names = set(json.loads(Path(index).read_text())["weight_map"].values())
-        paths = [find(name) for name in sorted(names)]
-        return [Path(path) for path in paths if path]
-    if single := find(SINGLE):
+    if single := find(SINGLE):  # first, as transformers does
         return [Path(single)]
+    if index := find(INDEX):
+        paths = {name: find(name) for name in set(read_index(Path(index).parent).values())}
+        if missing := sorted(name for name, path in paths.items() if path is None):
+            raise InvalidConfig(
+                f"{INDEX} of {args.model} names {missing[0]}, which is not there", "model"
+            )
+        return sorted(Path(path) for path in paths.values() if path)
     return sorted(Path(args.model).glob("*.safetensors"))

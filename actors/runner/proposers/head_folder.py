@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.model_files.shards import INDEX, Shards
 
 FIELD = "speculative_config"
 
@@ -26,7 +27,7 @@ def find_head(name: str, args: EngineArgs) -> Path:
         if folder.is_absolute() or name.startswith((".", "~")):
             raise InvalidConfig(f"{FIELD} model: there is no folder {name}", FIELD)
         try:
-            files = ["config.json", "*.safetensors"]
+            files = ["config.json", "*.safetensors", INDEX]
             found = snapshot_download(name, allow_patterns=files, cache_dir=args.download_dir)
         except (OSError, ValueError) as error:
             first = (str(error).strip().splitlines() or ["unknown error"])[0]
@@ -58,9 +59,11 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     if not files:
         refuse(folder, "holds no .safetensors file; Rayfin loads no pickled weights")
     weights: dict[str, torch.Tensor] = {}
+    shards = Shards(files)
     try:
         for file in files:
-            weights |= load_file(file)
+            held = load_file(file)
+            weights |= {name: held[name] for name in held if shards.counts(name, file)}
     except (OSError, SafetensorError) as error:
         refuse(folder, f"cannot be read: {error}")
     return weights

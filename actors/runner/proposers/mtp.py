@@ -8,7 +8,7 @@ last one; embedding and head are the model's. Of several layers the first drafts
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.model_files.shards import INDEX, Shards
 from rayfin.actors.runner.loading import LoadedModel
 from rayfin.actors.runner.proposers.head_model import HeadModel, fill
 from rayfin.actors.runner.proposers.heads import require_states, with_head
@@ -162,9 +163,13 @@ def read_weights(args: EngineArgs, layers: int) -> tuple[dict[str, torch.Tensor]
     found: dict[str, torch.Tensor] = {}
     normed = False
     try:
-        for file in _files(args):
+        files = _files(args)
+        shards = Shards(files)
+        for file in files:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():
+                    if not shards.counts(name, file):
+                        continue
                     of_first = behind.fullmatch(name) if "mtp." not in name else None
                     of_second = apart.fullmatch(name)
                     for match, names in ((of_first, BEHIND), (of_second, APART)):
@@ -207,11 +212,13 @@ def _merged(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return merged
 
 
-def _files(args: EngineArgs) -> Iterator[Path]:
+def _files(args: EngineArgs) -> list[Path]:
     folder = Path(args.model)
     if not folder.is_dir():
-        folder = Path(snapshot_download(args.model, allow_patterns=["*.safetensors"], **args.hub))
-    yield from sorted(folder.glob("*.safetensors"))
+        folder = Path(
+            snapshot_download(args.model, allow_patterns=["*.safetensors", INDEX], **args.hub)
+        )
+    return sorted(folder.glob("*.safetensors"))
 
 
 def _refuse(model: str, why: str) -> NoReturn:

@@ -6,7 +6,6 @@ one, stay in the files where they are to be packed (experts.py), or are dequanti
 merged.
 """
 
-import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.model_files.shards import Shards, read_header
 from rayfin.actors.runner.quantized.config import Formats, read_formats, source_config
 from rayfin.actors.runner.quantized.conversions import KEYS, DequantizeExperts, Mxfp4Experts
 from rayfin.actors.runner.quantized.experts import (
@@ -383,16 +383,15 @@ class Quantizer(HfQuantizer):
         layers: dict[str, Stored] = {}
         names = {name for name, _ in model.named_modules()}
         prefix = f"{model.base_model_prefix}."
-        for path in map(Path, checkpoint_files or ()):
-            for key, found in read_header(path):
-                renamed, _ = rename_source_key(key, renamings, [], model.base_model_prefix, state)
-                owner, _, leaf = renamed.rpartition(".")
-                if owner not in names and prefix + owner in names:
-                    owner = prefix + owner
-                elif owner not in names and owner.removeprefix(prefix) in names:
-                    owner = owner.removeprefix(prefix)
-                layers.setdefault(owner, {})[leaf] = found
-                self._places.setdefault(owner, {})[leaf] = TensorPlace(path, key)
+        for place, found in stored_tensors(checkpoint_files or ()):
+            renamed, _ = rename_source_key(place.key, renamings, [], model.base_model_prefix, state)
+            owner, _, leaf = renamed.rpartition(".")
+            if owner not in names and prefix + owner in names:
+                owner = prefix + owner
+            elif owner not in names and owner.removeprefix(prefix) in names:
+                owner = owner.removeprefix(prefix)
+            layers.setdefault(owner, {})[leaf] = found
+            self._places.setdefault(owner, {})[leaf] = place
         return layers
 
 
@@ -481,15 +480,18 @@ def _word(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def read_header(path: Path) -> Iterator[tuple[str, tuple[torch.dtype | None, tuple[int, ...]]]]:
-    """The name, type and shape of each tensor of a safetensors file."""
-    if path.suffix != ".safetensors":
-        return
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    for name, entry in header.items():
-        if name != "__metadata__":
-            yield name, (SAFETENSORS.get(entry["dtype"]), tuple(entry["shape"]))
+def stored_tensors(
+    files: Sequence[str | Path],
+) -> Iterator[tuple[TensorPlace, tuple[torch.dtype | None, tuple[int, ...]]]]:
+    """Place, type and shape of each tensor of a checkpoint's safetensors files."""
+    shards = Shards(files)
+    for path in map(Path, files):
+        if path.suffix != ".safetensors":
+            continue
+        for name, entry in read_header(path).items():
+            if shards.counts(name, path):
+                kind = SAFETENSORS.get(entry["dtype"])
+                yield TensorPlace(path, name), (kind, tuple(entry["shape"]))
 
 
 def quant_embeddings(
