@@ -60,6 +60,7 @@ from rayfin.deployments.requests.prompts import WrittenPrompt, truncated
 from rayfin.deployments.serve.preflight import (
     check_generation_config,
     check_model,
+    end_tokens,
     generation_config_path,
     located,
     tokenizer_path,
@@ -139,10 +140,12 @@ class LLM:
         args = EngineArgs.from_dict({"model": model, **UNLIMITED, **engine_settings(settings)})
         check_model(args, tokenizer=False)  # it is loaded below
         self._tokenizer: Tokenizer | None = None
+        check_generation_config(generation_config)
+        self._ends = end_tokens(generation_config, override_generation_config, args)
         if not skip_tokenizer_init:
-            self._tokenizer = Tokenizer.load(
-                tokenizer_path(args), args.trust_remote_code, **args.tokenizer_hub
-            )
+            hub: dict[str, Any] = args.tokenizer_hub | {"ends": self._ends}
+            self._tokenizer = Tokenizer.load(tokenizer_path(args), args.trust_remote_code, **hub)
+            self._ends = self._tokenizer.eos_token_ids
         path, hosts = media_sources(allowed_local_media_path, allowed_media_domains)
         media = MediaSettings(
             max_images=read_limits(limit_mm_per_prompt),
@@ -166,7 +169,6 @@ class LLM:
         self._request_numbers = itertools.count()
         self._enqueued: list[PreparedPrompt] = []
         self._asleep = False
-        check_generation_config(generation_config)
         self._defaults = sampling_defaults(
             generation_config_path(generation_config, args), override_generation_config, **args.hub
         )
@@ -277,7 +279,7 @@ class LLM:
                 params,
                 self._engine.info,
                 request_id=str(next(self._request_numbers)),
-                eos_token_ids=self._tokenizer.eos_token_ids if self._tokenizer else (),
+                eos_token_ids=self._ends,
                 arrival=time.monotonic(),
             )
             for prompt in list_texts(prompts)
@@ -638,7 +640,7 @@ class LLM:
             params,
             info,
             request_id=request_id,
-            eos_token_ids=self._tokenizer.eos_token_ids if self._tokenizer else (),
+            eos_token_ids=self._ends,
             priority=priority,
             arrival=time.monotonic(),
             param=prompt.param,

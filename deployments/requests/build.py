@@ -14,7 +14,7 @@ from rayfin.actors.guidance import NO_END, Guidance
 from rayfin.actors.media.media_input import MediaInput
 from rayfin.actors.media.virtual_ids import put_virtual_ids
 from rayfin.actors.messages import EngineInfo, EngineRequest, Int32Array, StopRules
-from rayfin.actors.model_files.files import model_json
+from rayfin.actors.model_files.generation import generation_config
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.requests.limits import bad_word_ids, check_sampling, runner_sampling
 from rayfin.deployments.requests.prompts import MEDIA
@@ -107,7 +107,7 @@ def build_requests(
 def sampling_defaults(
     model: str | Path | None, changes: Mapping[str, Any] | None = None, **hub: Any
 ) -> dict[str, Any]:
-    """Returns the sampling defaults of the model's ``generation_config.json``.
+    """Returns the sampling defaults of the model's ``generation_config``.
 
     As in vLLM these are temperature, top_p, top_k, min_p, repetition_penalty and, as max_tokens,
     max_new_tokens.
@@ -120,7 +120,7 @@ def sampling_defaults(
     Raises:
         InvalidConfig: a value is outside its range.
     """
-    config = {} if model is None else model_json(model, "generation_config.json", **hub)
+    config = {} if model is None else generation_config(model, **hub)
     config = {**config, **(changes or {})}
     defaults = {
         own: config[name] for name, own in SAMPLING_DEFAULTS.items() if config.get(name) is not None
@@ -128,7 +128,11 @@ def sampling_defaults(
     try:
         SamplingParams(**defaults)
     except InvalidRequest as error:
-        source = "override_generation_config" if changes else f"generation_config.json of {model}"
+        source = (
+            "override_generation_config"
+            if changes
+            else f"generation_config.json or config.json of {model}"
+        )
         raise InvalidConfig(f"{source}: {error}") from error
     return defaults
 

@@ -35,6 +35,7 @@ from rayfin.deployments.media.sound import audio_off
 from rayfin.deployments.requests.build import sampling_defaults
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.preflight import (
+    end_tokens,
     generation_config_path,
     located,
     needs_auto_classes,
@@ -235,7 +236,13 @@ def prepare_text(models: Sequence[ModelArgs]) -> None:
 def load_text(model: ModelArgs) -> TextSide:
     """Reads files and renders templates; takes a second."""
     server, args = model.server, model.engine
-    tokenizer = Tokenizer.load(tokenizer_path(args), args.trust_remote_code, **args.tokenizer_hub)
+    settings = (server.generation_config, server.override_generation_config)
+    tokenizer = Tokenizer.load(
+        tokenizer_path(args),
+        args.trust_remote_code,
+        ends=end_tokens(*settings, args),
+        **args.tokenizer_hub,
+    )
     template = _template(server.chat_template)
     processor = load_processor(located(args))
     if processor is not None and template is None and not tokenizer.inner.chat_template:

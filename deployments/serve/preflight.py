@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -17,6 +17,7 @@ from rayfin.actors.errors import InvalidConfig, RayfinError
 from rayfin.actors.media.kinds import SPEECH_MODELS, model_media
 from rayfin.actors.model_files.fast_tokenizer import chosen_class, chosen_name
 from rayfin.actors.model_files.files import model_json
+from rayfin.actors.model_files.generation import end_token_ids, generation_config
 from rayfin.actors.model_files.gguf_folder import gguf_folder, is_gguf
 from rayfin.actors.model_files.plain_config import is_known_decoder
 from rayfin.actors.model_files.shards import require_safetensors
@@ -107,18 +108,18 @@ def _check_config(args: EngineArgs, recipe: PoolingRecipe | None = None) -> None
 
 def _check_tokenizer(args: EngineArgs) -> None:
     path = tokenizer_path(args)
+    generation_config(model_path(args.model, **args.hub), **args.hub)
     if args.trust_remote_code or chosen_name(path) is None:
         # Here, for it imports transformers.
         from rayfin.deployments.text.tokenizer import Tokenizer
 
-        Tokenizer.load(path, args.trust_remote_code, **args.tokenizer_hub)
+        Tokenizer.load(path, args.trust_remote_code, ends=(), **args.tokenizer_hub)
         return
     try:
         tokenizers.Tokenizer.from_file(str(Path(path) / "tokenizer.json"))
     except Exception as error:  # the package raises no narrower one
         reason = str(error).partition("\n")[0]
         raise InvalidConfig(f"Cannot load a tokenizer from {path}: {reason}") from error
-    model_json(path, "generation_config.json")  # whose end tokens are read with the tokenizer
 
 
 def needs_auto_classes(args: EngineArgs) -> bool:
@@ -301,6 +302,21 @@ def generation_config_path(setting: str, args: EngineArgs) -> str | None:
     if setting == "auto":
         return model_path(args.model, **args.hub)
     return None if setting in ("vllm", "none") else setting
+
+
+def end_tokens(setting: str, changes: Mapping[str, Any] | None, args: EngineArgs) -> frozenset[int]:
+    """The tokens that end an answer, besides the tokenizer's own.
+
+    As in vLLM "vllm" and "none" leave out the model's sampling defaults alone.
+
+    Args:
+        setting, changes: ``generation_config`` and ``override_generation_config``.
+
+    Raises:
+        InvalidConfig: a file is not a JSON object.
+    """
+    place = generation_config_path(setting, args) or model_path(args.model, **args.hub)
+    return end_token_ids({**generation_config(place, **args.hub), **(changes or {})})
 
 
 def tokenizer_path(args: EngineArgs) -> str:

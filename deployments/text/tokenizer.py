@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ import tokenizers
 
 from rayfin.actors.messages import Int32Array
 from rayfin.actors.model_files.fast_tokenizer import load_fast
-from rayfin.actors.model_files.files import model_json
+from rayfin.actors.model_files.generation import end_token_ids, generation_config
 from rayfin.deployments.text.detokenizer import HALF, IncrementalDetokenizer, byte_tokens
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds: ``load`` does
@@ -68,17 +68,27 @@ class Tokenizer:
             from transformers import PreTrainedTokenizerFast  # noqa: F401
 
     @classmethod
-    def load(cls, model: str | Path, trust_remote_code: bool = False, **hub: Any) -> "Tokenizer":
+    def load(
+        cls,
+        model: str | Path,
+        trust_remote_code: bool = False,
+        *,
+        ends: Iterable[int] | None = None,
+        **hub: Any,
+    ) -> "Tokenizer":
         """Loads the tokenizer of a model folder, or of a name on the ``hub`` (``EngineArgs.hub``).
+
+        Args:
+            ends: ids that end a sequence, besides the tokenizer's own; default: what the same
+                folder says.
 
         Raises:
             InvalidConfig: no tokenizer, or none with a fast form.
         """
         inner = load_fast(str(model), trust_remote_code, **hub)
-        ids: set[int] = set()
-        for name in ("generation_config.json", "config.json"):
-            ids.update(_eos_token_ids(model_json(model, name, **hub)))
-        return cls(inner, ids)
+        if ends is None:
+            ends = end_token_ids(generation_config(model, **hub))
+        return cls(inner, ends)
 
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
@@ -227,9 +237,3 @@ class Tokenizer:
             join_added=not (skip_special_tokens or spaces_between_special_tokens),
             byte_of=self.byte_of,
         )
-
-
-def _eos_token_ids(config: Mapping[str, Any]) -> list[int]:
-    value = config.get("eos_token_id")
-    ids = value if isinstance(value, list) else [value]
-    return [token for token in ids if isinstance(token, int) and not isinstance(token, bool)]
