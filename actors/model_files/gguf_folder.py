@@ -2,7 +2,7 @@
 
 The folder has configuration, tokenizer, and weights in the file's own blocks where these are read
 (runner/quantized/gguf_file.py); the package for such files is the extra ``gguf``. It lies in a
-cache and is found by the file's path, size and time.
+cache and is found by the file's path, size, times and inode.
 """
 
 import fcntl
@@ -60,7 +60,7 @@ def gguf_folder(name: str, *, revision: str | None = None, cache_dir: str | None
     """
     files = _find(name, revision, cache_dir)
     path = files[0]
-    about = [(str(one.resolve()), one.stat().st_size, one.stat().st_mtime_ns) for one in files]
+    about = [(str(one.resolve()), _state(one)) for one in files]
     kept = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "rayfin" / "gguf")
     digest = hashlib.sha256(repr((VERSION, about)).encode()).hexdigest()
     folder = kept / f"{path.stem}-{digest[:16]}"
@@ -79,6 +79,12 @@ def gguf_folder(name: str, *, revision: str | None = None, cache_dir: str | None
             _remove_leftovers(folder)
             _make(files, folder)
     return folder
+
+
+def _state(file: Path) -> tuple[int, ...]:
+    """What changes with a file's content, also where its time is set back afterwards."""
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 def _find(name: str, revision: str | None, cache_dir: str | None) -> tuple[Path, ...]:
