@@ -526,8 +526,9 @@ def resolve_model_len(args: EngineArgs, max_position: int | None, clip_tokens: i
 
 
 def scarcest(facts: Sequence[ModelFacts]) -> ModelFacts:
-    """Returns the facts of the rank with room for the fewest pages: each rank holds all pages."""
-    return min(facts, key=lambda own: own.available_bytes // max(own.page_bytes, 1))
+    """Returns the facts of the rank with room for the fewest pages; the first one names them."""
+    fewest = min(facts, key=lambda own: own.available_bytes // max(own.page_bytes, 1))
+    return replace(fewest, page_namespace=facts[0].page_namespace)
 
 
 def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineConfig:

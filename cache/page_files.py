@@ -2,7 +2,7 @@
 
     DIR/<namespace>/<first two digits>/<hash>.page
 
-The namespace stands for all else that decides the bits of a page: the model's files, the settings
+The namespace stands for all else that decides the bits of a page: the model's content, the settings
 that decide tokens, the layout of a page, the version of the code. So a file never becomes wrong,
 and engines, restarts and machines may share a folder.
 """
