@@ -19,7 +19,7 @@ BY_NAME = {
     for name in flag.names
     if name.startswith("--")
 }
-FALSY = (None, False, "", {}, [], ())
+FALSY: tuple[Any, ...] = (None, False, "", {}, [], ())
 
 
 def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
