@@ -175,6 +175,7 @@ def test_a_batch_from_upload_to_content(tmp_path: Path) -> None:
         assert {name: own["response"]["body"]["echo"] for name, own in answers.items()} == {
             f"r{i}": f"r{i}" for i in range(40)
         }
+        assert list(answers) == [f"r{i}" for i in range(40)]  # the order of the input
         errors = await _read(client, batch.error_file_id)
         assert errors["r40"]["response"]["status_code"] == 400
         assert {tenant for tenant, _ in site.engine.seen} == {"a"}
