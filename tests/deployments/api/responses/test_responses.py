@@ -57,7 +57,7 @@ async def test_a_whole_response(openai: AsyncOpenAI, engine: Any, tokenizer: Any
         metadata={"topic": "tests"},
         user="me",
     )
-    assert reply.id.startswith("resp_") and (reply.object, reply.model) == ("response", "tiny")
+    assert reply.id.startswith("resp_") and (reply.object, reply.model) == ("response", "org/tiny")
     assert (reply.status, reply.output_text, reply.error) == ("completed", REPLY, None)
     (message,) = reply.output
     assert (message.type, message.role, message.status) == ("message", "assistant", "completed")
