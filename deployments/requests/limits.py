@@ -82,8 +82,6 @@ def runner_sampling(
 def bad_word_ids(words: Iterable[str], tokenizer: Tokenizer | None) -> list[list[int]]:
     """Returns the token strings of bad words: each at the start of a text and after a space.
 
-    As in vLLM, the form after a space counts if it is as long and begins with another token.
-
     Raises:
         InvalidRequest: no tokenizer, a word without tokens, or too many token strings.
     """
@@ -97,7 +95,7 @@ def bad_word_ids(words: Iterable[str], tokenizer: Tokenizer | None) -> list[list
             raise InvalidRequest(f"bad_words: {word[:64]!r} has no tokens.", "bad_words")
         token_strings.append(first)
         spaced = tokenizer.encode(" " + bare, False)
-        if len(spaced) == len(first) and spaced[0] != first[0]:
+        if spaced[-len(first) :] != first:
             token_strings.append(spaced)
         if len(token_strings) > MAX_BAD_WORDS:
             raise InvalidRequest(
