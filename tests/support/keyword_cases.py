@@ -248,6 +248,41 @@ ENFORCED = [
         [{"ab": 2}, {"ab": "x"}],
     ),
     Case(
+        "a pattern of listed names alone",
+        {
+            "type": "object",
+            "properties": {"a": {"minimum": 3}, "b": {}},
+            "patternProperties": {"^(a|b)$": {"type": "integer"}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+        [{"a": 3}, {"a": 3, "b": 1}],
+        [{"a": 2}, {"a": "x"}, {"a": 3, "b": "x"}, {"b": 1}, {"a": 3, "ab": 1}],
+    ),
+    Case(
+        "a pattern of required names alone",
+        {
+            "type": "object",
+            "patternProperties": {"^a$": {"type": "integer"}, "^b": {"type": "string"}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+        [{"a": 3}, {"a": 3, "bb": "x"}],
+        [{}, {"a": "x"}, {"a": 3, "bb": 1}, {"a": 3, "c": 1}],
+    ),
+    Case(
+        "a pattern of some listed names and others",
+        {
+            "type": "object",
+            "properties": {"a": {}, "c": {}},
+            "patternProperties": {"^[ab]$": {"type": "integer"}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+        [{"a": 3, "c": "x"}, {"a": 3, "b": 1}],
+        [{"a": "x"}, {"a": 3, "b": "x"}, {"a": 3, "d": 1}],
+    ),
+    Case(
         "minProperties of a map",
         {"type": "object", "minProperties": 1, "additionalProperties": {"type": "integer"}},
         [{"a": 1}],

@@ -6,9 +6,10 @@ anything, unless ``^`` or ``$`` forbids it.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 
 from rayfin.deployments.guidance.patterns.parts import Chars, Edge, OneOf, Part, Repeat, Sequence
-from rayfin.deployments.guidance.patterns.ranges import ALL, Ranges, contains, intersects
+from rayfin.deployments.guidance.patterns.ranges import ALL, Ranges, contains, count, intersects
 
 MAX_STATES = 2_000
 
@@ -51,6 +52,37 @@ class Pattern:
             )
         found = any(automaton.ends(state) for state in states)
         return None if found and automaton.rough else found
+
+    def matches_only(self, texts: Iterable[str]) -> bool:
+        """Whether no text but these matches; False if that is not known."""
+        automaton = self._automaton()
+        if automaton is None or automaton.rough:
+            return False
+        names = frozenset(texts)
+        longer = {name[:i]: set[str]() for name in names for i in range(len(name) + 1)}
+        for beginning in longer:
+            if beginning:
+                longer[beginning[:-1]].add(beginning[-1])
+        # A state, and the beginning of a name that was read; None: of no name.
+        waiting: list[tuple[int, str | None]]
+        waiting = [(state, "") for state in automaton.closed([automaton.start], True)]
+        seen = set(waiting)
+        while waiting:
+            state, read = waiting.pop()
+            if automaton.ends(state) and read not in names:
+                return False
+            following = longer.get(read, set()) if read is not None else set()
+            for ranges, target in automaton.steps[state]:
+                if not self._fuel.spend(1 + len(following)):
+                    return False
+                known = [c for c in following if contains(ranges, ord(c))]
+                reads = [f"{read}{c}" for c in known]
+                others = [None] * (count(ranges) > len(known))
+                for pair in product(automaton.closed([target]), [*reads, *others]):
+                    if pair not in seen:
+                        seen.add(pair)
+                        waiting.append(pair)
+        return True
 
     def overlaps(self, other: "Pattern") -> bool:
         """Whether a text may match both; True if that is not known."""

@@ -254,7 +254,30 @@ class Rewriter:
                 self.drop(path, "patterns that share a name")
             node["additionalProperties"] = Node(path)
             return
-        node["patternProperties"] = {text: self._node((*at, name)) for text, name in texts.items()}
+        self._hold_names(node, {text: self._node((*at, name)) for text, name in texts.items()})
+
+    def _hold_names(self, node: Node, schemas: Mapping[str, Schema]) -> None:
+        """Holds names to the schemas of their patterns.
+
+        A pattern of listed names alone is written as these: llguidance takes it for further names,
+        of which it would find none amid an answer.
+        """
+        properties: dict[str, Schema] = dict(node.get("properties", {}))
+        names = dict.fromkeys([*properties, *node.get("required", ())])
+        kept: dict[str, Schema] = {}
+        for text, schema in schemas.items():
+            pattern = self.patterns[text]
+            found = {name: pattern.matches(name) for name in names}
+            if None in found.values() or not pattern.matches_only(names):
+                kept[text] = schema
+                continue
+            for name in names:
+                if found[name]:
+                    properties[name] = _both(properties.get(name), schema)
+        if properties or len(kept) < len(schemas):
+            node["properties"] = properties
+        if kept:
+            node["patternProperties"] = kept
 
     def _items(self, node: Node, path: str, value: Any, at: Pointer) -> None:
         """Tuples of the old drafts become prefixItems and items."""
@@ -336,7 +359,7 @@ class Rewriter:
         if lost:
             _also(node, Node(path, {"properties": lost}))
         if others is not False:
-            node["patternProperties"] = {text: node.get("additionalProperties", Node(path))}
+            self._hold_names(node, {text: node.get("additionalProperties", Node(path))})
             node["additionalProperties"] = Nothing(path, "other names do not match")
         return True
 
@@ -408,6 +431,15 @@ def refs(schema: Schema) -> set[str]:
 def _also(node: Node, other: Node) -> None:
     """Holds a schema to another one as well."""
     node["allOf"] = [*node.get("allOf", ()), other]
+
+
+def _both(one: Schema | None, other: Schema) -> Schema:
+    """A schema of the values that both allow."""
+    if not one or isinstance(other, Nothing):  # an empty one allows every value
+        return other
+    if isinstance(one, Nothing) or not other:
+        return one
+    return Node(one.path, {"allOf": [one, other]})
 
 
 def _is_exact(value: float) -> bool:

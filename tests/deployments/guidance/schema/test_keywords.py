@@ -53,6 +53,14 @@ def test_values_are_rejected(case: Case) -> None:
         assert not accepts(grammar, json.dumps(value)), value
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "names alone" in case.name])
+def test_no_answer_needs_a_name_that_there_is_not(case: Case) -> None:
+    """A comma behind the last name that a pattern allows leads into an end without an answer."""
+    schema = json.loads(made(case.schema).text)["grammars"][0]["json_schema"]
+    assert "^(a|b)$" not in json.dumps(schema) and "^a$" not in json.dumps(schema)
+    assert {"a"} <= schema["properties"].keys()
+
+
 @pytest.mark.parametrize("case", REFUSED, ids=[case.name for case in REFUSED])
 def test_keywords_are_refused(case: Refusal) -> None:
     with pytest.raises(InvalidRequest) as caught:
