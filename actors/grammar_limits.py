@@ -4,6 +4,7 @@ A runner compiles with the same limits as the process that has checked the gramm
 there passes here. No torch; llguidance loads when it is used.
 """
 
+import re
 from collections.abc import Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,9 @@ LIMITS: dict[str, Any] = {
 
 SPECIAL = b"\xff"
 """Before the name of a token that is no text, as llguidance writes it."""
+
+PLAIN = re.compile(r"[\w\s]+")
+"""An added token that is words or blanks is text; another one is a mark, which is none."""
 
 
 def limits() -> "LLParserLimits":
@@ -64,10 +68,6 @@ def ll_tokenizer_from(
     """
     from llguidance import LLTokenizer
 
-    try:
-        return LLTokenizer(text, n_vocab=vocab_size, eos_token=ends or None)
-    except ValueError:  # a decoder that llguidance does not know, as of a unigram
-        pass
     vocabulary: Any = _Vocabulary(text, vocab_size, ends, bos)
     try:
         return LLTokenizer(vocabulary, eos_token=ends or None)
@@ -77,29 +77,55 @@ def ll_tokenizer_from(
 
 
 class _Vocabulary:
-    """A vocabulary by what each token adds to a text; what llguidance's ``LLTokenizer`` reads."""
+    """A vocabulary by what each token adds to a text; what llguidance's ``LLTokenizer`` reads.
+
+    A token that is a mark is no text, whether or not it is special: its text is spelled by other
+    tokens, and the token itself comes only where a grammar names its id.
+    """
 
     is_tokenizer_wrapper = True
 
     def __init__(self, text: str, size: int, ends: list[int], bos: int | None) -> None:
-        from tokenizers import Tokenizer
+        from tokenizers import AddedToken, Tokenizer
 
         backend = Tokenizer.from_str(text)
         added = backend.get_added_tokens_decoder()
+        marks = {
+            token: content.content
+            for token, content in added.items()
+            if content.special or not PLAIN.fullmatch(content.content)
+        }
+        backend.add_special_tokens(
+            [AddedToken(mark, special=True, normalized=False) for mark in marks.values()]
+        )
+        backend.encode_special_tokens = True  # a mark in a text is read as other tokens
         self._backend = backend
         self.eos_token_id = ends[0] if ends else None
         self.bos_token_id = bos
-        self.special_token_ids = sorted(added)
-        letter = backend.encode("a", add_special_tokens=False).ids[-1:]
-        before = len(backend.decode(letter, skip_special_tokens=False))
-        self.tokens = [
-            backend.decode([*letter, token], skip_special_tokens=False)[before:].encode()
-            if token not in added
-            else SPECIAL + added[token].content.encode()
-            for token in range(size)
-        ]
+        self.special_token_ids = sorted(marks)
+        self.tokens = _bytes_of(backend, text, size)
+        for token, mark in marks.items():
+            self.tokens[token] = SPECIAL + mark.encode()
 
     def __call__(self, text: str | bytes) -> list[int]:
         whole = text if isinstance(text, str) else text.decode(errors="ignore")
         ids: list[int] = self._backend.encode(whole, add_special_tokens=False).ids
         return ids
+
+
+def _bytes_of(backend: Any, text: str, size: int) -> list[bytes]:
+    """The bytes that each token adds to a text; b"" of an id without one."""
+    from llguidance import LLTokenizer
+
+    known = [backend.id_to_token(token) is not None for token in range(size)]
+    try:
+        decode = LLTokenizer(text, n_vocab=size).decode_bytes
+        return [decode([token]) if known[token] else b"" for token in range(size)]
+    except ValueError:  # a decoder that llguidance does not know, as of a unigram
+        pass
+    letter = backend.encode("a", add_special_tokens=False).ids[-1:]
+    before = len(backend.decode(letter, skip_special_tokens=False))
+    return [
+        backend.decode([*letter, token], skip_special_tokens=False)[before:].encode()
+        for token in range(size)
+    ]
