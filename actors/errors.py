@@ -15,9 +15,10 @@
     ├── DeadlineExceeded               408  deadline_exceeded        the request's time limit passed
     ├── RequestFailed                  500  engine_error             this request alone failed
     │   ├── NumericalError             500  numerical_error          its logits were not finite
-    │   ├── GrammarFailed              500  grammar_failed           its grammar left no token
+    │   ├── NoTokenLeft                400  no_token_left            its own rules leave no token
+    │   │   ├── GrammarFailed          400  grammar_failed           so does its grammar
+    │   │   └── GrammarTooSlow         400  grammar_too_slow         its grammar held up a step
     │   ├── AdapterUnavailable         503  adapter_unavailable      its adapter is gone
-    │   ├── GrammarTooSlow             500  grammar_too_slow         its grammar held up a step
     │   └── RequestQuarantined         500  request_quarantined      it killed its runners
     ├── StorageFull                    507  storage_full             the disk of --batch-dir
     ├── EngineUnavailable              503  engine_unavailable       starting, draining or dead
@@ -192,7 +193,15 @@ class NumericalError(RequestFailed):
     code = "numerical_error"
 
 
-class GrammarFailed(RequestFailed):
+class NoTokenLeft(RequestFailed):
+    """The request's own rules leave no token where it stands. The same request fails again."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "no_token_left"
+
+
+class GrammarFailed(NoTokenLeft):
     """The request's grammar does not compile, met a limit, or allows no token where it stands."""
 
     code = "grammar_failed"
@@ -205,7 +214,7 @@ class AdapterUnavailable(RequestFailed):
     code = "adapter_unavailable"
 
 
-class GrammarTooSlow(RequestFailed):
+class GrammarTooSlow(NoTokenLeft):
     """To find the tokens that the request's grammar allows took too long for a step."""
 
     code = "grammar_too_slow"

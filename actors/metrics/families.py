@@ -33,7 +33,7 @@ CACHE_TIERS = ("device", "host", "p2p", "disk", "external_unspecified")
 REJECTIONS = ("queue_full", "draining", "quarantined", "invalid")
 FAILURES = (
     *("engine_error", "numerical_error", "request_quarantined", "deadline_exceeded"),
-    *("engine_unavailable", "grammar_failed", "grammar_too_slow", "other"),
+    *("engine_unavailable", "grammar_failed", "grammar_too_slow", "no_token_left", "other"),
 )
 DRAFT_POSITIONS = tuple(str(place) for place in range(MOST_TOKENS))
 GRAMMAR_FAILURES = ("compile", "failed", "too_slow")

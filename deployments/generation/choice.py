@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from rayfin.actors.embeds.prompt_embeds import PromptEmbeds
+from rayfin.actors.errors import NoTokenLeft, RayfinError
 from rayfin.actors.media.media_input import MediaInput
 from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
 from rayfin.deployments.generation.calls import AnswerCall, ParsedAnswer
@@ -97,6 +98,20 @@ class Choice:
     def written_tokens(self) -> int:
         """Tokens of the prompt that were computed for the prefix cache: those of whole pages."""
         return written_tokens(len(self.prompt.ids), self.cached_tokens, self.page_size)
+
+    def name_cause(self, error: RayfinError) -> None:
+        """Gives an error that the request's own rules have caused the path of their field."""
+        caused = isinstance(error, NoTokenLeft) or error.code == "grammar_failed"
+        if not caused or error.param is not None:
+            return
+        sampling = self.request.sampling
+        fields = {
+            self.parsed.plan.param: sampling.guidance is not None,
+            "allowed_token_ids": bool(sampling.allowed),
+            "bad_words": bool(sampling.bad_words),
+            "min_tokens": bool(sampling.banned_until),
+        }
+        error.param = next((name for name, is_set in fields.items() if name and is_set), None)
 
     def score_prompt(self, like: "Choice") -> None:
         """Requests the prompt's log probabilities, as the first choice does."""

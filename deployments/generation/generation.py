@@ -243,6 +243,7 @@ class Generation:
                         return
             raise RequestFailed("The engine failed on this request.")
         except RayfinError as error:
+            choice.name_cause(error)
             if not (waits and isinstance(error, Overloaded)):
                 self._refund()
             raise
@@ -298,7 +299,8 @@ class Generation:
                             self._log_answer(choice)
                         return
             raise RequestFailed("The engine failed on this request.")
-        except RayfinError:
+        except RayfinError as error:
+            choices[0].name_cause(error)
             self._refund()
             raise
 

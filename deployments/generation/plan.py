@@ -78,6 +78,7 @@ class OutputPlan:
     choice: ToolChoice = ToolChoice()
     reasons: bool = False  # the model's reasoning is known, so that its tokens are counted
     kind: str = ""  # what the grammar was made from, for the metrics
+    param: str = ""  # the field of the grammar, for errors
 
     def parser(self) -> "OutputParser | None":
         """Returns a new parser; None if answers are plain text."""
@@ -325,6 +326,7 @@ def make_plan(
         choice=rules.choice,
         reasons=formats.reasoning is not None,
         kind=answer.kind if answer else "tools" if guidance and guidance.grammars else "",
+        param=rules.grammar_param if guidance and guidance.grammars else "",
     )
 
 

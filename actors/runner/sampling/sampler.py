@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from rayfin.actors.errors import NumericalError, RequestFailed
+from rayfin.actors.errors import NoTokenLeft, NumericalError, RequestFailed
 from rayfin.actors.messages import (
     NO_TOKEN,
     BoolArray,
@@ -200,7 +200,7 @@ class Sampler:
             bad = unsampled if processed is raw else find_bad_rows(raw).cpu().numpy()
             empty = unsampled & ~bad
             tokens[unsampled | bad] = NO_TOKEN
-            result.errors = {row: RequestFailed(NO_TOKEN_LEFT) for row in rows[empty].tolist()}
+            result.errors = {row: NoTokenLeft(NO_TOKEN_LEFT) for row in rows[empty].tolist()}
             result.errors |= {row: NumericalError(NOT_FINITE) for row in rows[bad].tolist()}
         result.tokens[rows] = tokens
         if masks is not None:

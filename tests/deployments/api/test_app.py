@@ -12,7 +12,10 @@ import pytest
 from rayfin.actors.errors import (
     DeadlineExceeded,
     EngineUnavailable,
+    GrammarFailed,
+    GrammarTooSlow,
     InvalidRequest,
+    NoTokenLeft,
     Overloaded,
     RequestFailed,
 )
@@ -190,6 +193,9 @@ async def test_a_refused_request_learns_when_to_come_back(
         (DeadlineExceeded("too late"), 408),
         (EngineUnavailable("starting"), 503),
         (RequestFailed("row failed"), 500),
+        (NoTokenLeft("no token is left"), 400),
+        (GrammarFailed("no token is left"), 400),
+        (GrammarTooSlow("it took too long"), 400),
     ],
 )
 async def test_a_refusal_by_the_engine_has_its_status(

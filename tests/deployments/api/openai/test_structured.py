@@ -1,5 +1,6 @@
 """Forms of answers over HTTP: fields to guidance, and what is refused."""
 
+import json
 import time
 from typing import Any
 
@@ -7,6 +8,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from rayfin.actors.errors import NoTokenLeft
 from rayfin.actors.guidance import NO_END
 from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.generation.service import OpenAIService
@@ -59,6 +61,35 @@ async def test_the_engine_hears_which_grammars_are_quick(
         response = await http.post(path, json={**PATHS[path], "guided_json": SCHEMA})
         assert response.status_code == 200, response.text
     assert [request.sampling.guidance.quick for request in engine.seen] == [most > 0] * 2
+
+
+RULED: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": NAMED}, "response_format.json_schema.schema"),
+    ({"guided_regex": "a{2,3}"}, "guided_regex"),
+    ({"structured_outputs": {"choice": ["yes"]}}, "structured_outputs.choice"),
+    ({"allowed_token_ids": [20, 21], "bad_words": ["a"]}, "allowed_token_ids"),
+    ({"bad_words": ["a"], "min_tokens": 3}, "bad_words"),
+    ({"min_tokens": 3}, "min_tokens"),
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("rules", "param"), RULED, ids=str)
+async def test_rules_that_leave_no_token_are_the_clients_mistake(
+    http: httpx.AsyncClient, engine: Any, path: str, stream: bool, rules: Any, param: str
+) -> None:
+    """Amid the answer: the error names the field, and no SDK sends the request again."""
+    engine.failure = (1, NoTokenLeft("no token is left"))
+    response = await http.post(path, json={**PATHS[path], **rules, "stream": stream})
+    if stream:
+        *_, last, _ = response.text.strip().split("\n\n")
+        error = json.loads(last.removeprefix("data: "))["error"]
+    else:
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert (error["code"], error["param"]) == ("no_token_left", param)
 
 
 WORDS = [f"{number} of many words" for number in range(120)]
