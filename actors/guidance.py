@@ -19,7 +19,7 @@ class Thinking:
     starts_inside: bool  # the prompt ends within a thought
     open_ids: tuple[int, ...] = ()  # an answer that begins with these begins with a thought
     budget: int | None = None  # tokens of a thought, its marks not counted; None is no limit
-    ends_at_call: bool = False  # a trigger of a call within a thought ends it
+    ends_at_call: bool = False  # a call within a thought ends it
     calls: tuple[int, ...] = ()  # marks of calls: one with which the grammar may begin ends it too
 
 
@@ -27,7 +27,7 @@ class Thinking:
 class CallGrammar:
     """Tool calls in an otherwise free answer."""
 
-    triggers: tuple[int, ...]  # single tokens; after each of them a call begins
+    triggers: tuple[int, ...]  # single tokens; after each of them a call may begin
     grammar: str  # of what follows the trigger, the call's closing mark included
     most: int | None = None  # calls; after them no trigger may be sampled. None is no limit
 
@@ -42,6 +42,7 @@ class Guidance:
     thinking: Thinking | None = None
     ends: tuple[int, ...] = ()  # end-of-sequence ids: with a grammar only where it is complete
     ends_from: int = 0  # position of the request from which ends may be sampled (min_tokens)
+    names: tuple[str, ...] = ()  # of functions: what is no text is a call once it names one
     quick: bool = False  # its grammars compile in a few milliseconds: no request waits for that
 
     @property

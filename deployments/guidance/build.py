@@ -52,4 +52,4 @@ def build_guidance(
     thinks = thinking is not None and thinking.budget is not None
     if not (grammar or calls.calls or calls.forbidden or thinks):
         return None
-    return Guidance(grammar, calls.calls, calls.forbidden, thinking)
+    return Guidance(grammar, calls.calls, calls.forbidden, thinking, names=calls.names)

@@ -29,6 +29,7 @@ class CallRules:
     calls: CallGrammar | None = None  # with a free answer only
     forbidden: tuple[int, ...] = ()  # triggers that may not be sampled
     unenforced: tuple[str, ...] = ()  # paths of schema keywords
+    names: tuple[str, ...] = ()  # of the functions that may be called in a free answer or a thought
     forced: str = ""  # of OutputParser: "required", or the name of the function
 
 
@@ -92,6 +93,7 @@ class _RuleMaker:
         self._ids = mark_ids(tokenizer, [row])
         self._lark = LarkWriter(self._ids, tokenizer.eos_token_ids)
         self._unenforced: list[str] = []
+        self._names: tuple[str, ...] = ()
 
     def without_calls(self, has_tools: bool) -> CallRules:
         """The model sees the tools and may call none."""
@@ -107,6 +109,7 @@ class _RuleMaker:
         """The answer may hold calls, or is calls."""
         choice = self._choice
         callees = [self._callee(tool) for tool in tools]
+        self._names = tuple(callee.name for callee in callees)
         several = choice.parallel and choice.name is None
         if choice.forced:
             start = self._writer().only_calls(callees, several=several)
@@ -130,7 +133,7 @@ class _RuleMaker:
         return AnswerWriter(self._lark, self._row)
 
     def _rules(self, grammar: str, calls: CallGrammar | None = None, forced: str = "") -> CallRules:
-        return CallRules(grammar, calls, (), tuple(self._unenforced), forced)
+        return CallRules(grammar, calls, (), tuple(self._unenforced), self._names, forced)
 
     def _whole_answer(self, callees: Sequence[Callee] = (), several: bool = True) -> str:
         """Calls, or an answer of its own form."""

@@ -2,7 +2,7 @@
 
     THINKING   between the marks of a thought: everything may, until its budget is spent; no end if
                a grammar is to come
-    FREE       everything may, until a trigger begins a call
+    FREE       everything may, until a call has begun: a trigger, and what names a function
     BOUND      what the grammar of the answer, or of a call, lets through
     DONE       it has ended; a step that is in flight by then may only sample the end
 
@@ -125,6 +125,34 @@ class OpeningMark:
         if self._text.startswith(self._mark):
             return True
         return False if self._mark.startswith(self._text) else None
+
+
+class CallTrial:
+    """What may be the beginning of a call, behind its mark; a quoted mark is text.
+
+    It is a call once it names a function and goes on: until then no token is held to the grammar.
+
+    Args:
+        names: of the functions; with none a mark is a call.
+    """
+
+    def __init__(self, matcher: "LLMatcher", names: Iterable[str], vocabulary: Vocabulary) -> None:
+        self.matcher = matcher
+        self._names = [name.encode() for name in names]
+        self._vocabulary = vocabulary
+        self._text = b""
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it is one for certain."""
+        text = self._text
+        named = any(name in text and not text.endswith(name) for name in self._names)
+        return named or not self._names or self.matcher.is_stopped()
+
+    def goes_on(self, token: int) -> bool:
+        """Appends a token; whether it may still become a call."""
+        self._text += self._vocabulary.bytes_of(token)
+        return self.matcher.try_consume_tokens([token]) == 1
 
 
 class GuidedRow:
@@ -269,6 +297,7 @@ class GuidedRow:
         self._thought: OpenThought | None = None
         self._calls = 0  # begun
         self._opening: OpeningMark | None = None
+        self._trial: CallTrial | None = None  # of what may be a call
         self.error = None
         try:
             if thinking is None or not (thinking.starts_inside or thinking.open_ids):
@@ -295,32 +324,44 @@ class GuidedRow:
     def _advance(self, token: int) -> None:
         if self.phase is Phase.OPENING and self._opens(token):
             return
-        if self.phase is Phase.THINKING:
-            assert self._thought is not None
-            if self._thought.ends_with(token):
-                self._begin_answer()
-                return
-            if self._is_call_within(token):
-                self._begin_answer()
-        if token in self.guidance.ends:
+        if self._thought is not None and self._thought.ends_with(token):
+            self._begin_answer()
+        elif token in self.guidance.ends:
             self.phase = Phase.DONE
-        elif self.phase is Phase.FREE:
-            calls = self.guidance.calls
-            if calls is not None and token in calls.triggers and not self._no_more_calls:
-                self._calls += 1
-                self._bind(calls.grammar)
-                self.phase = Phase.BOUND
         elif self.phase is Phase.BOUND:
             self._consume(token)
+        elif self.phase is not Phase.DONE:
+            self._try_call(token)
 
-    def _is_call_within(self, token: int) -> bool:
-        """Whether the token ends a thought that may end with a call."""
-        calls, thinking = self.guidance.calls, self.guidance.thinking
-        if thinking is None:
-            return False
-        if token in thinking.calls:
-            return True
-        return calls is not None and thinking.ends_at_call and token in calls.triggers
+    def _try_call(self, token: int) -> None:
+        """Goes on with what may be a call, or begins it; then the answer is held to its grammar."""
+        trial = self._trial
+        if trial is None or not trial.goes_on(token):
+            trial = self._trial = self._new_trial(token)
+        if trial is None or not trial.is_call:
+            return
+        self._trial = self._thought = None
+        self._bind(self.guidance.grammar)
+        if self.guidance.calls is not None:
+            self._calls += 1
+            self._bind(self.guidance.calls.grammar)
+        self._made = trial.matcher
+        self.phase = Phase.BOUND
+        self._end_call()
+
+    def _new_trial(self, token: int) -> CallTrial | None:
+        """What may be a call from this token on, or None."""
+        guidance, calls = self.guidance, self.guidance.calls
+        book, thinking = self._book, guidance.thinking
+        thinks = self.phase is Phase.THINKING
+        if calls is not None and token in calls.triggers and not self._no_more_calls:
+            if thinks and not (thinking is not None and thinking.ends_at_call):
+                return None
+            return CallTrial(book.matcher(calls.grammar), guidance.names, book.vocabulary)
+        if thinks and thinking is not None and token in thinking.calls:
+            trial = CallTrial(book.matcher(guidance.grammar), guidance.names, book.vocabulary)
+            return trial if trial.goes_on(token) else None
+        return None
 
     def _opens(self, token: int) -> bool:
         """Whether the answer still begins as a thought does; else it is an answer from now on."""
@@ -342,7 +383,12 @@ class GuidedRow:
         if matcher is None or not matcher.consume_token(token):
             why = "" if matcher is None else f": {brief(matcher.get_error())}"
             raise GrammarFailed(f"token {token} is not of the request's grammar{why}")
-        if matcher.is_stopped() and not self.guidance.grammar:
+        self._end_call()
+
+    def _end_call(self) -> None:
+        """What follows a complete call of a free answer is free again."""
+        matcher = self._matcher
+        if matcher is not None and matcher.is_stopped() and not self.guidance.grammar:
             self._bind("")  # the call is complete
             self.phase = Phase.FREE
 
@@ -362,7 +408,7 @@ class GuidedRow:
             ]
 
     def _begin_answer(self) -> None:
-        self._thought = None
+        self._thought = self._trial = None
         self.phase = Phase.FREE
         if self.guidance.grammar:
             self.phase = Phase.BOUND
@@ -373,7 +419,7 @@ def _failure(error: Exception) -> RequestFailed:
     if isinstance(error, RequestFailed):
         return error
     logger.error("a guided row failed: %s", error, exc_info=error)
-    return GrammarFailed(f"{type(error).__name__}: {error}")
+    return RequestFailed(f"{type(error).__name__}: {error}")
 
 
 def _is_allowed(words: WordArray, token: int) -> bool:
