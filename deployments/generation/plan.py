@@ -352,6 +352,10 @@ def _parser_of(
         functions={tool.name: tool.parameters for tool in callable_tools},
         starts_inside=thought_start(formats.reasoning, opening),
         forced=forced,
-        special=tokenizer.special_texts,
+        # In a form they are spelled, and the answer is not read for them.
+        special=tokenizer.special_texts
+        if rules.structured is None
+        else frozenset(tokenizer.added_ids),
         ends_thoughts=ends_thoughts,
+        cut_thoughts=rules.budget is not None,
     )

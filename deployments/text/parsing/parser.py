@@ -26,6 +26,7 @@ class OutputParser:
         forced: "required" or the name of a function: the answer is calls. Without ``tools`` it is a
             JSON list of calls, or the arguments of the named function alone.
         ends_thoughts: marks of calls that may end a thought; None: all, if the format says so.
+        cut_thoughts: a thought may be ended before the model ends it, which it may still do.
         special: marks that are special tokens: text that looks like one stays text.
     """
 
@@ -39,6 +40,7 @@ class OutputParser:
         forced: str = "",
         special: Collection[str] = (),
         ends_thoughts: Collection[str] | None = None,
+        cut_thoughts: bool = False,
     ) -> None:
         if tools is None and forced == "required":
             tools = TOOL_FORMATS["json"]
@@ -51,6 +53,8 @@ class OutputParser:
             self._steps = ChannelReader(self._feed, self._writer).run()
         else:
             reader = AnswerReader(self._feed, self._writer, tools, reasoning, forced, ends_thoughts)
+            if cut_thoughts:
+                reader.drop_closes()
             self._steps = reader.run()
         self._advance()
 
@@ -145,6 +149,8 @@ class AnswerReader:
         row = reasoning or ReasoningFormat(name="none")
         self._opens, self._begins, self._dropped = set(row.open), set(begins), set(row.dropped)
         self._last_mark = (tools.section[1] or tools.call[1]).strip() if tools is not None else ""
+        self._closes: set[str] = set()  # of thoughts that have ended before them
+        self._row, self._ends = row, ends
         self._first = marks(*row.open, *begins, *row.dropped)
         # Of text, and of text behind a broken call.
         self._stops = [marks(*begins, *row.dropped), marks(*begins, *row.dropped, *ends)]
@@ -155,6 +161,14 @@ class AnswerReader:
         closing = [mark for mark in row.close if not mark[0].isalpha()]
         self._closing = marks(*closing, *row.dropped[1::2])
         self._at_start = True  # of the answer, or behind a thought or a call
+
+    def drop_closes(self) -> None:
+        """A thought has ended without its mark, or may: the mark is no content from now on."""
+        row, marks, begins = self._row, self._feed.markers.marks, tuple(self._begins)
+        self._closes = set(row.close)
+        self._first = marks(*row.open, *begins, *row.dropped, *row.close)
+        free = (*begins, *row.dropped, *row.close)
+        self._stops = [marks(*free), marks(*free, *self._ends)]
 
     def run(self) -> Steps[None]:
         """Reads to the end of the answer."""
@@ -169,7 +183,10 @@ class AnswerReader:
                 yield from self._read_thought()
             elif mark in self._begins or (not mark and self._at_start and self._is_bare(char)):
                 yield from self._read_calls(mark, "content")
-            elif mark in self._dropped:
+            elif mark in self._closes and not self._at_start:
+                text = feed.release()  # the blanks before it stay
+                self._writer.add("content", text[: len(text) - len(text.lstrip())])
+            elif mark in self._dropped or mark in self._closes:
                 feed.forget()
                 yield from feed.skip_newlines()
                 self._begin_again()
@@ -219,6 +236,8 @@ class AnswerReader:
             yield from feed.match(self._stops_of_thought)
             if mark in self._begins:
                 yield from self._read_calls(mark, "reasoning")
+                if not writer.in_thought:
+                    self.drop_closes()
                 continue
             feed.forget()
             writer.in_thought = False

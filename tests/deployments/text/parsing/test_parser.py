@@ -10,11 +10,12 @@ import pytest
 from rayfin.deployments.text.parsing.events import Event, Piece
 from rayfin.deployments.text.parsing.parser import OutputParser
 from rayfin.deployments.text.parsing.rows import (
+    REASONING_FORMATS,
     TOOL_FORMATS,
     find_reasoning_format,
     find_tool_format,
 )
-from transcripts import FUNCTIONS, TRANSCRIPTS, Transcript
+from transcripts import FUNCTIONS, PARIS, TRANSCRIPTS, Transcript
 
 
 class Answer(NamedTuple):
@@ -101,3 +102,42 @@ def test_transcript(case: Transcript, form: str) -> None:
     assert answer.content == case.content
     assert answer.reasoning == case.reasoning
     assert (parser.unparsed, parser.cut) == (case.unparsed, 0)
+
+
+THOUGHTS = [name for name, row in REASONING_FORMATS.items() if not row.channels]
+
+
+@pytest.mark.parametrize("form", ["text", "tokens", "characters", "special"])
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_a_close_behind_a_thought_that_was_cut_is_no_content(
+    name: str, inside: bool, form: str
+) -> None:
+    """A budget ends the thought, and the model ends it once more."""
+    row = REASONING_FORMATS[name]
+    text = f"a{row.close[0]}b {row.close[0]}\n\nc"
+    text = text if inside else row.open[0] + text
+
+    def parser(**special: Any) -> OutputParser:
+        return OutputParser(
+            None, row, functions={}, starts_inside=inside, cut_thoughts=True, **special
+        )
+
+    tokens = tokens_of(parser()) if form in ("tokens", "special") else ()
+    pieces = [Piece(text)] if form == "text" else as_pieces(text, tokens)
+    chosen = parser(special=tokens) if form == "special" else parser()
+    answer = read(run(chosen, pieces))
+    assert (answer.reasoning, answer.content) == ("a", "b \n\nc")
+
+
+@pytest.mark.parametrize("form", ["text", "tokens", "characters"])
+@pytest.mark.parametrize("name", [n for n in THOUGHTS if REASONING_FORMATS[n].ends_at_call])
+def test_a_close_behind_a_call_within_a_thought_is_no_content(name: str, form: str) -> None:
+    row, tools = REASONING_FORMATS[name], TOOL_FORMATS["hermes"]
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+    text = f"{row.open[0]}a\n{call}\n{row.close[0]}\n\nc"
+    parser = OutputParser(tools, row, functions=FUNCTIONS)
+    tokens = tokens_of(parser) if form == "tokens" else ()
+    pieces = [Piece(text)] if form == "text" else as_pieces(text, tokens)
+    answer = read(run(parser, pieces))
+    assert (answer.reasoning, answer.content, answer.calls) == ("a", "c", [PARIS])
