@@ -285,6 +285,27 @@ def test_a_mark_of_a_call_begins_the_grammar_within_a_thought(book: GrammarBook,
     assert sampled(row, book) == set(range(116)) - {END, CALL, CALLED}
 
 
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("quoted", ["z", "{z1", "{ab", "}", "{a}z"])
+def test_a_quoted_mark_is_text_until_a_call_names_a_function(
+    within: bool, quoted: str, book: GrammarBook, ids: Make
+) -> None:
+    """In an answer, and in a thought that a call ends."""
+    thinking = replace(SPECIAL, starts_inside=True, ends_at_call=True) if within else None
+    phase = Phase.THINKING if within else Phase.FREE
+    calls = CallGrammar((CALL,), OF_A_CALL, most=1)
+    row = GuidedRow(Guidance(calls=calls, thinking=thinking, ends=ENDS, names=("ab",)), book)
+    for token in (CALL, *ids(quoted)):
+        row.accept(token)
+        assert row.phase is phase and sampled(row, book) is None
+    accept(row, [CALL, *ids("{ab")])
+    assert row.phase is phase and sampled(row, book) is None
+    accept(row, ids("c"))
+    assert row.phase is Phase.BOUND and sampled(row, book) == {*ids("}")}
+    accept(row, [*ids("}"), CALLED])
+    assert row.phase is Phase.FREE and CALL not in (sampled(row, book) or set())
+
+
 # Failures.
 
 
@@ -321,6 +342,7 @@ GUIDANCES = [
     Guidance(grammar=JSON, ends=ENDS),
     Guidance(grammar=JSON, ends=ENDS, ends_from=30, forbidden=(9,)),
     Guidance(calls=CallGrammar((CALL,), OF_A_CALL, most=1), ends=ENDS),
+    Guidance(calls=CallGrammar((CALL,), OF_A_CALL), ends=ENDS, names=("a",)),
     Guidance(grammar=JSON, thinking=replace(SPECIAL, budget=5), ends=ENDS),
     Guidance(
         grammar=JSON,
