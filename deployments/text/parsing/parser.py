@@ -147,10 +147,8 @@ class AnswerReader:
         begins = tools.begins if tools is not None else ()
         ends = (*tools.ends, tools.arguments[1].strip()) if tools is not None else ()
         row = reasoning or ReasoningFormat(name="none")
-        self._opens, self._begins, self._dropped = set(row.open), set(begins), set(row.dropped)
+        self._row, self._begins, self._dropped = row, set(begins), set(row.dropped)
         self._last_mark = (tools.section[1] or tools.call[1]).strip() if tools is not None else ""
-        self._closes: set[str] = set()  # of thoughts that have ended before them
-        self._row, self._ends = row, ends
         self._first = marks(*row.open, *begins, *row.dropped)
         # Of text, and of text behind a broken call.
         self._stops = [marks(*begins, *row.dropped), marks(*begins, *row.dropped, *ends)]
@@ -164,11 +162,11 @@ class AnswerReader:
 
     def drop_closes(self) -> None:
         """A thought has ended without its mark, or may: the mark is no content from now on."""
-        row, marks, begins = self._row, self._feed.markers.marks, tuple(self._begins)
-        self._closes = set(row.close)
-        self._first = marks(*row.open, *begins, *row.dropped, *row.close)
-        free = (*begins, *row.dropped, *row.close)
-        self._stops = [marks(*free), marks(*free, *self._ends)]
+        row, marks, tools = self._row, self._feed.markers.marks, self._tools
+        self._first = marks(*row.open, *self._begins, *row.dropped, *row.close)
+        free = (*self._begins, *row.dropped, *row.close)
+        ends = () if tools is None else (*tools.ends, tools.arguments[1].strip())
+        self._stops = [marks(*free), marks(*free, *ends)]
 
     def run(self) -> Steps[None]:
         """Reads to the end of the answer."""
@@ -179,14 +177,14 @@ class AnswerReader:
             yield from self._read_forced_arguments()
         while True:
             mark, char = yield from (self._begin_text() if self._at_start else self._read_text())
-            if mark in self._opens:
+            if mark in self._row.open:
                 yield from self._read_thought()
             elif mark in self._begins or (not mark and self._at_start and self._is_bare(char)):
                 yield from self._read_calls(mark, "content")
-            elif mark in self._closes and not self._at_start:
+            elif mark in self._row.close and not self._at_start:
                 text = feed.release()  # the blanks before it stay
                 self._writer.add("content", text[: len(text) - len(text.lstrip())])
-            elif mark in self._dropped or mark in self._closes:
+            elif mark in self._dropped or mark in self._row.close:
                 feed.forget()
                 yield from feed.skip_newlines()
                 self._begin_again()
@@ -224,7 +222,9 @@ class AnswerReader:
         feed.forget()
         writer.in_thought = True
         yield from feed.skip_newlines()
-        if (yield from feed.sees(self._first)) in self._opens:  # the prompt has opened it as well
+        if (
+            yield from feed.sees(self._first)
+        ) in self._row.open:  # the prompt has opened it as well
             yield from feed.match(self._first)
             yield from feed.skip_newlines()
         while writer.in_thought:
