@@ -133,7 +133,8 @@ class _RuleMaker:
         return AnswerWriter(self._lark, self._row)
 
     def _rules(self, grammar: str, calls: CallGrammar | None = None, forced: str = "") -> CallRules:
-        return CallRules(grammar, calls, (), tuple(self._unenforced), self._names, forced)
+        names = self._names if grammar or calls else ()
+        return CallRules(grammar, calls, (), tuple(self._unenforced), names, forced)
 
     def _whole_answer(self, callees: Sequence[Callee] = (), several: bool = True) -> str:
         """Calls, or an answer of its own form."""
