@@ -282,7 +282,7 @@ class Cluster:
                 found.append(ray.get(scheduler.stats.remote(), timeout=10))
         return found
 
-    def pages_left(self, seconds: float = 20.0) -> int:
+    def pages_left(self, seconds: float = PATIENCE) -> int:
         """Pages that idle engines still hold; -1 if they do not become idle or do not answer."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
