@@ -7,7 +7,7 @@ SERVING := $(VENV)/.installed-serving
 PLOTS := $(VENV)/.installed-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help install kernels sanitize serve wheel observe check test simulate chaos soak docs lint format bench bench-core bench-gpu pictures demo-model
+.PHONY: help install kernels sanitize serve wheel observe check test test-all simulate chaos soak docs lint format bench bench-core bench-gpu pictures demo-model
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -58,14 +58,21 @@ $(BIN)/auditwheel:
 observe: $(SERVING)  ## start Debian's Prometheus beside `make serve`, on port 9090 (ARGS="--port 9091")
 	$(BIN)/python k8s/prometheus/observe.py $(ARGS)
 
+# Whole files go to two processes, longest first: tests/support/run_order.py.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --no-loadscope-reorder --durations=10
+
 check: $(INSTALLED)  ## lint and the fast tests (ARGS="-k scheduler ...")
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -q --fast -n 2 --dist loadfile --durations=10 $(ARGS)
+	$(PYTEST) --fast $(ARGS)
 
-test: $(INSTALLED)  ## lint, types and all tests, on two cores (ARGS="-k scheduler ...")
+test: $(INSTALLED)  ## lint, types and the tests, on two cores (ARGS="-k scheduler ...")
 	$(BIN)/ruff check .
-	$(BIN)/python tools/run_tests.py --types --durations=25 $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-all: $(INSTALLED)  ## lint, types and all tests at their full depth, on two cores
+	$(BIN)/ruff check .
+	$(PYTEST) --all $(ARGS)
 
 simulate: $(INSTALLED)  ## simulate lives of the scheduler without a model (SEEDS=10000 or REQUESTS=100000)
 	$(BIN)/python tools/simulate.py $(if $(REQUESTS),--requests $(REQUESTS),--seeds $(or $(SEEDS),1000))

@@ -1,7 +1,8 @@
 """Shared by all tests: quiet libraries, no network, tiny models that are built once per session.
 
 ``pytest --fast`` is the tier of `make check`: no test marked ``slow``, three architectures, a few
-examples of each property. Without it everything runs; tools/run_tests.py uses both cores.
+examples of each property. ``pytest --all`` is that of `make test-all`: tests marked ``thorough``
+too, and all examples. Without either it is that of `make test`.
 """
 
 import functools
@@ -15,6 +16,8 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from run_order import FileDurations, FileScheduling, sort_by_duration
 
 # Here, not in a hook: conftest.py files further down import transformers before hooks run.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -38,10 +41,25 @@ SLOW_FOLDERS = {
 }
 FAST_ARCHITECTURES = ("llama", "gemma3_text", "mixtral")
 FAST_EXAMPLES = 10
+FEWER = 4  # of a property's examples `make test` takes one in so many, and no fewer than fast
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="the tier of `make check`")
+    parser.addoption("--all", action="store_true", help="the tier of `make test-all`")
+    parser.addoption(
+        "--keep-durations", action="store_true", help="write tests/durations.json from this run"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps durations in the process that prints, not in the workers of xdist."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FileDurations(config.getoption("--keep-durations")))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling:
+    return FileScheduling(config, log)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -63,7 +81,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if folder is not None:
             item.add_marker(pytest.mark.slow(reason=SLOW_FOLDERS[folder]))
     if config.getoption("--fast"):
-        _pick_fast(config, items)
+        _deselect(config, items, "slow", "thorough")
+        _take_examples(items, lambda count: FAST_EXAMPLES)
+    elif not config.getoption("--all"):
+        _deselect(config, items, "thorough")
+        _take_examples(items, lambda count: max(count // FEWER, FAST_EXAMPLES))
+    sort_by_duration(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch
@@ -87,18 +110,25 @@ def _slow_folder(path: Path) -> str | None:
     return next((folder for folder in SLOW_FOLDERS if folder in parents), None)
 
 
-def _pick_fast(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if item not in set(slow)]
+def _deselect(config: pytest.Config, items: list[pytest.Item], *markers: str) -> None:
+    """Leaves out tests with one of the markers."""
+    left_out = {item for item in items if any(map(item.get_closest_marker, markers))}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _take_examples(items: list[pytest.Item], examples: Callable[[int], int]) -> None:
+    """Lowers each property's number of examples; it names its own, which no profile overrides."""
     for item in items:
         test = getattr(item, "obj", None)
-        # Properties name their own number of examples, which no profile overrides.
-        given = getattr(test, "_hypothesis_internal_use_settings", None)
-        if given is not None and given.max_examples > FAST_EXAMPLES:
-            function = getattr(test, "__func__", test)
-            few = settings(given, max_examples=FAST_EXAMPLES)
-            function._hypothesis_internal_use_settings = few
+        function = getattr(test, "__func__", test)
+        given = getattr(function, "_hypothesis_internal_use_settings", None)
+        # A property is parametrized into several items.
+        if given is not None and not hasattr(function, "rayfin_all_examples"):
+            function.rayfin_all_examples = given.max_examples
+            if examples(given.max_examples) < given.max_examples:
+                few = settings(given, max_examples=examples(given.max_examples))
+                function._hypothesis_internal_use_settings = few
 
 
 @functools.cache
