@@ -2,7 +2,8 @@
 
 ``pytest --fast`` is the tier of `make check`: no test marked ``slow``, three architectures, a few
 examples of each property. ``pytest --all`` is that of `make test-all`: tests marked ``thorough``
-too, and all examples. Without either it is that of `make test`.
+too, and all cases and examples. Without either it is that of `make test`: of a test with several
+parameters each pair of values once, and a quarter of a property's examples.
 """
 
 import functools
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from pairs import without_repeated_pairs
 from run_order import FileDurations, FileScheduling, sort_by_duration
 
 # Here, not in a hook: conftest.py files further down import transformers before hooks run.
@@ -81,10 +83,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if folder is not None:
             item.add_marker(pytest.mark.slow(reason=SLOW_FOLDERS[folder]))
     if config.getoption("--fast"):
-        _deselect(config, items, "slow", "thorough")
+        _deselect(config, items, _marked(items, "slow", "thorough"))
         _take_examples(items, lambda count: FAST_EXAMPLES)
     elif not config.getoption("--all"):
-        _deselect(config, items, "thorough")
+        _deselect(config, items, _marked(items, "thorough"))
+        _deselect(config, items, without_repeated_pairs(items))
         _take_examples(items, lambda count: max(count // FEWER, FAST_EXAMPLES))
     sort_by_duration(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
@@ -110,9 +113,11 @@ def _slow_folder(path: Path) -> str | None:
     return next((folder for folder in SLOW_FOLDERS if folder in parents), None)
 
 
-def _deselect(config: pytest.Config, items: list[pytest.Item], *markers: str) -> None:
-    """Leaves out tests with one of the markers."""
-    left_out = {item for item in items if any(map(item.get_closest_marker, markers))}
+def _marked(items: list[pytest.Item], *markers: str) -> set[pytest.Item]:
+    return {item for item in items if any(map(item.get_closest_marker, markers))}
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], left_out: set[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 

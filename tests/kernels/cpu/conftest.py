@@ -7,8 +7,12 @@ import pytest
 from rayfin.kernels.cpu.kernels import CpuKernels
 from rayfin.kernels.cpu.library import ISAS, LibraryUnavailable, load
 
-SETUPS: list[tuple[str | None, int]] = [*((isa, 1) for isa in ISAS), (None, 2), (None, 5)]
-"""Every instruction set, and the best one on two threads and on more than there are cores."""
+EVERY_ISA = pytest.mark.thorough(reason="`make test` has the best instruction set")
+SETUPS = [
+    *(pytest.param((isa, 1), marks=EVERY_ISA) for isa in ISAS),
+    *((None, threads) for threads in (1, 2, 5)),
+]
+"""Every instruction set, and the best one on one thread, on two and on more than there are cores."""
 
 
 def kernels_or_skip(isa: str | None, threads: int) -> CpuKernels:

@@ -66,7 +66,11 @@ def packed(kernels: CpuKernels, weight: Grouped) -> CodedMatrix:
     return matrix
 
 
-@pytest.fixture(scope="module", params=[*((isa, 1) for isa in ISAS), (None, 3)], ids=str)
+EVERY_ISA = pytest.mark.thorough(reason="`make test` has the best instruction set")
+SETUPS = [*(pytest.param((isa, 1), marks=EVERY_ISA) for isa in ISAS), (None, 1), (None, 3)]
+
+
+@pytest.fixture(scope="module", params=SETUPS, ids=str)
 def kernels(
     request: pytest.FixtureRequest, make_kernels: Callable[[str | None, int], CpuKernels]
 ) -> CpuKernels:

@@ -13,7 +13,11 @@ from rayfin.kernels.cpu.library import ISAS
 
 ROWS = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 24, 49, 130])
 SIZES = st.integers(1, 150)
-WAYS = [*((isa, vnni, 1) for isa in ISAS for vnni in (True, False)), (None, True, 3)]
+EVERY_ISA = pytest.mark.thorough(reason="`make test` has the best instruction set")
+WAYS = [
+    *(pytest.param((isa, vnni, 1), marks=EVERY_ISA) for isa in ISAS for vnni in (True, False)),
+    *((None, vnni, threads) for vnni, threads in ((True, 1), (False, 1), (True, 3))),
+]
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
