@@ -83,6 +83,12 @@ class InvalidRequest(RayfinError):
             self.code = code
 
 
+class InvalidLine(InvalidRequest):
+    """A line of a batch is no request; it may have a ``custom_id`` all the same."""
+
+    custom_id: str | None = None
+
+
 class ContextLengthExceeded(InvalidRequest):
     """The prompt is longer than the context, or needs more pages than the engine has."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.errors import InvalidConfig, InvalidLine
 from rayfin.deployments.batches.answers import (
     AnswerFile,
     Known,
@@ -22,7 +22,7 @@ from rayfin.deployments.batches.answers import (
     sync_folder,
 )
 from rayfin.deployments.batches.line_run import Work
-from rayfin.deployments.batches.lines import InvalidLine, LineReader, id_hash, parse_line
+from rayfin.deployments.batches.lines import LineReader, id_hash, parse_line
 
 SUFFIX = ".partial"
 

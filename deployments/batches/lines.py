@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.errors import InvalidLine
 
 ENDPOINTS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
@@ -23,12 +23,6 @@ MAX_CUSTOM_ID = 512  # characters
 BOM = b"\xef\xbb\xbf"
 SEEDED = frozenset({"/v1/chat/completions", "/v1/completions"})
 SEED_BITS = 63
-
-
-class InvalidLine(InvalidRequest):
-    """A line is no request; it may have a custom_id all the same."""
-
-    custom_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ SETUPS = [
     *(pytest.param((isa, 1), marks=EVERY_ISA) for isa in ISAS),
     *((None, threads) for threads in (1, 2, 5)),
 ]
-"""Every instruction set, and the best one on one thread, on two and on more than there are cores."""
+"""Every instruction set, and the best one on one, two and more threads than there are cores."""
 
 
 def kernels_or_skip(isa: str | None, threads: int) -> CpuKernels:
