@@ -4,9 +4,8 @@ This module imports none of transformers' classes until a configuration is loade
 packed weights (``--weights-cache``) of a known decoder needs none.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from huggingface_hub.errors import StrictDataclassError
 
@@ -14,11 +13,10 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.media.kinds import SPEECH_MODELS, media_kind
 from rayfin.actors.pooling.recipe import PoolingRecipe
+from rayfin.actors.runner.models.overrides import overridden
 
 if TYPE_CHECKING:  # with the classes of all families, which take seconds
     from transformers import PretrainedConfig
-
-CONFIG_ERRORS = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)
 
 
 def load_config(args: EngineArgs, recipe: PoolingRecipe | None = None) -> "PretrainedConfig":
@@ -40,38 +38,13 @@ def load_config(args: EngineArgs, recipe: PoolingRecipe | None = None) -> "Pretr
     except (OSError, ValueError, StrictDataclassError) as error:
         raise InvalidConfig(why_not_loaded(args.model, error), "model") from None
     if args.hf_overrides:
-        config = overridden(config, args.hf_overrides)
+        remote = args.trust_remote_code and hasattr(config, "auto_map")
+        config = overridden(config, args.hf_overrides, any_name=remote)
     if recipe is None:
         _refuse_unservable(config)
     elif not recipe.encoder:
         _refuse_unpageable(config)
     return config
-
-
-def overridden(config: "PretrainedConfig", changes: Mapping[str, Any]) -> "PretrainedConfig":
-    """The configuration with some of its values replaced; objects are merged, as vLLM does.
-
-    Raises:
-        InvalidConfig: The model's configuration does not take a value.
-    """
-    values = _merged(config.to_dict(), changes)
-    values.pop("transformers_version", None)
-    try:
-        changed: PretrainedConfig = type(config).from_dict(values)
-    except (*CONFIG_ERRORS, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
-        raise InvalidConfig(f"hf_overrides: {reason}", "hf_overrides") from error
-    changed.name_or_path = config.name_or_path
-    return changed
-
-
-def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(values)
-    for name, change in changes.items():
-        known = merged.get(name)
-        both = isinstance(known, Mapping) and isinstance(change, Mapping)
-        merged[name] = _merged(known, change) if both else change  # type: ignore[arg-type]
-    return merged
 
 
 def max_position(config: "PretrainedConfig") -> int | None:

@@ -155,14 +155,27 @@ def test_resolve_dtype(engine_args: Make) -> None:
 def test_changes_of_the_configuration(copy: Path, engine_args: Make) -> None:
     plain = load_config(engine_args(copy))
     rope = {"rope_type": "linear", "factor": 4.0}
-    changes = {"max_position_embeddings": 77, "rope_parameters": rope, "new": 1}
+    changes = {"max_position_embeddings": 77, "rope_parameters": rope}
     changed = load_config(engine_args(copy, hf_overrides=changes))
     expected = AutoConfig.from_pretrained(copy, rope_parameters=rope | {"rope_theta": 10000.0})
-    assert max_position(changed) == 77 and changed.new == 1
+    assert max_position(changed) == 77
     assert changed.rope_parameters == {**plain.rope_parameters, **rope} == expected.rope_parameters
     assert type(changed) is type(plain) and changed.hidden_size == plain.hidden_size
     with pytest.raises(InvalidConfig, match="hf_overrides"):
         load_config(engine_args(copy, hf_overrides={"hidden_size": "many"}))
+
+
+def test_a_changed_base_of_rotary_angles_changes_tokens(
+    copy: Path, served: Make, request_of: Make
+) -> None:
+    """As of a checkpoint that says so itself."""
+    prompt, changes = list(range(3, 33)), {"rope_theta": 7}
+    by_flag = served(copy, hf_overrides=changes).run(request_of(0, prompt, 12))
+    before = served(copy).run(request_of(0, prompt, 12))
+    config = json.loads((copy / "config.json").read_text())
+    config["rope_parameters"] |= changes
+    (copy / "config.json").write_text(json.dumps(config))
+    assert by_flag == served(copy).run(request_of(0, prompt, 12)) != before
 
 
 def test_the_tokenizer_has_a_revision_of_its_own(engine_args: Make) -> None:
