@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from pairs import without_repeated_pairs
 from run_order import FileDurations, FileScheduling, sort_by_duration
+from tiers import why_thorough, without_repeated_pairs
 
 # Here, not in a hook: conftest.py files further down import transformers before hooks run.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -82,6 +82,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         folder = _slow_folder(item.path)
         if folder is not None:
             item.add_marker(pytest.mark.slow(reason=SLOW_FOLDERS[folder]))
+        reason = why_thorough(item.nodeid)
+        if reason is not None:
+            item.add_marker(pytest.mark.thorough(reason=reason))
     if config.getoption("--fast"):
         _deselect(config, items, _marked(items, "slow", "thorough"))
         _take_examples(items, lambda count: FAST_EXAMPLES)
@@ -156,6 +159,13 @@ def frozen_heap() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     yield
+
+
+@pytest.fixture(scope="session")
+def depth(request: pytest.FixtureRequest) -> Callable[[int], int]:
+    """How often to repeat something: as often as asked in `make test-all`, else a quarter of it."""
+    is_all = request.config.getoption("--all")
+    return lambda count: count if is_all else max(1, count // FEWER)
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,13 @@
 """What of the tests runs in which tier, and in which order."""
 
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pairs import covering
 from run_order import RAY, FileScheduling, sort_by_duration
+from tiers import THOROUGH, covering, why_thorough
 
 
 def test_a_pairwise_choice_has_every_pair() -> None:
@@ -45,3 +46,12 @@ def test_files_go_to_workers_whole_and_ray_to_one() -> None:
     scope = scheduling._split_scope
     assert scope("tests/a.py::One::x") == scope("tests/a.py::y[1::2]") == "tests/a.py"
     assert scope(f"{RAY}a.py::x") == scope(f"{RAY}b.py::x") == RAY
+
+
+def test_thorough_tests_exist() -> None:
+    root = Path(__file__).parents[1]
+    for name in THOROUGH:
+        file, _, test = name.partition("::")
+        assert f"def {test.partition('[')[0]}" in (root / file).read_text() or not test, name
+    assert why_thorough("tests/e2e/test_wheel.py::test_x") == THOROUGH["tests/e2e/test_wheel.py"]
+    assert why_thorough("tests/e2e/test_api.py::test_x") is None

@@ -1,5 +1,6 @@
 """The description of the API, and whether it is true: schemathesis asks for anything."""
 
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -34,7 +35,9 @@ EXAMPLES = 12  # of each operation
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
-def test_the_api_is_as_described(service: OpenAIService, mode: GenerationMode) -> None:
+def test_the_api_is_as_described(
+    service: OpenAIService, mode: GenerationMode, depth: Callable[[int], int]
+) -> None:
     """Well-formed or not: no failure of the server's, and every answer of a described form."""
     schema = schemathesis.openapi.from_asgi("/openapi.json", build_api(service))
     asked = 0
@@ -47,7 +50,7 @@ def test_the_api_is_as_described(service: OpenAIService, mode: GenerationMode) -
 
         @given(cases)
         @settings(
-            max_examples=EXAMPLES,
+            max_examples=depth(EXAMPLES),
             deadline=None,
             derandomize=True,
             database=None,

@@ -1,0 +1,82 @@
+"""What `make test` leaves to `make test-all`.
+
+Of a test with several parameters `make test` runs cases in which each pair of their values meets
+once. Most faults need no more than two values to show (pairwise testing: D. R. Kuhn, D. R. Wallace,
+A. M. Gallo, "Software fault interactions and implications for software testing", IEEE TSE 2004).
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import combinations
+
+import pytest
+
+THOROUGH = {
+    "tests/actors/model_files/test_gguf_folder.py::test_errors": "test_gguf_file.py has the errors",
+    "tests/actors/model_files/test_gguf_folder.py::test_names": "converts a file once more",
+    "tests/actors/model_files/test_gguf_folder.py::test_tokens_are_those_of_transformers[f32]": "q8_0",
+    "tests/actors/model_files/test_gguf_folder.py::test_what_a_killed": "converts twice",
+    "tests/actors/runner/gpu/test_decoder.py::test_logits_agree[granite": "other families",
+    "tests/actors/runner/gpu/test_decoder.py::test_logits_agree[olmo2": "other families",
+    "tests/actors/runner/gpu/test_decoder.py::test_logits_agree[qwen2": "other families",
+    "tests/actors/runner/gpu/test_decoder.py::test_tokens_of_a_mixture": "its logits are compared",
+    "tests/actors/runner/gpu/test_decoder.py::test_wide_rows_of_weights_are_left_to_torch[gemma3": (
+        "another family"
+    ),
+    "tests/actors/runner/gpu/test_features.py::test_states[qwen3_next]": "another family",
+    "tests/deployments/bench/test_peers.py::test_guided_answers": "a comparison is one of tokens",
+    "tests/deployments/bench/test_peers.py::test_vectors": "a comparison is one of tokens",
+    "tests/deployments/cli/test_run_batch.py::test_killed": "e2e/test_batches.py kills processes",
+    "tests/e2e/test_disconnects.py": "a storm; test_streams.py has readers that leave",
+    "tests/e2e/test_garbage.py": "a storm; test_edge.py sends one of each kind",
+    "tests/e2e/test_sampling.py": "tests/actors/runner/sampling has each setting",
+    "tests/e2e/test_seeds.py": "test_llm.py has seeds in this process and as actors",
+    "tests/e2e/test_update.py": "a chaos row too; tests/deployments/serve has the order",
+    "tests/e2e/test_wheel.py": "builds a wheel; `make test` installs the folder",
+    "tests/e2e/test_wheel_aarch64.py": "compiles every kernel for another machine",
+    "tests/kernels/cpu/test_arm.py": "compiles all kernels twice and runs them in an emulator",
+    "tests/kernels/triton/test_compile.py": "compiles for Hopper; the interpreter runs each kernel",
+}
+"""Beginnings of names of tests that only `make test-all` runs, and what `make test` has instead."""
+
+Pair = tuple[tuple[str, int], tuple[str, int]]
+
+
+def why_thorough(nodeid: str) -> str | None:
+    """Finds the reason why only `make test-all` runs a test, None if `make test` does."""
+    return next((why for name, why in THOROUGH.items() if nodeid.startswith(name)), None)
+
+
+def covering(cases: Sequence[dict[str, int]]) -> list[int]:
+    """Chooses cases that have every pair of values of two parameters that any case has.
+
+    ``cases`` map a parameter's name to the identity of its value. The next one is always that
+    with most new pairs, the first of equals.
+
+    Returns:
+        Indices of ``cases``, in order. All of them where there are less than three parameters.
+    """
+    pairs = [set(combinations(sorted(case.items()), 2)) for case in cases]
+    left: set[Pair] = set().union(*pairs)
+    chosen: list[int] = []
+    while left:
+        best = max(range(len(cases)), key=lambda at: len(pairs[at] & left))
+        chosen.append(best)
+        left -= pairs[best]
+    singles = [at for at, case in enumerate(cases) if len(case) < 2]
+    return sorted({*chosen, *singles})
+
+
+def without_repeated_pairs(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Finds the cases that a pairwise choice leaves out, of all tests with several parameters."""
+    tests: defaultdict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and getattr(item, "callspec", None) is not None:
+            tests[item.nodeid.partition("[")[0], item.originalname].append(item)
+    left_out: set[pytest.Item] = set()
+    for cases in tests.values():
+        chosen = covering(
+            [{name: id(value) for name, value in case.callspec.params.items()} for case in cases]
+        )
+        left_out |= set(cases) - {cases[at] for at in chosen}
+    return left_out
