@@ -30,6 +30,16 @@ class CallGrammar:
     triggers: tuple[int, ...]  # single tokens; after each of them a call may begin
     grammar: str  # of what follows the trigger, the call's closing mark included
     most: int | None = None  # calls; after them no trigger may be sampled. None is no limit
+    marks: tuple[tuple[str, str], ...] = ()
+    """Texts that may begin a call where no token does, "" at the start of an answer; and the
+    grammar of each and the call behind it."""
+    rest: str = ""  # the grammar of what follows the last call of ``most``, where marks are texts
+
+    @property
+    def grammars(self) -> tuple[str, ...]:
+        """The texts that a runner must compile."""
+        texts = (self.grammar, *(text for _, text in self.marks), self.rest)
+        return tuple(dict.fromkeys(filter(None, texts)))
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,5 +58,5 @@ class Guidance:
     @property
     def grammars(self) -> tuple[str, ...]:
         """The texts that a runner must compile."""
-        called = self.calls.grammar if self.calls is not None else ""
-        return tuple(text for text in (self.grammar, called) if text)
+        called = self.calls.grammars if self.calls is not None else ()
+        return (self.grammar, *called) if self.grammar else called

@@ -311,7 +311,7 @@ def make_plan(
         tokenizer,
         budget=rules.budget,
         has_grammar=bool(calls.grammar),
-        has_calls=calls.calls is not None,
+        free_calls=calls.calls,
         calls=marks.values(),
     )
     guidance = build_guidance(grammar=calls.grammar, calls=calls, thinking=thinking)

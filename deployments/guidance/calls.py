@@ -91,7 +91,8 @@ class _RuleMaker:
         self._answer = answer
         self._loose = loose
         self._ids = mark_ids(tokenizer, [row])
-        self._lark = LarkWriter(self._ids, tokenizer.eos_token_ids)
+        self._ends = tokenizer.eos_token_ids
+        self._lark = LarkWriter(self._ids, self._ends)
         self._unenforced: list[str] = []
         self._names: tuple[str, ...] = ()
 
@@ -121,13 +122,28 @@ class _RuleMaker:
         if self._guidance == "off" and several and not held:
             return self._rules("")
         triggers = self._triggers()
-        if not triggers:
+        if not triggers and self._row.syntax == "channels":
             start = self._writer().text_and_calls(callees, several=several)
             return self._rules(self._lark.text(start))
+        if not triggers:
+            return self._rules("", self._calls_in_text(callees, several))
         inner = CallWriter(self._lark, self._row)
         mark = next(mark for mark in self._row.triggers if mark in self._ids)
         body = self._lark.text(inner.behind(mark, callees, several=several))
         return self._rules("", CallGrammar(triggers, body, None if several else 1))
+
+    def _calls_in_text(self, callees: Sequence[Callee], several: bool) -> CallGrammar:
+        """Calls whose marks are texts, each with a grammar of its own."""
+        marks = []
+        for mark in self._writer().openings:
+            lark = LarkWriter(self._ids, self._ends)
+            begun = AnswerWriter(lark, self._row).begun(mark, callees, several=several)
+            marks.append((mark, lark.text(begun)))
+        if several:
+            return CallGrammar((), "", None, tuple(marks))
+        lark = LarkWriter(self._ids, self._ends)
+        rest = lark.text(AnswerWriter(lark, self._row).behind_the_last(callees))
+        return CallGrammar((), "", 1, tuple(marks), rest)
 
     def _writer(self) -> AnswerWriter:
         return AnswerWriter(self._lark, self._row)

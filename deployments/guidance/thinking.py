@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from rayfin.actors.guidance import Thinking
+from rayfin.actors.guidance import CallGrammar, Thinking
 from rayfin.deployments.text.parsing.format import ReasoningFormat, ToolFormat
 from rayfin.deployments.text.parsing.thought import closed, thought_start
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -15,7 +15,7 @@ def make_thinking(
     *,
     budget: int | None = None,
     has_grammar: bool = False,
-    has_calls: bool = False,
+    free_calls: CallGrammar | None = None,
     calls: Iterable[int] = (),
 ) -> Thinking | None:
     """Returns the rules of a thought, or None if nothing of the request depends on it.
@@ -24,13 +24,15 @@ def make_thinking(
         opening: what the template puts into the model's mouth.
         budget: tokens of a thought; None is no limit.
         has_grammar: the whole answer has one, which begins after the thought.
-        has_calls: a trigger begins a call of an answer that is free otherwise.
+        free_calls: those of an answer that is free otherwise.
         calls: ids of the marks of calls that may end a thought and begin that grammar.
     """
     if reasoning is None or not reasoning.close:
         return None
-    no_calls = has_calls and not reasoning.ends_at_call  # a trigger within the thought begins none
-    if budget is None and not has_grammar and not no_calls:
+    # Within a thought no mark begins a call, or none that needs the start of an answer does.
+    at_start = free_calls is not None and any(not mark for mark, _ in free_calls.marks)
+    apart = at_start or (free_calls is not None and not reasoning.ends_at_call)
+    if budget is None and not has_grammar and not apart:
         return None
     if closed(reasoning, opening):  # templates close a thought that is switched off
         return None
@@ -52,7 +54,7 @@ def call_marks(
 ) -> dict[str, int]:
     """Returns the marks of calls, and their ids, that end a thought where a grammar follows it.
 
-    A mark in letters does not: the runner would not see it, and the call would have no rules.
+    A mark in letters does not: the grammar begins with a token there.
     """
     if tools is None or reasoning is None or not reasoning.ends_at_call:
         return {}

@@ -3,12 +3,17 @@
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rayfin.actors.grammar_limits import limits, ll_tokenizer_of
+from rayfin.actors.guidance import Guidance
+from rayfin.actors.runner.sampling.grammars import GrammarBook, Vocabulary
+from rayfin.actors.runner.sampling.processors.guided_row import GuidedRow, Phase
 from rayfin.deployments.text import tokenizer as text
 from rayfin.deployments.text.parsing.format import ReasoningFormat, ToolFormat
 
@@ -42,9 +47,26 @@ class Walker:
         self.tokenizer = tokenizer
         self.vocabulary: LLTokenizer = ll_tokenizer_of(tokenizer.inner)
         (self.end,) = tokenizer.eos_token_ids
+        size, special = tokenizer.vocab_size, frozenset(tokenizer.added_ids.values())
+        self.book = GrammarBook(lambda: Vocabulary(self.vocabulary, size, special, size))
         texts = {token: tokenizer.token_text(token) for token in range(tokenizer.vocab_size)}
         self._closing = {t for t, text in texts.items() if t > self.end or text in _CLOSING}
         self._plain = {t for t, text in texts.items() if len(text) == 1 and text.isalnum()}
+
+    def phases(self, guidance: Guidance, tokens: Sequence[int]) -> list[Phase] | None:
+        """Those of a runner's row behind each token; None if one of them may not be sampled."""
+        row = GuidedRow(replace(guidance, ends=(self.end,)), self.book)
+        phases = []
+        for token in [*tokens, self.end]:
+            words = np.full(self.book.vocabulary.words, 0xFFFFFFFF, np.uint32)
+            if row.is_active(10**6):
+                row.fill(words, 10**6)
+            if not int(words[token // 32]) >> token % 32 & 1:
+                return None
+            row.accept(token)
+            assert row.error is None, row.error
+            phases.append(row.phase)
+        return phases[:-1]
 
     def matcher(self, grammar: str) -> LLMatcher:
         """The matcher of a grammar that is valid."""

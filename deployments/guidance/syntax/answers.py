@@ -31,27 +31,35 @@ class AnswerWriter:
         return self._lark.free(*(mark for mark in self._text_marks()))
 
     def text_and_calls(self, callees: Sequence[Callee], *, several: bool) -> str:
-        """Returns the expression of an answer that may hold calls."""
-        if self._row.syntax == "channels":
-            last = f"({self._text_message()} | {self._call_message(callees)})"
-            return self._messages(last, several)
-        if self._row.bare:
-            return self._bare(callees, several)
-        begun = [self._begun(mark, callees, several) for mark in self._openings()]
-        inside = self._lark.rule(" | ".join(begun))
-        return f"({inside}){'*' if several else '?'} {self._lark.free(*self._text_marks())}"
+        """Returns the expression of messages that may hold calls."""
+        last = f"({self._text_message()} | {self._call_message(callees)})"
+        return self._messages(last, several)
 
-    def _bare(self, callees: Sequence[Callee], several: bool) -> str:
-        """Calls, or a text that holds none: no mark ends a text before bare calls."""
-        calls, head = self._calls.bare(callees, several=several)
+    @property
+    def openings(self) -> list[str]:
+        """The marks that begin a call in a text; "" of calls that begin an answer without one."""
+        row = self._row
+        first = row.section[0] or row.call[0] or (row.function[0] if row.syntax == "tagged" else "")
+        bare = [""] if row.bare else []
+        return [*bare, *(mark for mark in (first.strip(), *row.openings) if mark)]
+
+    def begun(self, mark: str, callees: Sequence[Callee], *, several: bool) -> str:
+        """Returns the expression of a text up to ``mark``, and the calls behind it."""
+        if not mark:
+            return self._calls.bare(callees, several=several)[0]
+        return f"{self._lark.until(mark)} {self._behind(mark, callees, several)}"
+
+    def behind_the_last(self, callees: Sequence[Callee]) -> str:
+        """Returns the expression of what follows a single call: its closing text, and no call."""
+        ends = [found for text in self._row.closings if (found := self._lark.mark(text))]
+        closing = f"({' | '.join(ends)})?" if ends else ""
+        if not self._row.bare:
+            return f"{closing} {self._lark.free(*self._text_marks())}".lstrip()
+        _, head = self._calls.bare(callees, several=False)
         text = f"/(?s:.+)/ & ~/(?s:({head}).*)/"
         if marks := self._text_marks():
             text += f" & ~/(?s:.*({'|'.join(map(escaped, marks))}).*)/"
-        marked = [
-            f"{self._lark.mark(mark)} {self._behind(mark, callees, several)}"
-            for mark in self._openings()
-        ]
-        return " | ".join([calls, *marked, f"{self._lark.terminal(text)}?"])
+        return f"{closing} {self._lark.terminal(text)}?".lstrip()
 
     def around(self, answer: str) -> str:
         """Returns the expression of an answer of its own form, with what the row writes around."""
@@ -62,20 +70,10 @@ class AnswerWriter:
             f"{mark('<|channel|>')} {quoted('final')} {mark('<|message|>')} {answer}", False
         )
 
-    def _openings(self) -> list[str]:
-        """The marks that begin a call in a text."""
-        row = self._row
-        first = row.section[0] or row.call[0] or (row.function[0] if row.syntax == "tagged" else "")
-        return [mark for mark in (first.strip(), *row.openings) if mark]
-
     def _text_marks(self) -> list[str]:
         """Those of them that hold no token."""
-        parts = [(mark, self._lark.parts(mark)) for mark in self._openings()]
+        parts = [(mark, self._lark.parts(mark)) for mark in self.openings if mark]
         return [mark for mark, found in parts if all(isinstance(part, str) for part in found)]
-
-    def _begun(self, mark: str, callees: Sequence[Callee], several: bool) -> str:
-        """A text up to ``mark``, and the calls behind it."""
-        return f"{self._lark.until(mark)} {self._behind(mark, callees, several)}"
 
     def _behind(self, mark: str, callees: Sequence[Callee], several: bool) -> str:
         """The calls behind a mark; other texts may end those that other texts begin."""

@@ -11,7 +11,10 @@ from rayfin.deployments.text.parsing.marks import JSON_UNSAFE, MAX_HELD, Feed, M
 from rayfin.deployments.text.parsing.python_calls import ValueReader, python_dialect
 
 MAX_NAME = 256
-"""Characters of a function's name and of a parameter's."""
+"""Characters of a parameter's name."""
+
+AROUND_A_NAME = 16
+"""Characters beside a function's name: ``functions.``, and blanks."""
 
 ALL_TYPES = frozenset(("string", "integer", "number", "boolean", "null", "object", "array"))
 _BY_FIRST = {
@@ -38,7 +41,11 @@ class TaggedCalls:
         ends = [mark for mark in (body_end, *row.ends, *row.begins) if mark]
         name_end = row.function[1].strip()
         self._name_open = marks(row.function[0].strip())
-        self._name_ends = marks(*([name_end] if name_end else ["\n", self._key, *ends]))
+        # A name that has no end is text, and another call may follow it.
+        self._name_ends = marks(
+            *([name_end, *row.begins] if name_end else ["\n", self._key, *ends])
+        )
+        self._longest_name = max(map(len, writer.functions), default=0) + AROUND_A_NAME
         self._next = marks(self._key, body_end)
         self._stop = marks(*ends)
         self._key_ends = marks(key_end, row.json_key_end.strip())
@@ -54,11 +61,13 @@ class TaggedCalls:
             if opening and not (yield from feed.match(self._name_open)):
                 return False
         yield from feed.skip()
-        text = yield from feed.until(self._name_ends, MAX_NAME)
+        text = yield from feed.until(self._name_ends, self._longest_name)
         name = None if text is None else writer.find(feed.markers.decode(text).strip())
         if name is None:
             return False
-        if self._row.function[1].strip():
+        if name_end := self._row.function[1].strip():
+            if (yield from feed.sees(self._name_ends)) != name_end:
+                return False
             yield from feed.match(self._name_ends)
         return (yield from self._read_parameters(name))
 

@@ -3,12 +3,14 @@
 import pytest
 
 from call_walks import byte_tokenizer, tokens_of
+from rayfin.actors.guidance import CallGrammar
 from rayfin.deployments.guidance.thinking import call_marks, make_thinking
 from rayfin.deployments.text.parsing.format import ReasoningFormat
 from rayfin.deployments.text.parsing.rows import REASONING_FORMATS, TOOL_FORMATS
 
 THINK = REASONING_FORMATS["think"]
 TOKENIZER = byte_tokenizer(tokens_of(THINK))
+CALLS = CallGrammar((9,), "start: /a/")
 
 
 def test_nothing_depends_on_a_thought_without_a_grammar_or_a_budget() -> None:
@@ -17,10 +19,13 @@ def test_nothing_depends_on_a_thought_without_a_grammar_or_a_budget() -> None:
 
 
 def test_a_thought_about_calls_is_no_call_unless_calls_end_it() -> None:
-    assert make_thinking(THINK, "<think>\n", TOKENIZER, has_calls=True) is None
+    assert make_thinking(THINK, "<think>\n", TOKENIZER, free_calls=CALLS) is None
     row = REASONING_FORMATS["deepseek_r1"]
-    thinking = make_thinking(row, "<think>\n", TOKENIZER, has_calls=True)
+    thinking = make_thinking(row, "<think>\n", TOKENIZER, free_calls=CALLS)
     assert thinking is not None and thinking.starts_inside and not thinking.ends_at_call
+    bare = CallGrammar((), "", marks=(("", "start: /a/"),))
+    thinking = make_thinking(THINK, "<think>\n", TOKENIZER, free_calls=bare)
+    assert thinking is not None and thinking.ends_at_call  # calls begin behind it, too
 
 
 @pytest.mark.parametrize(

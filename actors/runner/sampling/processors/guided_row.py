@@ -2,7 +2,7 @@
 
     THINKING   between the marks of a thought: everything may, until its budget is spent; no end if
                a grammar is to come
-    FREE       everything may, until a call has begun: a trigger, and what names a function
+    FREE       everything may, until a call has begun: a mark, and what names a function
     BOUND      what the grammar of the answer, or of a call, lets through
     DONE       it has ended; a step that is in flight by then may only sample the end
 
@@ -26,6 +26,7 @@ from rayfin.actors.runner.sampling.grammars import (
     WordArray,
     brief,
 )
+from rayfin.actors.runner.sampling.processors.call_trial import CallTrial, TextMarks
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -109,6 +110,11 @@ class OpeningMark:
         self._by_id = len(self._ids) == 1 and self._ids[0] in vocabulary.special
 
     @property
+    def before(self) -> list[int]:
+        """The tokens before the last one."""
+        return self._seen[:-1]
+
+    @property
     def next(self) -> int | None:
         """The token that goes on with the mark, or None if it is written in another way."""
         count = len(self._seen)
@@ -125,34 +131,6 @@ class OpeningMark:
         if self._text.startswith(self._mark):
             return True
         return False if self._mark.startswith(self._text) else None
-
-
-class CallTrial:
-    """What may be the beginning of a call, behind its mark; a quoted mark is text.
-
-    It is a call once it names a function and goes on: until then no token is held to the grammar.
-
-    Args:
-        names: of the functions; with none a mark is a call.
-    """
-
-    def __init__(self, matcher: "LLMatcher", names: Iterable[str], vocabulary: Vocabulary) -> None:
-        self.matcher = matcher
-        self._names = [name.encode() for name in names]
-        self._vocabulary = vocabulary
-        self._text = b""
-
-    @property
-    def is_call(self) -> bool:
-        """Whether it is one for certain."""
-        text = self._text
-        named = any(name in text and not text.endswith(name) for name in self._names)
-        return named or not self._names or self.matcher.is_stopped()
-
-    def goes_on(self, token: int) -> bool:
-        """Appends a token; whether it may still become a call."""
-        self._text += self._vocabulary.bytes_of(token)
-        return self.matcher.try_consume_tokens([token]) == 1
 
 
 class GuidedRow:
@@ -298,6 +276,7 @@ class GuidedRow:
         self._calls = 0  # begun
         self._opening: OpeningMark | None = None
         self._trial: CallTrial | None = None  # of what may be a call
+        self._marks = TextMarks(self.guidance, self._book, at_start=True)
         self.error = None
         try:
             if thinking is None or not (thinking.starts_inside or thinking.open_ids):
@@ -336,32 +315,36 @@ class GuidedRow:
     def _try_call(self, token: int) -> None:
         """Goes on with what may be a call, or begins it; then the answer is held to its grammar."""
         trial = self._trial
+        self._marks.append(token)
         if trial is None or not trial.goes_on(token):
             trial = self._trial = self._new_trial(token)
         if trial is None or not trial.is_call:
             return
         self._trial = self._thought = None
-        self._bind(self.guidance.grammar)
-        if self.guidance.calls is not None:
-            self._calls += 1
-            self._bind(self.guidance.calls.grammar)
+        self._calls += self.guidance.calls is not None
+        self._bind(trial.grammar)
         self._made = trial.matcher
         self.phase = Phase.BOUND
         self._end_call()
 
     def _new_trial(self, token: int) -> CallTrial | None:
-        """What may be a call from this token on, or None."""
+        """What may be a call from this token on or from an earlier one, or None."""
         guidance, calls = self.guidance, self.guidance.calls
-        book, thinking = self._book, guidance.thinking
+        thinking = guidance.thinking
         thinks = self.phase is Phase.THINKING
-        if calls is not None and token in calls.triggers and not self._no_more_calls:
+        if calls is not None and not self._no_more_calls:
             if thinks and not (thinking is not None and thinking.ends_at_call):
                 return None
-            return CallTrial(book.matcher(calls.grammar), guidance.names, book.vocabulary)
+            if token in calls.triggers:
+                return self._trial_of(calls.grammar, self._book.matcher(calls.grammar))
+            return self._marks.find()
         if thinks and thinking is not None and token in thinking.calls:
-            trial = CallTrial(book.matcher(guidance.grammar), guidance.names, book.vocabulary)
+            trial = self._trial_of(guidance.grammar, self._book.matcher(guidance.grammar))
             return trial if trial.goes_on(token) else None
         return None
+
+    def _trial_of(self, grammar: str, matcher: "LLMatcher") -> CallTrial:
+        return CallTrial(grammar, matcher, self.guidance.names, self._book.vocabulary)
 
     def _opens(self, token: int) -> bool:
         """Whether the answer still begins as a thought does; else it is an answer from now on."""
@@ -371,6 +354,8 @@ class GuidedRow:
         if matched is None:
             self._opening = None
             self.phase = Phase.BOUND if self.guidance.grammar else Phase.FREE
+            for earlier in opening.before if self.phase is Phase.FREE else ():
+                self._try_call(earlier)
             return False
         if matched:
             self._begin_thought()
@@ -386,11 +371,19 @@ class GuidedRow:
         self._end_call()
 
     def _end_call(self) -> None:
-        """What follows a complete call of a free answer is free again."""
-        matcher = self._matcher
-        if matcher is not None and matcher.is_stopped() and not self.guidance.grammar:
-            self._bind("")  # the call is complete
+        """What follows a complete call of a free answer is free again, and may go on with it."""
+        guidance, grammar, matcher = self.guidance, self._bound_by, self._matcher
+        if guidance.grammar or guidance.calls is None or matcher is None:
+            return
+        if grammar == guidance.calls.rest or not matcher.is_accepting():
+            return
+        if self._no_more_calls and guidance.calls.rest:
+            self._bind(guidance.calls.rest)
+        elif matcher.is_stopped() or guidance.names:
+            self._bind("")
             self.phase = Phase.FREE
+            self._marks = TextMarks(guidance, self._book, at_start=True)
+            self._trial = None if matcher.is_stopped() else self._trial_of(grammar, matcher)
 
     def _begin_thought(self) -> None:
         thinking = self.guidance.thinking
@@ -398,6 +391,7 @@ class GuidedRow:
         self._bind("")
         self._opening = None
         self._thought = OpenThought(thinking, self._book.vocabulary)
+        self._marks = TextMarks(self.guidance, self._book, at_start=False)
         self.phase = Phase.THINKING
         if thinking.calls and self._foreign is None:
             whole = self.guidance.grammar
@@ -409,6 +403,7 @@ class GuidedRow:
 
     def _begin_answer(self) -> None:
         self._thought = self._trial = None
+        self._marks = TextMarks(self.guidance, self._book, at_start=True)
         self.phase = Phase.FREE
         if self.guidance.grammar:
             self.phase = Phase.BOUND
