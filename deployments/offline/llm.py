@@ -685,7 +685,10 @@ class LLM:
         started = time.monotonic()
         tokens_in = tokens_out = 0
         for message in self._engine.run([choice.request for choice in choices.values()]):
-            _raise_first_error(message)
+            for ended in message.ended:
+                if ended.error is not None:
+                    choices[ended.key].name_cause(ended.error)
+                    raise ended.error
             parts = split_deltas(message, in_parts) if in_parts else ()
             for key, delta in itertools.chain(parts, whole.push(message)):
                 choice = choices[key]

@@ -3,9 +3,11 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rayfin.actors.errors import RayfinError
 from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.generation.calls import ParsedAnswer
+from rayfin.deployments.generation.choice import name_cause
 from rayfin.deployments.generation.plan import NO_PLAN, OutputPlan
 from rayfin.deployments.offline.lora import LoRARequest
 from rayfin.deployments.requests.best_of import Likelihood, likeliest
@@ -80,6 +82,10 @@ class OfflineChoice:
         scored = (request.sampling.logprobs, request.sampling.prompt_logprobs) != (None, None)
         self.is_read_whole = not (scored or named or params.stop) and plan is NO_PLAN
         """Whether its tokens may come in one delta at its end: none of them ends it before."""
+
+    def name_cause(self, error: RayfinError) -> None:
+        """Gives an error that the request's own rules have caused the path of their field."""
+        name_cause(error, self.request.sampling, self._parsed.plan.param)
 
     def append(self, delta: TokenDelta) -> bool:
         """Adds a delta. Returns True if that ends the output before the engine's request."""

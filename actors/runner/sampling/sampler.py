@@ -159,10 +159,14 @@ class Sampler:
     def replayed(
         self, info: SchedulerInfo, tokens: Int32Array, logprobs: Logprobs | None
     ) -> Sampled:
-        """What a CUDA graph has sampled: [R], negative where the logits were not finite."""
-        bad = np.flatnonzero(tokens < 0).tolist()
+        """What a CUDA graph has sampled: [R], negative where nothing can be."""
+        errors: dict[int, RequestFailed] = {}
+        for row in np.flatnonzero(tokens < 0).tolist():
+            position = int(info.kv_len[row] + info.chunk_len[row])
+            empty = self._processors.leaves_none(int(info.ids[row]), position)
+            errors[row] = NoTokenLeft(NO_TOKEN_LEFT) if empty else NumericalError(NOT_FINITE)
         self._processors.accept(info.ids, tokens)
-        return Sampled(tokens, {row: NumericalError(NOT_FINITE) for row in bad}, logprobs)
+        return Sampled(tokens, errors, logprobs)
 
     def add_scored(self, info: SchedulerInfo, inputs: StepInputs) -> None:
         """Asks the forward for the logits of P prompt tokens to score, behind the sampled ones."""

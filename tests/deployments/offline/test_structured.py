@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from rayfin import LLM, SamplingParams, StructuredOutputs
-from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.errors import InvalidRequest, NoTokenLeft
 from rayfin.deployments.guidance import verdicts
 
 SCHEMA = {
@@ -48,6 +48,14 @@ def test_a_dict_a_pattern_and_a_choice(llm: LLM) -> None:
     assert re.fullmatch("[a-c]{2}[0-9]{3}", own.text)
     (own,) = ask(llm, {"choice": ["Rome", "Lima"]}, temperature=0)
     assert own.text in ("Rome", "Lima") and own.stop_reason is None
+
+
+def test_rules_that_leave_no_token_amid_the_answer_are_named(llm: LLM) -> None:
+    (token,) = llm.get_tokenizer().encode("#", add_special_tokens=False)
+    params = SamplingParams(allowed_token_ids=[token], bad_words=["##"], max_tokens=3)
+    with pytest.raises(NoTokenLeft) as caught:
+        llm.generate("Anna is", params, use_tqdm=False)
+    assert (caught.value.param, caught.value.status) == ("allowed_token_ids", 400)
 
 
 def test_a_chat(llm: LLM) -> None:

@@ -151,6 +151,11 @@ class ProcessorChain:
         }
         return make_row_token_rules(len(slots), rules, num_steps) if rules else None
 
+    def leaves_none(self, slot: int, position: int) -> bool:
+        """Whether the rules of a slot that a GPU applies leave no token at a position."""
+        rules = self._device_rules(slot)
+        return rules is not None and rules.leaves_none(position)
+
     def _rules_of(self, slot: int) -> Sequence[SlotRules]:
         changing = self._slots.get(slot, [])
         if slot in self._masked and self._masker is not None:

@@ -80,6 +80,11 @@ class DeviceRules:
     presence: float = 0.0
     frequency: float = 0.0
 
+    def leaves_none(self, position: int) -> bool:
+        """Whether all tokens that are allowed are banned at a position as well."""
+        early = self.banned_early if position < self.banned_until else ()
+        return bool(self.allowed) and not set(self.allowed).difference(self.banned, early)
+
     def merged(self, other: "DeviceRules") -> "DeviceRules | None":
         """These rules and those that ``other`` sets, or None if both set the same field."""
         default = DeviceRules()

@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from rayfin.actors.errors import NoTokenLeft, NumericalError
 from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.sampling.processors.chain import ProcessorChain
 from rayfin.actors.runner.sampling.processors.device_rules import RowTokenRules
+from rayfin.actors.runner.sampling.sampler import Sampler
+from rayfin.actors.runner.step.request_slots import RequestSlots
 from rayfin.kernels.shapes import ALLOWED, BANNED, BANNED_EARLY, USED
 
 Make = Callable[..., Any]
@@ -114,3 +117,22 @@ def test_what_the_device_cannot_do(step_of: Make, row: Make) -> None:
     assert GraphExtras.fits(rules(bad_words=((1,),)))
     many = tuple(range(MAX_ENTRIES + 1))
     assert not GraphExtras.fits(rules(allowed=many))
+
+
+def test_a_graph_whose_rules_leave_no_token(step_of: Make, row: Make) -> None:
+    """A row of its own, one until its minimum length, and one whose logits are not finite."""
+    cases = [
+        Sampling(allowed=(3, 4), bad_words=((4,), (3,))),
+        Sampling(allowed=(3, 4), bad_words=((4,),), banned=(3,), banned_until=12),
+        Sampling(allowed=(3, 4), bad_words=((4,),), banned=(3,), banned_until=2),
+        Sampling(),
+    ]
+    new = [
+        NewRequest(i, sampling, 99, frozenset(), ints(9, 9), 2) for i, sampling in enumerate(cases)
+    ]
+    info = step_of(*(row(i, [1], 1) for i in range(len(cases))), new=new)
+    sampler = Sampler(RequestSlots(len(cases), 4), torch.device("cpu"), lambda *_: ints())
+    sampler.apply_diff(info)
+    sampled = sampler.replayed(info, ints(-1, -1, -1, -1), None)
+    kinds = [type(sampled.errors[place]) for place in range(len(cases))]
+    assert kinds == [NoTokenLeft, NoTokenLeft, NumericalError, NumericalError]
