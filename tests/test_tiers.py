@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from run_order import RAY, FileScheduling, sort_by_duration
-from tiers import THOROUGH, covering, why_thorough
+from tiers import THOROUGH, covering, few, why_thorough
 
 
 def test_a_pairwise_choice_has_every_pair() -> None:
@@ -23,6 +23,14 @@ def test_a_pairwise_choice_has_every_pair() -> None:
 def test_cases_of_one_or_two_parameters_all_stay() -> None:
     cases = [{"a": 1}, {"a": 2}, *({"a": a, "b": b} for a in range(3) for b in range(4))]
     assert covering(cases) == list(range(len(cases)))
+
+
+def test_few_values_are_spread_and_the_others_thorough() -> None:
+    values = few(range(1, 14), 5)
+    assert [value for value in values if isinstance(value, int)] == [1, 4, 7, 10, 13]
+    assert sorted(value.values[0] for value in values if not isinstance(value, int)) == [
+        *(2, 3, 5, 6, 8, 9, 11, 12)
+    ]
 
 
 class Item:

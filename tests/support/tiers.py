@@ -6,8 +6,9 @@ A. M. Gallo, "Software fault interactions and implications for software testing"
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,16 @@ Pair = tuple[tuple[str, int], tuple[str, int]]
 def why_thorough(nodeid: str) -> str | None:
     """Finds the reason why only `make test-all` runs a test, None if `make test` does."""
     return next((why for name, why in THOROUGH.items() if nodeid.startswith(name)), None)
+
+
+def few(values: Iterable[Any], count: int) -> list[Any]:
+    """Marks all values of a parameter but ``count`` of them, evenly spread, as thorough."""
+    every = list(values)
+    kept = {round(at * (len(every) - 1) / max(1, count - 1)) for at in range(count)}
+    mark = pytest.mark.thorough(reason=f"`make test` has {len(kept)} of {len(every)} values")
+    return [
+        value if at in kept else pytest.param(value, marks=mark) for at, value in enumerate(every)
+    ]
 
 
 def covering(cases: Sequence[dict[str, int]]) -> list[int]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tiers import few
+
 pytestmark = pytest.mark.slow(reason="many chunk and page sizes; test_models.py has a few")
 
 Make = Callable[..., Any]
@@ -24,7 +26,7 @@ def _prompt(length: int, seed: int = 0) -> list[int]:
 PROMPT = _prompt(13)
 
 
-@pytest.mark.parametrize("chunk", range(1, len(PROMPT) + 1))
+@pytest.mark.parametrize("chunk", few(range(1, len(PROMPT) + 1), 5))
 def test_chunk_size(chunk: int, tiny_model: Make, served: Make, request_of: Make) -> None:
     """The prompt in chunks of 1, 2, ... tokens, up to all of it at once."""
     tiny = tiny_model("qwen3")
@@ -33,7 +35,7 @@ def test_chunk_size(chunk: int, tiny_model: Make, served: Make, request_of: Make
     assert max(len(step.merge_prompt) for step in engine.steps) == chunk
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 3, 4, 5, 8, 16, 32, 64])
+@pytest.mark.parametrize("page_size", few([1, 2, 3, 4, 5, 8, 16, 32, 64], 4))
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_page_size_hit_or_miss(
     page_size: int, prefix_caching: bool, tiny_model: Make, served: Make, request_of: Make
@@ -61,7 +63,7 @@ def test_batch_mates(
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("step", range(1, 16))
+@pytest.mark.parametrize("step", few(range(1, 16), 5))
 def test_preempted_at_any_step(
     step: int, preemption: str, tiny_model: Make, served: Make, request_of: Make
 ) -> None:
@@ -87,7 +89,7 @@ def test_preempted_at_any_step(
     assert lifecycle.state.counters.preemptions > 0
 
 
-@pytest.mark.parametrize("num_steps", range(1, 17))
+@pytest.mark.parametrize("num_steps", few(range(1, 17), 5))
 def test_lease(num_steps: int, tiny_model: Make, served: Make, request_of: Make) -> None:
     """Several steps in one call, for rows that end at different ones."""
     tiny = tiny_model("qwen3")
