@@ -31,6 +31,17 @@ PLAIN = re.compile(r"[\w\s]+")
 """An added token that is words or blanks is text; another one is a mark, which is none."""
 
 
+def _byte_of() -> dict[str, int]:
+    """GPT-2's table of byte-level vocabularies: printable characters stand for themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    shifted = {chr(256 + number): byte for number, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | shifted
+
+
+BYTE_OF = _byte_of()
+
+
 def limits() -> "LLParserLimits":
     """The limits of every matcher, with errors that do not quote the grammar."""
     from llguidance import LLParserLimits
@@ -116,16 +127,33 @@ class _Vocabulary:
 def _bytes_of(backend: Any, text: str, size: int) -> list[bytes]:
     """The bytes that each token adds to a text; b"" of an id without one."""
     from llguidance import LLTokenizer
+    from tokenizers.decoders import ByteLevel
 
-    known = [backend.id_to_token(token) is not None for token in range(size)]
+    known = [b""] * size
+    vocabulary = {token: name for name, token in backend.get_vocab().items() if token < size}
+    if isinstance(backend.decoder, ByteLevel):  # a second for 150,000 tokens is saved
+        added = {token.content for token in backend.get_added_tokens_decoder().values()}
+        for token, name in vocabulary.items():
+            known[token] = name.encode() if name in added else _bytes_of_letters(name)
+        return known
     try:
         decode = LLTokenizer(text, n_vocab=size).decode_bytes
-        return [decode([token]) if known[token] else b"" for token in range(size)]
+        for token in vocabulary:
+            known[token] = decode([token])
+        return known
     except ValueError:  # a decoder that llguidance does not know, as of a unigram
         pass
     letter = backend.encode("a", add_special_tokens=False).ids[-1:]
     before = len(backend.decode(letter, skip_special_tokens=False))
-    return [
-        backend.decode([*letter, token], skip_special_tokens=False)[before:].encode()
-        for token in range(size)
-    ]
+    for token in vocabulary:
+        text = backend.decode([*letter, token], skip_special_tokens=False)
+        known[token] = text[before:].encode()
+    return known
+
+
+def _bytes_of_letters(name: str) -> bytes:
+    """The bytes of a token of a byte-level vocabulary."""
+    try:
+        return bytes([BYTE_OF[letter] for letter in name])
+    except KeyError:
+        return name.encode()

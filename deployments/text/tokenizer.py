@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
+from rayfin.actors.grammar_limits import BYTE_OF
 from rayfin.actors.messages import Int32Array
 from rayfin.actors.model_files.fast_tokenizer import load_fast
 from rayfin.actors.model_files.generation import end_token_ids, generation_config
@@ -18,17 +19,6 @@ if TYPE_CHECKING:  # it imports torch, which takes seconds: ``load`` does
     from transformers import PreTrainedTokenizerFast
 
 BRACKETED = re.compile(r"<\S+>|\[\S+\]")  # the form of tokens that mark a turn
-
-
-def _byte_of() -> dict[str, int]:
-    """GPT-2's table of byte-level vocabularies: printable characters stand for themselves."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    shifted = {chr(256 + number): byte for number, byte in enumerate(others)}
-    return {chr(byte): byte for byte in printable} | shifted
-
-
-BYTE_OF = _byte_of()
 
 
 class Tokenizer:
