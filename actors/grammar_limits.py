@@ -4,8 +4,9 @@ A runner compiles with the same limits as the process that has checked the gramm
 there passes here. No torch; llguidance loads when it is used.
 """
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,9 @@ LIMITS: dict[str, Any] = {
 
 SPECIAL = b"\xff"
 """Before the name of a token that is no text, as llguidance writes it."""
+
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+_OF_SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip"}
 
 PLAIN = re.compile(r"[\w\s]+")
 """An added token that is words or blanks is text; another one is a mark, which is none."""
@@ -127,14 +131,13 @@ class _Vocabulary:
 def _bytes_of(backend: Any, text: str, size: int) -> list[bytes]:
     """The bytes that each token adds to a text; b"" of an id without one."""
     from llguidance import LLTokenizer
-    from tokenizers.decoders import ByteLevel
 
     known = [b""] * size
     vocabulary = {token: name for name, token in backend.get_vocab().items() if token < size}
-    if isinstance(backend.decoder, ByteLevel):  # a second for 150,000 tokens is saved
+    if (read := _reader_of(backend)) is not None:  # a second for 150,000 tokens is saved
         added = {token.content for token in backend.get_added_tokens_decoder().values()}
         for token, name in vocabulary.items():
-            known[token] = name.encode() if name in added else _bytes_of_letters(name)
+            known[token] = name.encode() if name in added else read(name)
         return known
     try:
         decode = LLTokenizer(text, n_vocab=size).decode_bytes
@@ -149,6 +152,27 @@ def _bytes_of(backend: Any, text: str, size: int) -> list[bytes]:
         text = backend.decode([*letter, token], skip_special_tokens=False)
         known[token] = text[before:].encode()
     return known
+
+
+def _reader_of(backend: Any) -> Callable[[str], bytes] | None:
+    """What reads a token's bytes from its name; None for decoders of other kinds."""
+    from tokenizers.decoders import ByteLevel
+
+    if isinstance(backend.decoder, ByteLevel):
+        return _bytes_of_letters
+    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
+    steps = {step["type"]: step for step in decoder.get("decoders", ())}
+    blank = steps.get("Replace", {}).get("pattern", {}).get("String")
+    if not blank or "ByteFallback" not in steps or steps.keys() - _OF_SENTENCEPIECE:
+        return None
+    content = steps["Replace"]["content"]
+
+    def read(name: str) -> bytes:
+        if found := _BYTE.fullmatch(name):
+            return bytes([int(found[1], 16)])
+        return name.replace(blank, content).encode()
+
+    return read
 
 
 def _bytes_of_letters(name: str) -> bytes:

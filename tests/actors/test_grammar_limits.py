@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
@@ -97,3 +97,14 @@ def test_several_ends() -> None:
 
 def test_limits() -> None:
     assert {name: getattr(limits(), name) for name in LIMITS} == LIMITS
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece])
+def test_bytes_of_tokens_are_those_of_llguidance(make: Callable[[], Backend]) -> None:
+    """They are read from the names, which takes a second less for a large vocabulary."""
+    backend = make()
+    backend.add_tokens([AddedToken("covid \u00e9", normalized=False)])
+    size = backend.get_vocab_size()
+    theirs, ours = LLTokenizer(backend.to_str(), n_vocab=size), ll_tokenizer_of(fast(backend))
+    for token in range(size):
+        assert ours.decode_bytes([token]) == theirs.decode_bytes([token])
