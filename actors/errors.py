@@ -2,6 +2,7 @@
 
     RayfinError                        500  internal_error
     ├── InvalidRequest                 400  invalid_value            the caller's mistake
+    │   ├── InvalidLine                400  invalid_line             a line of a batch
     │   ├── ContextLengthExceeded      400  context_length_exceeded
     │   ├── TemplateTooSlow            400  template_too_slow
     │   ├── TemplateTooLong            400  template_too_long
