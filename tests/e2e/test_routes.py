@@ -90,7 +90,8 @@ def test_messages(app: Any, answer: str) -> None:
         assert len(pieces) > 1 and "".join(pieces) == final.content[0].text == answer
         counted = client.messages.count_tokens(model=app.model, messages=CHAT)
         used = final.usage
-        assert counted.input_tokens == used.input_tokens + used.cache_read_input_tokens
+        read, created = used.cache_read_input_tokens, used.cache_creation_input_tokens
+        assert counted.input_tokens == used.input_tokens + read + created
         with pytest.raises(anthropic.BadRequestError, match="max_tokens") as error:
             client.messages.create(**{**asked, "max_tokens": 0})
         assert error.value.body["request_id"] == error.value.response.headers["x-request-id"]
