@@ -25,6 +25,7 @@ from ray import serve
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray._private.state import actors as actor_table
+from ray.serve.schema import ProxyStatus
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.messages import EngineStats
@@ -319,13 +320,19 @@ class Cluster:
             time.sleep(0.2)
 
     def healthy(self) -> bool:
-        """Whether all engines and the API answer, and spares are ready."""
+        """Whether all engines and the API answer, proxies listen, and spares are ready."""
         with suppressed():
             health = httpx.get(f"{self.url}/health", timeout=5).status_code == 200
             stats, spares = self.stats(), dict(self.layout.engine).get("spare_runners", 0)
             ready = all(each.spare_runners >= spares for each in stats)
-            return health and ready and len(stats) == self.layout.engines
+            return health and ready and len(stats) == self.layout.engines and self._listens()
         return False
+
+    def _listens(self) -> bool:
+        """Whether proxies have started, and not only the head's where there are more nodes."""
+        states = list(serve.status().proxies.values())
+        waiting = {ProxyStatus.STARTING, ProxyStatus.UNHEALTHY} & set(states)
+        return not waiting and states.count(ProxyStatus.HEALTHY) > bool(self.layout.workers)
 
     def wait_healthy(self, seconds: float = PATIENCE) -> None:
         eventually(self.healthy, "it is healthy", seconds)
