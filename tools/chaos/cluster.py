@@ -40,6 +40,7 @@ NAMESPACE = "rayfin"
 PATIENCE = 120.0
 FRESH_SECONDS = 10.0  # to wait for current metrics
 NODE_TRIES = 3
+PLACEMENTS = 4  # of an application on nodes
 WORKER = Path(__file__).parent / "worker"
 SOURCE = Path(__file__).parents[2] / "src"
 FAKES = Path(__file__).parents[2] / "tests" / "support"
@@ -149,6 +150,8 @@ class Cluster:
             http_options={"host": "127.0.0.1", "port": self.port},
         )
         self.deploy()
+        if layout.workers and layout.ingresses > 1:
+            self._spread()
 
     def deploy(self, engines: int | None = None, **settings: Any) -> None:
         """Deploys or redeploys the application.
@@ -174,6 +177,19 @@ class Cluster:
         engine.setdefault("kv_cache_memory", (layout.pages or 4096) * per_page)
         app = bind_app(ServerArgs(**server), EngineArgs(**engine | settings))
         serve.run(app, name=APP, route_prefix="/")
+
+    def _spread(self) -> None:
+        """Deploys again until ingresses run on several nodes, of which Serve makes no promise.
+
+        Raises:
+            Unavailable: they do not.
+        """
+        for _ in range(PLACEMENTS):
+            if len(set(self.nodes_of("ingress"))) > 1:
+                return
+            serve.delete(APP)
+            self.deploy()
+        raise Unavailable("Serve puts all ingresses on one node")
 
     def add_node(self, folder: str, cpus: int, redis_port: int | None = None) -> Node:
         """Starts a node; the first one is the head, with the GCS."""
