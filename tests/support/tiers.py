@@ -53,12 +53,17 @@ def why_thorough(nodeid: str) -> str | None:
 
 
 def few(values: Iterable[Any], count: int) -> list[Any]:
-    """Marks all values of a parameter but ``count`` of them, evenly spread, as thorough."""
+    """Marks all values of a parameter but ``count`` of them, evenly spread, as thorough.
+
+    A tuple has the values of several parameters.
+    """
     every = list(values)
     kept = {round(at * (len(every) - 1) / max(1, count - 1)) for at in range(count)}
     mark = pytest.mark.thorough(reason=f"`make test` has {len(kept)} of {len(every)} values")
+    cases = [value if isinstance(value, tuple) else (value,) for value in every]
     return [
-        value if at in kept else pytest.param(value, marks=mark) for at, value in enumerate(every)
+        value if at in kept else pytest.param(*cases[at], marks=mark)
+        for at, value in enumerate(every)
     ]
 
 

@@ -17,6 +17,7 @@ from rayfin.actors.runner.cpu.packed_experts import PackedExpertsModule, packed_
 from rayfin.actors.runner.models import narrow, weights
 from rayfin.actors.runner.models.narrow import NarrowWeight, hold_narrow, narrow_loads, widen
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels, try_kernels
+from tiers import few
 
 Make = Callable[..., Any]
 ROOT = Path(__file__).parents[4]
@@ -269,23 +270,33 @@ BAR = 1.2
 @pytest.mark.slow(reason="makes and loads models of 100 MB in processes of their own")
 @pytest.mark.parametrize(
     "shape",
-    [
-        ["--layers", "8"],
-        ["--layers", "6", "--stored", "float16"],
-        ["--layers", "12", "--experts", "4"],
-        ["--layers", "24", "--settings", '{"quantization": "int4"}'],
-        ["--layers", "12", "--experts", "4", "--settings", '{"quantization": "int8"}'],
-        ["--layers", "32", "--checkpoint", "gptq"],
-        ["--layers", "16", "--checkpoint", "fp8"],
-        # A rank's plain head is there twice for a time.
-        ["--layers", "40", "--checkpoint", "gptq", *RANKS, "--vocabulary", "8000"],
-        ["--layers", "12", "--checkpoint", "gptq", "--experts", "4"],
-        ["--layers", "16", "--checkpoint", "mxfp4", "--experts", "8"],
-        ["--layers", "8", "--checkpoint", "gptq", "--settings", '{"quantization": "dequantize"}'],
-        ["--layers", "12", "--encoder"],
-        ["--layers", "8", "--images"],
-        ["--layers", "16", "--settings", '{"quantization": "int8"}'],
-    ],
+    few(
+        [
+            ["--layers", "8"],
+            ["--layers", "6", "--stored", "float16"],
+            ["--layers", "12", "--experts", "4"],
+            ["--layers", "24", "--settings", '{"quantization": "int4"}'],
+            ["--layers", "12", "--experts", "4", "--settings", '{"quantization": "int8"}'],
+            ["--layers", "32", "--checkpoint", "gptq"],
+            ["--layers", "16", "--checkpoint", "fp8"],
+            # A rank's plain head is there twice for a time.
+            ["--layers", "40", "--checkpoint", "gptq", *RANKS, "--vocabulary", "8000"],
+            ["--layers", "12", "--checkpoint", "gptq", "--experts", "4"],
+            ["--layers", "16", "--checkpoint", "mxfp4", "--experts", "8"],
+            [
+                "--layers",
+                "8",
+                "--checkpoint",
+                "gptq",
+                "--settings",
+                '{"quantization": "dequantize"}',
+            ],
+            ["--layers", "12", "--encoder"],
+            ["--layers", "8", "--images"],
+            ["--layers", "16", "--settings", '{"quantization": "int8"}'],
+        ],
+        4,
+    ),
 )
 def test_a_load_takes_little_more_than_what_stays(
     shape: list[str], measure: Callable[[list[str]], Any]

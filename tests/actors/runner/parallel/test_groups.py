@@ -25,6 +25,7 @@ from rayfin.actors.runner.models.paged_model import ATTENTION
 from rayfin.actors.runner.parallel.groups import ProcessGroups, open_store
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.parallel.shard_weights import Checkpoint, load_share
+from tiers import few
 
 pytestmark = pytest.mark.slow(reason="starts groups of two and four ranks")
 
@@ -81,16 +82,19 @@ def test_guided(
 
 @pytest.mark.parametrize(
     ("form", "tensor", "stages"),
-    [
-        ("mixtral", 2, 1),
-        ("mixtral", 1, 2),
-        ("qwen3_moe", 2, 1),
-        ("cohere", 2, 1),
-        ("glm4", 2, 1),
-        ("glm4_moe", 2, 1),
-        ("olmo3", 2, 1),
-        *((form, *shape) for form in OWN_PLANS for shape in [(2, 1), (1, 2), (2, 2)]),
-    ],
+    few(
+        [
+            ("mixtral", 2, 1),
+            ("mixtral", 1, 2),
+            ("qwen3_moe", 2, 1),
+            ("cohere", 2, 1),
+            ("glm4", 2, 1),
+            ("glm4_moe", 2, 1),
+            ("olmo3", 2, 1),
+            *((form, *shape) for form in OWN_PLANS for shape in [(2, 1), (1, 2), (2, 2)]),
+        ],
+        7,
+    ),
 )
 def test_families(
     form: str, tensor: int, stages: int, tiny_model: Make, group: Make, request_of: Make

@@ -23,6 +23,7 @@ from rayfin.actors.runner.quantized.linear import QuantLinear
 from rayfin.actors.runner.quantized.packed import CodedLinear
 from rayfin.kernels.cpu.codes import CodedMatrix
 from rayfin.kernels.cpu.kernels import try_kernels
+from tiers import few
 
 pytestmark = pytest.mark.slow(reason="starts groups of two and four ranks")
 
@@ -74,14 +75,17 @@ def require_equal(ranks: Group, written: QuantisedModel, request_of: Make) -> No
 
 @pytest.mark.parametrize(
     ("kind", "family", "tensor", "stages"),
-    [
-        *((kind, "llama", 2, 1) for kind in KINDS),
-        *(("gptq", "llama", *shape) for shape in [(1, 2), (2, 2)]),
-        *(("gptq", family, 2, 1) for family in ("qwen3", "qwen2", "gpt_neox")),
-        *(("gptq desc_act", family, 2, 1) for family in ("qwen3", "gpt_neox", "phi3", "gpt2")),
-        *(("fp8 blocks", family, 2, 1) for family in ("phi3", "gpt2")),
-        ("nf4", "gpt2", 1, 2),
-    ],
+    few(
+        [
+            *((kind, "llama", 2, 1) for kind in KINDS),
+            *(("gptq", "llama", *shape) for shape in [(1, 2), (2, 2)]),
+            *(("gptq", family, 2, 1) for family in ("qwen3", "qwen2", "gpt_neox")),
+            *(("gptq desc_act", family, 2, 1) for family in ("qwen3", "gpt_neox", "phi3", "gpt2")),
+            *(("fp8 blocks", family, 2, 1) for family in ("phi3", "gpt2")),
+            ("nf4", "gpt2", 1, 2),
+        ],
+        9,
+    ),
 )
 def test_layers(
     kind: str,
@@ -107,13 +111,16 @@ OTHERS = ["qwen2_moe", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3"]
 
 @pytest.mark.parametrize(
     ("kind", "family", "tensor", "stages"),
-    [
-        *((kind, "qwen3_moe", 2, 1) for kind in CODED),
-        *(("gptq desc_act", family, 2, 1) for family in OTHERS),
-        *((kind, "mixtral", 2, 1) for kind in ("awq", "gptq desc_act")),
-        *(("awq", "mixtral", *shape) for shape in [(1, 2), (2, 2)]),
-        *(("mxfp4", "gpt_oss", *shape) for shape in [(2, 1), (1, 2), (2, 2)]),
-    ],
+    few(
+        [
+            *((kind, "qwen3_moe", 2, 1) for kind in CODED),
+            *(("gptq desc_act", family, 2, 1) for family in OTHERS),
+            *((kind, "mixtral", 2, 1) for kind in ("awq", "gptq desc_act")),
+            *(("awq", "mixtral", *shape) for shape in [(1, 2), (2, 2)]),
+            *(("mxfp4", "gpt_oss", *shape) for shape in [(2, 1), (1, 2), (2, 2)]),
+        ],
+        9,
+    ),
 )
 def test_experts(
     kind: str, family: str, tensor: int, stages: int, write: Make, group: Make, request_of: Make
