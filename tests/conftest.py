@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from run_order import FileDurations, FileScheduling, sort_by_duration
+from run_order import FileDurations, sort_by_duration
 from tiers import why_thorough, without_repeated_pairs
 
 # Here, not in a hook: conftest.py files further down import transformers before hooks run.
@@ -60,7 +60,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(FileDurations(config.getoption("--keep-durations")))
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from file_scheduling import FileScheduling
+
     return FileScheduling(config, log)
 
 

@@ -37,7 +37,7 @@ def test_the_tests_of_the_page_are_collected() -> None:
     pytest.importorskip("triton")
     page = (ROOT / "docs/benchmarks/gpu.md").read_text()
     assert all(folder in page for folder in FOLDERS)
-    arguments = ["--collect-only", "-q", "-p", "no:cacheprovider", *FOLDERS]
+    arguments = ["--all", "--collect-only", "-q", "-p", "no:cacheprovider", *FOLDERS]
     printed = run(f"import pytest; sys.exit(pytest.main({arguments!r}))")
     assert "test_overlap.py" in printed and "test_attention.py" in printed
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from run_order import RAY, FileScheduling, sort_by_duration
+from file_scheduling import FileScheduling
+from run_order import RAY, sort_by_duration
 from tiers import THOROUGH, covering, few, why_thorough
 
 

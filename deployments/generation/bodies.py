@@ -9,12 +9,11 @@ from rayfin.actors.sampling_params import BIAS_LIMIT, SamplingParams, listed
 from rayfin.deployments.generation.plan import AnswerRules
 from rayfin.deployments.guidance.fields import GUIDED, WHITESPACE, AnswerFormat, asked_format
 from rayfin.deployments.http.request_id import LABEL
+from rayfin.deployments.requests.limits import PRIORITIES
 from rayfin.deployments.requests.prompts import check_salt
 from rayfin.deployments.text.checks import is_empty
 
 MAX_STOP_LENGTH = 4096  # characters
-
-PRIORITIES = range(-(2**31), 2**31)
 
 UNSERVED: dict[str, tuple[object, ...]] = {  # -> values that change nothing, beside empty ones
     "prompt_embeds": (),

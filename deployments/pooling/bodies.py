@@ -5,8 +5,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.deployments.generation.bodies import PRIORITIES
 from rayfin.deployments.pooling.inputs import Cut
+from rayfin.deployments.requests.limits import PRIORITIES
 from rayfin.deployments.requests.prompts import check_salt
 
 

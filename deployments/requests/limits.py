@@ -10,6 +10,7 @@ from rayfin.deployments.text.tokenizer import Tokenizer
 
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 128  # as token strings
+PRIORITIES = range(-(2**31), 2**31)
 
 
 def check_sampling(params: SamplingParams, info: EngineInfo) -> None:

@@ -125,6 +125,7 @@ def test_statuses() -> None:
     assert {error.__name__: error.status for error in ERRORS} == {
         "RayfinError": 500,
         "InvalidRequest": 400,
+        "InvalidLine": 400,
         "ContextLengthExceeded": 400,
         "ModelNotFound": 404,
         "ModelNotSupported": 404,

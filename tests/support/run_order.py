@@ -1,7 +1,6 @@
-"""Spreads test files over the workers of pytest-xdist, longest first, and keeps what each takes.
+"""Puts test files that take long first, and keeps what each takes.
 
-``tests/durations.json`` has the seconds of each file in the last run with ``--keep-durations``. All
-files of tests/e2e are one piece of work: two clusters of Ray at once starve each other.
+``tests/durations.json`` has the seconds of each file in the last run with ``--keep-durations``.
 """
 
 import json
@@ -9,7 +8,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from xdist.scheduler import LoadScopeScheduling
 
 DURATIONS = Path(__file__).parents[1] / "durations.json"
 RAY = "tests/e2e/"
@@ -35,14 +33,6 @@ def sort_by_duration(items: list[pytest.Item]) -> None:
         return not file.startswith(RAY), -seconds.get(file, float("inf")), file
 
     items.sort(key=key)
-
-
-class FileScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Gives whole files to workers in the order of collection, and tests/e2e to one worker."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return RAY if file.startswith(RAY) else file
 
 
 class FileDurations:

@@ -27,6 +27,53 @@ THOROUGH = {
         "another family"
     ),
     "tests/actors/runner/gpu/test_features.py::test_states[qwen3_next]": "another family",
+    "tests/actors/runner/gpu/test_features.py::test_drafts": (
+        "test_prompt_graphs.py has prompts in graphs"
+    ),
+    "tests/actors/runner/gpu/test_features.py::test_few_bits[fp8": "awq runs",
+    "tests/actors/runner/gpu/test_features.py::test_few_bits[gptq": "awq runs",
+    "tests/actors/runner/gpu/test_features.py::test_few_bits_made_whole": (
+        "test_quant_linear.py makes layers whole"
+    ),
+    "tests/actors/runner/gpu/test_features.py::test_weights_rounded": (
+        "tests/kernels/triton rounds weights"
+    ),
+    "tests/actors/runner/gpu/test_graphs.py::test_a_restarted": "many interpreted steps",
+    "tests/actors/runner/gpu/test_graphs.py::test_rules_and": "test_device_slots.py has the rules",
+    "tests/actors/runner/gpu/test_overlap.py::test_the_tokens_of_an_engine": (
+        "test_graph_tokens.py compares tokens"
+    ),
+    "tests/actors/runner/gpu/test_pdl.py::test_a_recorded_step_is_a_chain[gemma3": "another family",
+    "tests/actors/runner/gpu/test_pdl.py::test_eager": (
+        "tests/kernels/triton/test_pdl.py has each kernel"
+    ),
+    "tests/actors/runner/gpu/test_pdl.py::test_steps_of_more": (
+        "tests/kernels/triton/test_pdl.py has each kernel"
+    ),
+    "tests/actors/runner/gpu/test_prompt_graphs.py::test_steps_with_drafts": (
+        "other steps with prompts"
+    ),
+    "tests/actors/runner/gpu/test_prompt_graphs.py::test_what_eager_layers_compute[gemma3": (
+        "another family"
+    ),
+    "tests/actors/runner/gpu/test_prompt_graphs.py::test_what_eager_layers_compute[mixtral": (
+        "another family"
+    ),
+    "tests/actors/runner/gpu/test_quant_linear.py::test_a_kernel_that_fails": (
+        "interpreted decoders"
+    ),
+    "tests/actors/runner/gpu/test_quant_linear.py::test_logits_of_every_format": (
+        "tests/kernels/triton has each format"
+    ),
+    "tests/actors/runner/gpu/test_quant_linear.py::test_logits_of_the_decoder[fp8": "awq runs",
+    "tests/actors/runner/gpu/test_quant_linear.py::test_logits_of_the_decoder[gptq": "awq runs",
+    "tests/actors/runner/gpu/test_quant_linear.py::test_logits_of_the_decoder[w8a16": "awq runs",
+    "tests/actors/runner/gpu/test_quant_linear.py::test_projections_of_several": (
+        "interpreted decoders"
+    ),
+    "tests/actors/runner/gpu/test_quant_shares.py::test_layers_of_every_format": (
+        "tests/kernels/triton has each format"
+    ),
     "tests/deployments/bench/test_peers.py::test_guided_answers": "a comparison is one of tokens",
     "tests/deployments/bench/test_peers.py::test_vectors": "a comparison is one of tokens",
     "tests/deployments/cli/test_run_batch.py::test_killed": "e2e/test_batches.py kills processes",
