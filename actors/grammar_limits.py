@@ -36,7 +36,7 @@ PLAIN = re.compile(r"[\w\s]+")
 
 
 def _byte_of() -> dict[str, int]:
-    """GPT-2's table of byte-level vocabularies: printable characters stand for themselves."""
+    """Builds GPT-2's table of byte-level vocabularies: printable characters are themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     shifted = {chr(256 + number): byte for number, byte in enumerate(others)}
@@ -129,12 +129,12 @@ class _Vocabulary:
 
 
 def _bytes_of(backend: Any, text: str, size: int) -> list[bytes]:
-    """The bytes that each token adds to a text; b"" of an id without one."""
+    """Returns the bytes that each token adds to a text; b"" for an id without one."""
     from llguidance import LLTokenizer
 
     known = [b""] * size
     vocabulary = {token: name for name, token in backend.get_vocab().items() if token < size}
-    if (read := _reader_of(backend)) is not None:  # a second for 150,000 tokens is saved
+    if (read := _reader_of(backend)) is not None:
         added = {token.content for token in backend.get_added_tokens_decoder().values()}
         for token, name in vocabulary.items():
             known[token] = name.encode() if name in added else read(name)
@@ -155,7 +155,7 @@ def _bytes_of(backend: Any, text: str, size: int) -> list[bytes]:
 
 
 def _reader_of(backend: Any) -> Callable[[str], bytes] | None:
-    """What reads a token's bytes from its name; None for decoders of other kinds."""
+    """Returns a reader of a token's bytes from its name; None for decoders of other kinds."""
     from tokenizers.decoders import ByteLevel
 
     if isinstance(backend.decoder, ByteLevel):
@@ -176,7 +176,7 @@ def _reader_of(backend: Any) -> Callable[[str], bytes] | None:
 
 
 def _bytes_of_letters(name: str) -> bytes:
-    """The bytes of a token of a byte-level vocabulary."""
+    """Reads the bytes of a token of a byte-level vocabulary."""
     try:
         return bytes([BYTE_OF[letter] for letter in name])
     except KeyError:

@@ -20,7 +20,7 @@ NO_PART = ("generation_config.json", INDEX, "tokenizer*", "vocab*", "merges*", "
 
 
 def tensors_digest(files: Iterable[Path]) -> str:
-    """SHA-256 in hex over name, dtype, shape and BLAKE2b of each tensor, sorted by name.
+    """Computes SHA-256 in hex over name, dtype, shape and BLAKE2b of each tensor, sorted by name.
 
     It is the same for any way to cut the tensors into files. Copies that do not count are left out.
     All cores read, a second for a GiB or less.
@@ -44,7 +44,7 @@ def tensors_digest(files: Iterable[Path]) -> str:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, dict[str, Any], int, int]]:
-    """Name, header entry, and first and last byte in the file of each tensor."""
+    """Yields name, header entry, and first and last byte in the file of each tensor."""
     with path.open("rb") as file:
         begin = 8 + int.from_bytes(file.read(8), "little")
     for name, entry in read_header(path).items():
@@ -63,7 +63,7 @@ def _bytes_digest(path: Path, start: int, end: int) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that a model is read from."""
+    """Lists the safetensors files that a model is read from."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     named = {folder / name for name in read_index(folder).values()}
@@ -71,7 +71,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def folder_digest(folder: Path, *, weights: bool = True) -> str:
-    """A digest of a model's folder: its tensors and what decides the numbers made of them.
+    """Computes a digest of a model's folder: its tensors and what decides the numbers made of them.
 
     Raises:
         InvalidConfig, OSError, ValueError: as ``tensors_digest``.

@@ -13,7 +13,7 @@ TEXT_PARTS = ("decoder", "generator", "text_config")
 
 
 def generation_config(model: str | Path, **hub: Any) -> dict[str, Any]:
-    """The values that transformers' ``generate`` takes from a folder, or a model on the Hub.
+    """Reads the values that transformers' ``generate`` takes from a folder, or a model on the Hub.
 
     If there is a generation_config.json, it alone decides: what it lacks is not set. Otherwise it
     is config.json, where a value of the whole model counts before one of its text part.
@@ -30,7 +30,7 @@ def generation_config(model: str | Path, **hub: Any) -> dict[str, Any]:
 
 
 def end_token_ids(values: Mapping[str, Any]) -> frozenset[int]:
-    """The ids that end an answer, by ``generation_config`` or changes of it."""
+    """Returns the ids that end an answer, by ``generation_config`` or changes of it."""
     value = values.get("eos_token_id")
     ids = value if isinstance(value, list) else [value]
     return frozenset(

@@ -33,7 +33,7 @@ class Shards:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """The name of the file of each tensor; empty if the folder has no index.
+    """Reads the name of the file of each tensor; empty if the folder has no index.
 
     Raises:
         InvalidConfig: it cannot be read.
@@ -49,7 +49,7 @@ def read_index(folder: Path) -> dict[str, str]:
 
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """What a safetensors file says of each tensor: ``dtype``, ``shape`` and ``data_offsets``.
+    """Reads what a safetensors file says of each tensor: ``dtype``, ``shape`` and ``data_offsets``.
 
     The offsets are counted from the end of the header.
 

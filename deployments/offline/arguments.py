@@ -18,7 +18,7 @@ SPECIAL = "add_special_tokens"
 
 
 def progress(use_tqdm: UseTqdm, total: int, what: str) -> "tqdm[Any]":
-    """A bar of ``total`` steps; hidden if ``use_tqdm`` is False."""
+    """Makes a bar of ``total`` steps; hidden if ``use_tqdm`` is False."""
     if callable(use_tqdm):
         bar: tqdm[Any] = use_tqdm(total=total, desc=what, dynamic_ncols=True)
         return bar
@@ -26,7 +26,7 @@ def progress(use_tqdm: UseTqdm, total: int, what: str) -> "tqdm[Any]":
 
 
 def beside_ids(prompts: Any, ids: Any) -> Any:
-    """Prompts whose token ids are in an argument of their own, as earlier versions of vLLM have it.
+    """Joins prompts with token ids of an argument of their own, as earlier versions of vLLM do.
 
     Raises:
         InvalidRequest: there is neither, or they are not as many.
@@ -49,7 +49,7 @@ def beside_ids(prompts: Any, ids: Any) -> Any:
 
 
 def priorities_of(priority: Sequence[int] | None, count: int) -> list[int]:
-    """The priority of each of ``count`` prompts; 0 is the default.
+    """Returns the priority of each of ``count`` prompts; 0 is the default.
 
     Raises:
         InvalidRequest: the numbers differ, or one is no integer of 32 bits.
@@ -65,7 +65,7 @@ def priorities_of(priority: Sequence[int] | None, count: int) -> list[int]:
 
 
 def special_tokens(tokenization_kwargs: Mapping[str, Any] | None) -> bool:
-    """Whether texts get the tokenizer's special tokens.
+    """Returns whether texts get the tokenizer's special tokens.
 
     Raises:
         InvalidRequest: another setting of tokenizers.

@@ -43,6 +43,6 @@ def refuse(**arguments: Any) -> None:
 
 
 def no_attribute(name: str) -> AttributeError:
-    """The error for an attribute that ``LLM`` lacks."""
+    """Makes the error for an attribute that ``LLM`` lacks."""
     near = f". Near it is {ATTRIBUTES[name]}" if name in ATTRIBUTES else ""
     return AttributeError(f"LLM has no {name!r}{near}")

@@ -40,7 +40,7 @@ NOT_OF_MODELS = frozenset(
 def overridden(
     config: "PretrainedConfig", changes: Mapping[str, Any], *, any_name: bool = False
 ) -> "PretrainedConfig":
-    """The configuration with some of its values replaced, under old or new names.
+    """Returns the configuration with some of its values replaced, under old or new names.
 
     Objects are merged, as vLLM does.
 
