@@ -29,7 +29,7 @@ from ray import serve
 from server import free_ports
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.messages import EngineStats
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.processes.environment import set_ray_environment
 from rayfin.deployments.app import bind_app
 from rayfin.deployments.client.engine_names import find_engine

@@ -35,7 +35,7 @@ import rayfin
 from rayfin import data
 from rayfin.actors import errors, failpoints
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.messages import EngineStats
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.metrics.families import CACHE_LABELS
 from rayfin.actors.metrics.ledger import Ledger, engine_report
 from rayfin.actors.metrics.render import Writer

@@ -15,7 +15,7 @@ from typing import Literal
 
 from rayfin.actors.adapters.usage import LOAD_RESULTS
 from rayfin.actors.histogram import Bounds
-from rayfin.actors.messages import EngineStats
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.speculation import MOST_TOKENS
 
 PREFIX = "rayfin_"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from rayfin.actors.adapters.usage import AdapterStats
 from rayfin.actors.histogram import Histogram
-from rayfin.actors.messages import EngineStats
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.metrics.families import (
     CACHE_CONFIG,
     ENGINE_ALIASES,

@@ -40,11 +40,11 @@ from rayfin.actors.messages import (
     Ended,
     EngineInfo,
     EngineRequest,
-    EngineStats,
     Seat,
     TokenDeltas,
     TokenLog,
 )
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.metrics.snapshot import EngineSnapshot
 from rayfin.actors.processes.environment import lower_priority
 from rayfin.actors.processes.identity import Process, this_process

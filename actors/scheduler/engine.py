@@ -23,7 +23,6 @@ from rayfin.actors.messages import (
     Command,
     Ended,
     EngineRequest,
-    EngineStats,
     Float32Array,
     Hypothesis,
     Int32Array,
@@ -34,6 +33,7 @@ from rayfin.actors.messages import (
     TokenDeltas,
     TokenLog,
 )
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.metrics.snapshot import EngineSnapshot
 from rayfin.actors.scheduler.beam_groups import BeamGroups, as_it_runs
 from rayfin.actors.scheduler.core.adapter_gate import AdapterGate

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from rayfin.actors.config import EngineConfig
-from rayfin.actors.messages import EngineStats, SchedulerInfo
+from rayfin.actors.messages import SchedulerInfo
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.metrics.families import CACHE_LABELS
 from rayfin.actors.metrics.snapshot import (
     FREE,

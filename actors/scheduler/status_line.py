@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from rayfin.actors.messages import EngineStats
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.timing import STATUS_LINE_SECONDS
 
 

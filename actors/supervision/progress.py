@@ -1,7 +1,7 @@
 """Whether an engine makes progress, by its counters. A client asks; it imports no scheduler."""
 
 from rayfin.actors.errors import EngineUnavailable
-from rayfin.actors.messages import EngineStats
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.timing import ENGINE_STALL_SECONDS, ENGINE_STALL_STEPS
 
 

@@ -35,7 +35,8 @@ from ray.util.placement_group import (
 from rayfin.actors import failpoints
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, NotOwner, RayfinError, RunnerGroupFailed
-from rayfin.actors.messages import EngineInfo, EngineStats
+from rayfin.actors.messages import EngineInfo
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.processes.identity import Process, is_stopped
 from rayfin.actors.processes.registry import (
     describe,

@@ -16,12 +16,12 @@ from rayfin.actors.messages import (
     Command,
     EngineInfo,
     EngineRequest,
-    EngineStats,
     Seat,
     TokenDelta,
     TokenDeltas,
     TokenLog,
 )
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.metrics.snapshot import EngineSnapshot
 from rayfin.actors.scheduler.subscriptions import MESSAGES_PER_CALL
 from rayfin.actors.timing import (

@@ -4,14 +4,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-from rayfin.actors.messages import (
-    Command,
-    EngineInfo,
-    EngineRequest,
-    EngineStats,
-    TokenDelta,
-    TokenLog,
-)
+from rayfin.actors.messages import Command, EngineInfo, EngineRequest, TokenDelta, TokenLog
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.metrics.snapshot import EngineSnapshot
 
 # The report of one engine to an operator.

@@ -30,10 +30,10 @@ from rayfin.actors.messages import (
     Command,
     EngineInfo,
     EngineRequest,
-    EngineStats,
     TokenDelta,
     TokenLog,
 )
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.metrics.snapshot import EngineSnapshot
 from rayfin.actors.supervision.progress import check_progress
 from rayfin.actors.timing import (

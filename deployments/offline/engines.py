@@ -6,14 +6,8 @@ from typing import Protocol
 
 from rayfin.actors.config import EngineArgs, resolve
 from rayfin.actors.errors import InvalidConfig, RayfinError
-from rayfin.actors.messages import (
-    Command,
-    Ended,
-    EngineInfo,
-    EngineRequest,
-    EngineStats,
-    TokenDeltas,
-)
+from rayfin.actors.messages import Command, Ended, EngineInfo, EngineRequest, TokenDeltas
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.runner.parallel.rank import group_size
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.state.executor import Executor

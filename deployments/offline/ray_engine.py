@@ -13,7 +13,8 @@ from ray.exceptions import RayError
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, RayfinError
-from rayfin.actors.messages import Command, EngineRequest, EngineStats, TokenDeltas
+from rayfin.actors.messages import Command, EngineRequest, TokenDeltas
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.processes.environment import set_ray_environment
 from rayfin.actors.scheduler.subscriptions import MESSAGES_PER_CALL
 from rayfin.actors.supervision.supervisor import Supervisor

@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-from rayfin.actors.messages import EngineStats
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.timing import UPSCALE_SECONDS
 
 WAITING_TOKENS = 8192.0

@@ -18,7 +18,6 @@ from rayfin.actors.messages import (
     Ended,
     EngineInfo,
     EngineRequest,
-    EngineStats,
     NewRequest,
     Sampling,
     SchedulerInfo,
@@ -27,6 +26,7 @@ from rayfin.actors.messages import (
     TokenDelta,
     TokenDeltas,
 )
+from rayfin.actors.metrics.engine_stats import EngineStats
 
 
 def _ints(*values: int) -> np.ndarray:

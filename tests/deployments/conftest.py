@@ -21,11 +21,11 @@ from rayfin.actors.messages import (
     Ended,
     EngineInfo,
     EngineRequest,
-    EngineStats,
     Seat,
     TokenDeltas,
     TokenLog,
 )
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.scheduler.engine import Engine
 
 VOCABULARY = 50

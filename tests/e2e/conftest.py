@@ -23,7 +23,7 @@ from ray import serve
 
 from rayfin import LLM, SamplingParams
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.messages import EngineStats
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.deployments.app import bind_app
 from rayfin.deployments.client.engine_names import find_engine
 from rayfin.deployments.edge.door import CALLBACK, CALLBACK_PATH

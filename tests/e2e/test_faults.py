@@ -14,7 +14,8 @@ import ray
 
 from rayfin import LLM, SamplingParams
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.messages import Ended, EngineRequest, EngineStats, Sampling, StopRules
+from rayfin.actors.messages import Ended, EngineRequest, Sampling, StopRules
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.scheduler.actor import EngineStart, SchedulerActor
 from rayfin.deployments.serve.preflight import model_path
 

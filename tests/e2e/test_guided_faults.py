@@ -11,7 +11,7 @@ import httpx
 import ray
 
 from rayfin import LLM, SamplingParams
-from rayfin.actors.messages import EngineStats
+from rayfin.actors.metrics.engine_stats import EngineStats
 
 LENGTH = 300
 

@@ -17,7 +17,7 @@ from ray import serve
 
 from pooling_models import WORDS, add_modules, make_encoder
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.messages import EngineStats
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.deployments.app import bind_models
 from rayfin.deployments.client.engine_names import find_engine
 from rayfin.deployments.serve.model_args import several_models

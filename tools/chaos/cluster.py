@@ -28,7 +28,7 @@ from ray._private.state import actors as actor_table
 from ray.serve.schema import ProxyStatus
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.messages import EngineStats
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.processes.environment import ENVIRONMENT
 from rayfin.actors.processes.registry import runner_name
 from rayfin.deployments.app import bind_app

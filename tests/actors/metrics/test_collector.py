@@ -7,7 +7,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from rayfin.actors.histogram import Histogram
-from rayfin.actors.messages import EngineStats
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.metrics.families import (
     CACHE_CONSTANTS,
     CACHE_LABELS,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfin.actors.histogram import Histogram
-from rayfin.actors.messages import EngineStats
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.metrics.families import (
     CACHE_CONFIG,
     ENGINE_ALIASES,

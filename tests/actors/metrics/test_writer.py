@@ -5,7 +5,7 @@ import random
 import httpx
 import pytest
 
-from rayfin.actors.messages import EngineStats
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.metrics.families import FAMILIES
 from rayfin.actors.metrics.hub import CONTENT_TYPE, listen
 from rayfin.actors.metrics.ledger import INGRESSES, CounterReport, Ledger, engine_report

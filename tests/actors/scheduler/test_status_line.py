@@ -1,6 +1,6 @@
 """The line about an engine: right when it works, none when it is idle."""
 
-from rayfin.actors.messages import EngineStats
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.scheduler.status_line import StatusLine
 
 

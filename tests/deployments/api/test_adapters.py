@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from rayfin.actors.adapters.files import read_folder
 from rayfin.actors.adapters.usage import AdapterStats, short
 from rayfin.actors.errors import EngineUnavailable, InvalidRequest
-from rayfin.actors.messages import EngineStats
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.deployments.adapters.flags import folder_in, read_modules
 from rayfin.deployments.adapters.names import AdapterNames
 from rayfin.deployments.adapters.registry import AdapterContents

@@ -21,13 +21,13 @@ from rayfin.actors.messages import (
     Ended,
     EngineInfo,
     EngineRequest,
-    EngineStats,
     Sampling,
     Seat,
     StopRules,
     TokenDelta,
     TokenDeltas,
 )
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.processes.local_socket import Acceptor, SocketWriter
 from rayfin.actors.scheduler.client_links import ClientLinks
 from rayfin.actors.scheduler.inbox import ClientMessage

@@ -16,13 +16,13 @@ from rayfin.actors.messages import (
     Ended,
     EngineInfo,
     EngineRequest,
-    EngineStats,
     Sampling,
     Seat,
     StopRules,
     TokenDelta,
     TokenDeltas,
 )
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.timing import HEARTBEAT_SECONDS
 from rayfin.deployments.client import connection as engine_link
 from rayfin.deployments.client import pool as ray_client

@@ -6,7 +6,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.messages import EngineStats
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.deployments.app import bind_app
 from rayfin.deployments.serve.autoscaling import (
     TTFT_SECONDS,

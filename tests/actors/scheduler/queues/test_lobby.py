@@ -16,7 +16,8 @@ from rayfin.actors.errors import (
     RequestHandedBack,
 )
 from rayfin.actors.guidance import CallGrammar, Guidance, Thinking
-from rayfin.actors.messages import AdapterRef, EngineStats
+from rayfin.actors.messages import AdapterRef
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.scheduler.queues.lobby import MOST_KNOWN, MOST_SKIPPING
 from rayfin.actors.timing import PREPARE_SECONDS
 

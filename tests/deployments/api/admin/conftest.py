@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rayfin.actors.messages import EngineStats
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.http.keys import ApiKeys
 
