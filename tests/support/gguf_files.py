@@ -1,6 +1,6 @@
 """Tiny models in GGUF files, as llama.cpp's converter names, permutes and stores their tensors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,9 @@ import gguf
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from rayfin.actors.model_files import gguf_folder as folders
+from rayfin.actors.runner.quantized.gguf_file import convert
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD, LAYERS, EXPERTS = 256, 512, 4, 2, 64, 2, 4
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -186,3 +189,17 @@ def plain(path: Path) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(**where, config=config, dtype=torch.float32)
     model.is_quantized, model.generation_config.eos_token_id = False, None
     return model.eval()
+
+
+def converted(path: Path) -> str:
+    """Converts a file once and returns its folder."""
+    folder = path.with_name(f"{path.stem}-folder")
+    if not folder.is_dir():
+        make_folder(folders._find(str(path), None, None), folder)
+    return str(folder)
+
+
+def make_folder(files: Sequence[Path], folder: Path) -> None:
+    """Makes a folder of files in this process; `gguf_folder` starts one that imports torch."""
+    folder.mkdir()
+    convert([str(file) for file in files], str(folder))

@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 
 THOROUGH = {
-    "tests/actors/model_files/test_gguf_folder.py::test_errors": "test_gguf_file.py has the errors",
-    "tests/actors/model_files/test_gguf_folder.py::test_names": "converts a file once more",
+    "tests/actors/model_files/test_gguf_folder.py::test_a_file_that_was": "another broken file",
     "tests/actors/model_files/test_gguf_folder.py::test_tokens_are_those_of_transformers[f32": (
         "q8_0 is converted"
     ),
-    "tests/actors/model_files/test_gguf_folder.py::test_what_a_killed": "converts twice",
     "tests/actors/runner/gpu/test_decoder.py::test_logits_agree[granite": "other families",
     "tests/actors/runner/gpu/test_decoder.py::test_logits_agree[olmo2": "other families",
     "tests/actors/runner/gpu/test_decoder.py::test_logits_agree[qwen2": "other families",

@@ -16,12 +16,18 @@ from rayfin.actors.model_files.gguf_folder import gguf_folder, is_gguf
 
 pytest.importorskip("gguf")
 
-from gguf_files import write_gguf
+from gguf_files import make_folder, write_gguf
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(module.CACHE, str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def made_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Converts in this process."""
+    monkeypatch.setattr(module, "_make", make_folder)
 
 
 @pytest.mark.parametrize("kind", ["f32", "q8_0"])
@@ -44,7 +50,7 @@ def test_tokens_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     assert chat[0].outputs[0].text == text.outputs[0].text  # by the file's own template
 
 
-def test_it_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_made_once(made_here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", "f32")
     folder = gguf_folder(str(path))
     assert (folder / "config.json").is_file()
@@ -61,7 +67,7 @@ def test_it_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         gguf_folder(str(path))  # another file
 
 
-def test_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_on_the_hub(made_here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = ["README.md", "tiny-Q8_0.gguf", "tiny-F32.gguf"]
     path, asked = write_gguf(tmp_path / "tiny-F32.gguf", "f32"), []
 
@@ -84,7 +90,7 @@ def test_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     module._fetch.cache_clear()
 
 
-def test_a_model_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_in_parts(made_here: None, tmp_path: Path) -> None:
     first = write_gguf(tmp_path / "parts.gguf", "q4_0", parts=3)
     whole = gguf_folder(str(write_gguf(tmp_path / "whole.gguf", "q4_0")))
     second = tmp_path / "parts-00002-of-00003.gguf"
@@ -119,17 +125,21 @@ def test_errors_name_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     broken.write_bytes(b"GGUF, or so it says")
     with pytest.raises(InvalidConfig, match=r"broken\.gguf cannot be read"):
         gguf_folder(str(broken))
-    whole = write_gguf(tmp_path / "whole.gguf", "q4_0").read_bytes()
-    broken.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(InvalidConfig, match=r"broken\.gguf cannot be read: [^\n]+$"):
-        gguf_folder(str(broken))
     assert not [own for own in (tmp_path / "cache").iterdir() if own.is_dir()]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InvalidConfig, match=r"rayfin\[gguf\]"):
         gguf_folder(str(broken))
 
 
-def test_what_a_killed_conversion_left(tmp_path: Path) -> None:
+def test_a_file_that_was_cut(tmp_path: Path) -> None:
+    cut = write_gguf(tmp_path / "cut.gguf", "q4_0")
+    cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
+    with pytest.raises(InvalidConfig, match=r"cut\.gguf cannot be read: [^\n]+$"):
+        gguf_folder(str(cut))
+    assert not [own for own in (tmp_path / "cache").iterdir() if own.is_dir()]
+
+
+def test_what_a_killed_conversion_left(made_here: None, tmp_path: Path) -> None:
     folder = gguf_folder(str(write_gguf(tmp_path / "tiny.gguf", "f32")))
     left, other = (folder.with_name(f"{name}.abcd") for name in (folder.name, "other"))
     other.mkdir()

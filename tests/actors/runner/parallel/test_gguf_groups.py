@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from rank_groups import run_group
-from rayfin.actors.model_files import gguf_folder as folders
 from rayfin.actors.runner.quantized.packed import CodedLinear
 from rayfin.kernels.cpu.kernels import try_kernels
 
 pytest.importorskip("gguf")
 
-from gguf_files import mixed, plain, write_gguf
+from gguf_files import converted, mixed, plain, write_gguf
 
 pytestmark = pytest.mark.slow(reason="starts groups of two ranks")
 
@@ -36,14 +35,12 @@ def test_tokens(
     tensor: int,
     stages: int,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     group: Callable[..., Any],
     request_of: Callable[..., Any],
 ) -> None:
-    monkeypatch.setenv(folders.CACHE, str(tmp_path / "cache"))
     path = write_gguf(tmp_path / "tiny.gguf", mixed, family, tied=tied)
     model = plain(path)
-    ranks = group(folders.gguf_folder(str(path)), tensor, stages, max_batch_tokens=9)
+    ranks = group(Path(converted(path)), tensor, stages, max_batch_tokens=9)
     requests = [request_of(key, prompt, 6) for key, prompt in enumerate(PROMPTS)]
     tokens, _, _ = run_group(ranks, requests, stagger=2)
     for key, prompt in enumerate(PROMPTS):
