@@ -6,7 +6,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -59,8 +61,31 @@ def _imports(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+class _Source(NamedTuple):
+    """What the tests ask of a file; a tree of each would take hundreds of megabytes."""
+
+    imports: set[str]
+    globals: list[int]  # lines
+    classes: list[tuple[str, list[str]]]  # names, and their bases
+
+
+@cache
+def _source(path: Path) -> _Source:
+    tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(tree))
+    return _Source(
+        set(_imports(tree)),
+        [node.lineno for node in nodes if isinstance(node, ast.Global)],
+        [
+            (node.name, [ast.unparse(base) for base in node.bases])
+            for node in nodes
+            if isinstance(node, ast.ClassDef)
+        ],
+    )
+
+
 def _imported(path: Path) -> set[str]:
-    return set(_imports(ast.parse(path.read_text())))
+    return _source(path).imports
 
 
 def _uses(path: Path, package: str) -> bool:
@@ -159,19 +184,18 @@ def test_an_inline_engine_needs_no_ray() -> None:
 
 def test_no_mixins_and_no_globals() -> None:
     for path in _paths(*MAY_IMPORT):
-        for node in ast.walk(ast.parse(path.read_text())):
-            assert not isinstance(node, ast.Global), f"{_name(path)}:{node.lineno} says global"
-            if isinstance(node, ast.ClassDef):
-                assert not node.name.endswith("Mixin"), f"{_name(path)} has {node.name}"
+        source = _source(path)
+        assert not source.globals, f"{_name(path)}:{source.globals[0]} says global"
+        mixins = [name for name, _ in source.classes if name.endswith("Mixin")]
+        assert not mixins, f"{_name(path)} has {mixins}"
 
 
 def test_errors_are_one_tree() -> None:
     """Exceptions are defined in one file, whose docstring draws each below its base."""
     bases = {}
     for path in _paths(*MAY_IMPORT):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                bases[node.name] = ([ast.unparse(base) for base in node.bases], _name(path))
+        for name, of in _source(path).classes:
+            bases[name] = (of, _name(path))
 
     def is_error(name: str) -> bool:
         short = name.rpartition(".")[2]
@@ -184,14 +208,9 @@ def test_errors_are_one_tree() -> None:
     homes = {name: home for name, (_, home) in bases.items() if is_error(name)}
     strays = {name: home for name, home in homes.items() if home not in {ERRORS, *ERRORS_ELSEWHERE}}
     assert not strays
-    drawn = re.findall(
-        r"^    [│├└─ ]*([A-Z]\w+) ", ast.get_docstring(_tree(ERRORS), False) or "", re.M
-    )
+    drawing = ast.get_docstring(ast.parse((ROOT / ERRORS).read_text()), False) or ""
+    drawn = re.findall(r"^    [│├└─ ]*([A-Z]\w+) ", drawing, re.M)
     assert sorted(drawn) == sorted(name for name, home in homes.items() if home == ERRORS)
-
-
-def _tree(name: str) -> ast.Module:
-    return ast.parse((ROOT / name).read_text())
 
 
 def test_the_text_side_of_a_server_has_no_torch() -> None:
