@@ -35,8 +35,7 @@
     ├── Fenced                          -   the runners belong to a later scheduler
     ├── StepMissing                     -   the step before this one was lost
     ├── PeerLost                        -   a rank waits for another one that does not answer
-    ├── ServerError                     -   of a client command: the server failed
-    └── PeerFailed                      -   of the benchmark: another engine failed
+    └── ServerError                     -   of a client command: the server failed
 
     outside of it, because no caller may take them for an error of a request:
     UnrecognizedModule (Exception)      a module that no fast implementation fits
@@ -351,10 +350,6 @@ class PeerLost(RayfinError):
 
 class ServerError(RayfinError):
     """The server could not be reached, refused the request, or broke the stream off."""
-
-
-class PeerFailed(RayfinError):
-    """Another engine that is measured beside this one died or gave a wrong answer."""
 
 
 # Outside of the tree.

@@ -6,8 +6,8 @@
     python benchmarks/engines.py --shape 0.6b --only W1 W2 ...
 
 Writes docs/benchmarks/engines.md, or engines_bf16.md, engines_0.6b.md. Rayfin runs under this
-Python; a peer is a script of peers/ with the Python of its environment (``rayfin bench compare
---help``). With other settings Rayfin can be a peer: --peer int8:rayfin_engine=PYTHON,threads=2,...
+Python; a peer is a script of peers/ with the Python of its environment (compare.py
+--help). With other settings Rayfin can be a peer: --peer int8:rayfin_engine=PYTHON,threads=2,...
 """
 
 import argparse
@@ -21,13 +21,13 @@ from pathlib import Path
 
 import torch
 from core_report import Report
-from gptq import quantise
+from quantized import quantise
 from shapes import SHAPES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from turns import PEERS, PeerSpec, medians, take_turns
 
 import rayfin.deployments.demo
 from rayfin.deployments.bench.measures import Figures, Timeline, figures
-from rayfin.deployments.bench.peers import PeerSpec, take_turns
 from rayfin.deployments.bench.report import median
 from rayfin.deployments.bench.workload import (
     Job,
@@ -38,7 +38,6 @@ from rayfin.deployments.bench.workload import (
     shared_prefix_jobs,
 )
 
-PEERS = Path(__file__).with_name("peers")
 PAGES = Path(__file__).parents[1] / "docs" / "benchmarks"
 OURS = "rayfin"
 VOCABULARY = 2000
@@ -112,16 +111,7 @@ def table(runs: Mapping[str, Sequence[Sequence[Timeline]]]) -> list[list[str]]:
         results = [figures(timelines) for timelines in rounds]
         failed = sum(run.failed for run in results)
         assert not failed, f"{failed} requests failed: {results[0].errors}"
-        rows.append(
-            [
-                median([run.output_per_second for run in results]),
-                *(
-                    1000 * median([getattr(getattr(run, kind), point) or 0.0 for run in results])
-                    for kind, point in (("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"))
-                ),
-                1000 * median([run.itl.p99 or 0.0 for run in results]),
-            ]
-        )
+        rows.append(medians(results))
     first = rows[0]
     return [
         [

@@ -19,9 +19,9 @@ from shapes import SHAPES
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
+from turns import Peer, PeerSpec
 
 from rayfin import LLM, SamplingParams
-from rayfin.deployments.bench.peers import Peer, PeerSpec
 from rayfin.deployments.bench.workload import Job
 
 

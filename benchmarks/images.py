@@ -24,9 +24,9 @@ from pathlib import Path
 import numpy as np
 from image_models import SIZES, Sizes, make_model, make_text_model
 from PIL import Image
+from turns import Peer, PeerSpec
 
 from rayfin.deployments.bench.measures import Timeline, figures
-from rayfin.deployments.bench.peers import Peer, PeerSpec
 from rayfin.deployments.bench.report import median
 from rayfin.deployments.bench.workload import Job, Lengths, random_jobs
 

@@ -32,7 +32,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gptq import is_layer, quantise
+from quantized import is_layer, quantise
 
 INTERVAL = 0.002
 """Seconds between two looks at the memory."""

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import PEERS, VOCABULARY, make_model
+from engines import VOCABULARY, make_model
 from safetensors.torch import save_file
 from shapes import SHAPES
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from turns import PEERS, PeerSpec, take_turns
 
 from rayfin.deployments.bench.measures import Timeline, figures
-from rayfin.deployments.bench.peers import PeerSpec, take_turns
 from rayfin.deployments.bench.report import median
 from rayfin.deployments.bench.workload import Lengths, random_jobs
 

@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 import matplotlib
 from playwright.sync_api import sync_playwright
-from server import RAYFIN, free_ports, served
+from server import free_ports, served
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -118,7 +118,8 @@ def take(url: str, folder: Path, seconds: float) -> None:
     program = module.find_prometheus()
     watching = subprocess.Popen(module.command(program, config, folder, f"127.0.0.1:{port}"))
     flags = ("--url", f"{url}/v1", "--users", "12", "--duration", str(seconds))
-    users = subprocess.Popen([sys.executable, "-c", RAYFIN, "users", *flags], stdout=sys.stderr)
+    script = Path(__file__).with_name("users.py")
+    users = subprocess.Popen([sys.executable, str(script), *flags], stdout=sys.stderr)
     since = time.time()
     try:
         time.sleep(seconds / 4)

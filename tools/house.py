@@ -47,8 +47,6 @@ TIMING_ELSEWHERE = {
     "actors/scheduler/queues/queue_limits.py": "measured: the rate at which requests end",
     "deployments/serve/autoscaling.py": "a target for the time to the first token",
     "deployments/bench/endpoint.py": "the load generator is no part of the system",
-    "deployments/bench/users.py": "the same",
-    "deployments/bench/users_report.py": "the same",
 }
 
 

@@ -50,7 +50,8 @@ REASON = re.compile(r"(?:needs|takes|changes) [^:;]*")
 """The reason in a comment; text after it is for the reader."""
 
 ASKS = re.compile(
-    "curl |make observe|rayfin (chat|users|bench serve|status|drain|cache|sleep|wake)"
+    "curl |make observe|python benchmarks/users"
+    "|rayfin (chat|bench serve|status|drain|cache|sleep|wake)"
 )
 """Beginnings of the commands that need a server."""
 
@@ -65,7 +66,7 @@ STAND_INS = {
 
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "build", "*_cache", "__pycache__")
 
-ENDLESS = ("make observe", "rayfin users --users 16", "rayfin status")
+ENDLESS = ("make observe", "rayfin status")
 """Commands that run until Ctrl-C; the same commands with further flags end by themselves."""
 
 

@@ -1,4 +1,4 @@
-"""A run's figures as text, as a Markdown table, and as a plot."""
+"""A run's figures as text and as a plot."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,30 +30,6 @@ def lines(title: str, figures: Figures) -> list[str]:
 def limits_text(limits: Mapping[str, float]) -> str:
     """Limits as a reader sees them: "TTFT 500 ms, TPOT 50 ms"."""
     return ", ".join(f"{NAMES[name]} {limit * 1000:g} ms" for name, limit in limits.items())
-
-
-def comparison(
-    title: str, runs: Mapping[str, Sequence[Figures]], unit: str = "output tokens"
-) -> list[str]:
-    """A Markdown table of several engines' medians over rounds.
-
-    ``unit`` is what a request gets, tokens or vectors. The last column is the first engine's rate
-    divided by each engine's.
-    """
-    first = next(iter(runs))
-    rows = {name: _row(rounds) for name, rounds in runs.items()}
-    heads = [f"{unit}/s", "TTFT p50 ms", "TTFT p99 ms", "TPOT p50 ms", "ITL p99 ms"]
-    table = [
-        f"**{title}**",
-        "",
-        f"| engine | {' | '.join(heads)} | {first} / engine |",
-        "|---" * (len(heads) + 2) + "|",
-    ]
-    for name, row in rows.items():
-        ratio = rows[first][0] / row[0] if row[0] else float("nan")
-        cells = " | ".join("-" if value is None else f"{value:.1f}" for value in row)
-        table.append(f"| {name} | {cells} | {ratio:.2f} |")
-    return table
 
 
 def plot(path: Path, timelines: Sequence[Timeline]) -> None:
@@ -107,19 +83,6 @@ def _cached(figures: Figures) -> list[str]:
         return []
     share = figures.cached_tokens / figures.prompt_tokens
     return [f"{figures.prompt_tokens} prompt tokens, {share:.1%} of them from the prefix cache"]
-
-
-def _row(rounds: Sequence[Figures]) -> list[float]:
-    def ms(metric: str, percentile: str) -> float:
-        return 1000 * median([getattr(getattr(run, metric), percentile) or 0.0 for run in rounds])
-
-    return [
-        median([run.output_per_second for run in rounds]),
-        ms("ttft", "p50"),
-        ms("ttft", "p99"),
-        ms("tpot", "p50"),
-        ms("itl", "p99"),
-    ]
 
 
 def _cells(spread: Spread) -> str:

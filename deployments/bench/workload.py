@@ -1,23 +1,18 @@
-"""What a benchmark asks: prompts of token ids with times of arrival, and questions of users."""
+"""What a benchmark asks: prompts of token ids with times of arrival."""
 
 import csv
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from rayfin.actors.errors import InvalidConfig
 
-Messages = list[dict[str, str]]
 Ramp = Literal["linear", "exponential"]
-DrawMessages = Callable[[random.Random], Messages]
 
 LOWEST_TOKEN = 10  # ids below are often special
-CAPITALS = ("France", "Italy", "Spain", "Peru", "Japan", "Kenya", "Norway", "Egypt")
-WORDS = ("apple", "river", "stone", "cloud", "lamp", "horse", "paper", "green")
-SYLLABLES = ("ba", "do", "fi", "ga", "ka", "lo", "mi", "ne", "po", "ra", "su", "ti")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,37 +182,6 @@ def varied(jobs: Sequence[Job], number: int) -> list[Job]:
         )
         for job in jobs
     ]
-
-
-def questions() -> DrawMessages:
-    """Draws short questions of the kinds that the demo model was trained for."""
-
-    def draw(rng: random.Random) -> Messages:
-        words = ", ".join(rng.sample(WORDS, rng.randint(2, 4)))
-        kinds = (
-            f"What is {rng.randint(1, 49)} + {rng.randint(1, 49)}?",
-            f"What is the capital of {rng.choice(CAPITALS)}?",
-            f"Repeat: {words}",
-            f"Reverse this list: {words}",
-            "What is Rayfin?",
-        )
-        return _user_message(rng.choice(kinds))
-
-    return draw
-
-
-def random_words(tokens: int) -> DrawMessages:
-    """Draws prompts of about ``tokens`` tokens that no two requests share."""
-
-    def draw(rng: random.Random) -> Messages:
-        words = ("".join(rng.choices(SYLLABLES, k=2)) for _ in range(max(1, tokens // 2)))
-        return _user_message(" ".join(words))
-
-    return draw
-
-
-def _user_message(text: str) -> Messages:
-    return [{"role": "user", "content": text}]
 
 
 def _tokens(rng: random.Random, count: int, vocabulary: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""``rayfin bench``: measures throughput and latency, offline, over HTTP and of other engines."""
+"""``rayfin bench``: measures throughput and latency, offline and over HTTP."""
 
 import json
 import math
@@ -187,7 +187,7 @@ def throughput(
     from rayfin.deployments.bench.offline import run_offline
     from rayfin.deployments.bench.workload import varied
 
-    settings = _with_trace(settings)
+    settings = with_trace(settings)
     loaded = load(settings)  # a bad file is an error before an engine starts
     with _Engine(executor) as engine:
         dataset = dataset_of(loaded, settings, engine.info.max_model_len)
@@ -325,7 +325,7 @@ def serve_bench(
         raise InvalidConfig("find_rate needs limits: --goodput ttft:500", "find_rate")
     if share is not None and plot is not None:
         raise InvalidConfig("plot shows one run, and --find-rate makes several", "plot")
-    settings = _with_trace(settings)
+    settings = with_trace(settings)
     pace = _pace(settings)
     loaded = load(settings)
     pace.check(isinstance(loaded, Trace) or loaded.timed)
@@ -347,98 +347,6 @@ def serve_bench(
         _report(title, [sender.ended], json_file, plot, limits)
         raise
     return _report("serve", [run], json_file, plot, limits)
-
-
-@bench.command()
-@click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@dataset_options
-@click.option(
-    "--peer",
-    "peers",
-    multiple=True,
-    required=True,
-    metavar="[LABEL:]NAME=PYTHON[,KEY=VALUE]...",
-    help="a script in the peers folder, its Python, and its settings; the first is the baseline",
-)
-@click.option(
-    "--peers-folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    default="benchmarks/peers",
-    show_default=True,
-)
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
-@MAX_MODEL_LEN
-@click.option("--request-rate", show_default="inf, or as a trace says")
-@click.option(
-    "--workload",
-    type=click.Choice(["generate", "guided", "embed"]),
-    default="generate",
-    show_default=True,
-    help="what the requests ask for: tokens, answers to a JSON schema, or vectors",
-)
-@click.option(
-    "--schema",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="JSON schema of guided answers, instead of a small one",
-)
-@click.option("--awq", is_flag=True, help="compare on a copy of MODEL in AWQ's 4 bits")
-@JSON
-def compare(
-    model: Path,
-    peers: tuple[str, ...],
-    peers_folder: Path,
-    rounds: int,
-    max_model_len: int | None,
-    request_rate: str | None,
-    workload: str,
-    schema: Path | None,
-    awq: bool,
-    json_file: IO[str] | None,
-    **settings: Any,
-) -> int:
-    """Compare engines on the same requests, in alternating rounds.
-
-    MODEL is a local folder that every engine can load. Prints medians over the rounds and the
-    first engine's throughput relative to each. One uncounted round warms up.
-
-    \b
-    Examples:
-      rayfin bench compare ./my-model --peer rayfin_engine=.venv/bin/python \\
-          --peer vllm_cpu=/opt/vllm/bin/python,dtype=float32
-      rayfin bench compare ./my-model --workload guided --peer rayfin_llm=.venv/bin/python \\
-          --peer vllm_llm=/opt/vllm/bin/python
-    """
-    import tempfile
-
-    from rayfin.deployments.bench.datasets import Pace
-    from rayfin.deployments.bench.measures import figures
-    from rayfin.deployments.bench.peers import PeerSpec, take_turns, workload_of
-    from rayfin.deployments.bench.report import comparison
-
-    specs = [PeerSpec.parse(text, peers_folder) for text in peers]
-    settings = _with_trace(settings)
-    rate = None if request_rate is None else _positive("request_rate", request_rate)
-    dataset = _dataset(settings, max_model_len or _positions(model))
-    jobs = Pace(rate, seed=settings["seed"]).jobs(dataset)
-    if dataset.summary is not None:
-        print(dataset.summary)
-    if workload == "embed":
-        jobs = [replace(job, output_tokens=1) for job in jobs]  # its vector
-    asked = workload_of(workload, schema)
-    with tempfile.TemporaryDirectory() as folder:
-        if awq:
-            from rayfin.deployments.bench.awq import write_awq
-
-            write_awq(model, Path(folder) / "awq")
-            model = Path(folder) / "awq"
-        results = take_turns(specs, model, jobs, rounds, click.echo, asked)
-    runs = {name: [figures(run) for run in named] for name, named in results.items()}
-    title = f"{settings['dataset']}, {len(jobs)} requests" + (", AWQ" if awq else "")
-    unit = "vectors" if workload == "embed" else "output tokens"
-    print("\n".join(comparison(title, runs, unit)))
-    if json_file is not None:
-        _write(json_file, {name: [run.as_json() for run in named] for name, named in runs.items()})
-    return int(any(run.failed for named in runs.values() for run in named))
 
 
 class _Engine:
@@ -466,24 +374,7 @@ class _Engine:
         self._engine.close()
 
 
-def _dataset(settings: dict[str, Any], max_model_len: int | None) -> "Dataset":
-    from rayfin.deployments.bench.datasets import dataset_of, load
-
-    return dataset_of(load(settings), settings, max_model_len)
-
-
-def _positions(model: Path) -> int | None:
-    """The context of a model that is a folder, as its config says."""
-    try:
-        config = json.loads((model / "config.json").read_text())
-        config = {**config, **config.get("text_config", {})}  # of a model that reads images too
-        positions = config.get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError, TypeError):
-        return None
-    return positions if isinstance(positions, int) else None
-
-
-def _with_trace(settings: dict[str, Any]) -> dict[str, Any]:
+def with_trace(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings with ``--trace`` written out."""
     trace = settings["trace"]
     if trace is None:

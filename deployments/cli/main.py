@@ -16,7 +16,6 @@ from rayfin.deployments.cli.group import Commands
 from rayfin.deployments.cli.operate import cache, collect_env, drain, sleep, status, wake
 from rayfin.deployments.cli.run_batch import run_batch
 from rayfin.deployments.cli.serve import serve
-from rayfin.deployments.cli.users import users
 
 INTERRUPTED = 130  # as a shell reports Ctrl-C
 
@@ -24,7 +23,7 @@ INTERRUPTED = 130  # as a shell reports Ctrl-C
 @click.group(
     cls=Commands,
     commands=[
-        *(serve, generate, run_batch, chat, users, bench),
+        *(serve, generate, run_batch, chat, bench),
         *(status, drain, cache, sleep, wake, collect_env),
     ],
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},

@@ -158,6 +158,5 @@ def test_statuses() -> None:
         "GrammarTooSlow": 400,
         "TemplateTooSlow": 400,
         "TemplateTooLong": 400,
-        "PeerFailed": 500,
         "ServerError": 500,
     }

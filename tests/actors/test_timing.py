@@ -14,8 +14,6 @@ DEFINITION = re.compile(r"^(_?(?:[A-Z0-9]+_)*SECONDS)\b[^=\n]*=", re.MULTILINE)
 EXCEPTIONS = {
     # The load generator measures a server from outside; its patience is no part of the system.
     "deployments/bench/endpoint.py": {"CONNECT_SECONDS", "READ_SECONDS"},
-    "deployments/bench/users.py": {"AFTER_ERROR_SECONDS"},
-    "deployments/bench/users_report.py": {"REFRESH_SECONDS"},
     # Measurements and targets that no process waits for.
     "actors/scheduler/policy/multi_step.py": {"CALL_SECONDS"},
     "actors/scheduler/queues/queue_limits.py": {"WINDOW_SECONDS", "SAMPLE_SECONDS"},

@@ -1,6 +1,17 @@
 """Makes the scripts of benchmarks/ importable: they import each other by their bare names."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from fake_server import FakeServer
+
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+
+@pytest.fixture
+def fake_server() -> Iterator[FakeServer]:
+    with FakeServer().running() as server:
+        yield server

@@ -112,7 +112,7 @@ def test_flags_in_the_text_are_there(page: Path) -> None:
         for option in (*param.opts, *param.secondary_opts)
     }
     for script in SCRIPTS:
-        known |= set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', script.read_text()))
+        known |= set(re.findall(r'(?:add_argument|option)\(\s*"(--[a-z-]+)"', script.read_text()))
     known |= {"--help", *(option for param in cli.params for option in param.opts)}
     known |= set(REWRITES)  # vLLM's switches that stand for a setting with a value
     named = set(re.findall(r"`(?:rayfin [a-z ]*)?(--[a-z][a-z0-9-]*)", page.read_text()))

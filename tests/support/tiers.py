@@ -72,8 +72,8 @@ THOROUGH = {
     "tests/actors/runner/gpu/test_quant_shares.py::test_layers_of_every_format": (
         "tests/kernels/triton has each format"
     ),
-    "tests/deployments/bench/test_peers.py::test_guided_answers": "a comparison is one of tokens",
-    "tests/deployments/bench/test_peers.py::test_vectors": "a comparison is one of tokens",
+    "tests/benchmarks/test_compare.py::test_guided_answers": "a comparison is one of tokens",
+    "tests/benchmarks/test_compare.py::test_vectors": "a comparison is one of tokens",
     "tests/deployments/cli/test_run_batch.py::test_killed": "e2e/test_batches.py kills processes",
     "tests/e2e/test_ahead.py": "an engine whose supervisor is late; test_serving.py starts servers",
     "tests/e2e/test_disconnects.py": "a storm; test_streams.py has readers that leave",

@@ -4,7 +4,7 @@ import pytest
 
 from rayfin.actors.errors import InvalidConfig
 from rayfin.deployments.bench.measures import Spread, Timeline, figures, parse_limits
-from rayfin.deployments.bench.report import comparison, lines
+from rayfin.deployments.bench.report import lines
 
 FAST = Timeline(10.0, 5, [(11.0, 1), (12.0, 2), (14.0, 1)])
 SLOW = Timeline(10.5, 7, [(15.5, 1)])
@@ -46,11 +46,3 @@ def test_limits() -> None:
     for wrong in ("ttft", "ttft:", "ttft:-1", "itl:5", "ttft:x"):
         with pytest.raises(InvalidConfig, match="goodput"):
             parse_limits([wrong])
-
-
-def test_the_comparison_holds_medians_and_ratios() -> None:
-    quick, slow = figures([FAST]), figures([Timeline(0.0, 5, [(4.0, 2), (8.0, 2)])])
-    table = comparison("both", {"ours": [quick, quick, slow], "theirs": [slow]})
-    ours, theirs = table[-2:]
-    assert ours.startswith("| ours | 1.0 |") and ours.endswith("| 1.00 |")
-    assert theirs.startswith("| theirs | 0.5 |") and theirs.endswith("| 2.00 |")

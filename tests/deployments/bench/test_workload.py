@@ -10,6 +10,7 @@ from rayfin.deployments.bench.workload import (
     Job,
     Lengths,
     arrivals,
+    arriving,
     jobs_of_lengths,
     jobs_of_trace,
     random_jobs,
@@ -100,3 +101,9 @@ def _variation(times: list[float]) -> float:
     gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
     mean = sum(gaps) / len(gaps)
     return (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 / mean
+
+
+def test_arriving_jobs_keep_their_order() -> None:
+    jobs = random_jobs(5, Lengths(2, 2), Lengths(2, 2), vocabulary=12)
+    times = arrivals(5, 3.0)
+    assert [job.arrival for job in arriving(jobs, times)] == times

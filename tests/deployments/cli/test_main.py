@@ -17,7 +17,7 @@ from rayfin import __version__
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import ContextLengthExceeded, EngineUnavailable, InvalidConfig
 from rayfin.actors.sampling_params import SamplingParams
-from rayfin.deployments.cli import chat, generate, users
+from rayfin.deployments.cli import chat, generate
 from rayfin.deployments.cli.main import cli, main
 from rayfin.deployments.cli.options import build, field_options, values_of
 from rayfin.deployments.edge.door import Door
@@ -50,7 +50,6 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> str:
             [*generate.SAMPLING, *(f.name for f in fields(EngineArgs)), "dummy_seed", "executor"],
         ),
         ("chat", [*chat.SAMPLING, "url", "api_key", "model", "system", "quick"]),
-        ("users", [*users.SAMPLING, "url", "users", "requests", "duration", "prompt_tokens"]),
     ],
 )
 def test_help_lists_every_field(command: str, expected: list[str]) -> None:
@@ -77,7 +76,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     out = capsys.readouterr().out
     assert [line.split()[0] for line in out.partition("Commands:\n")[2].splitlines()[:5]] == [
-        *("serve", "generate", "run-batch", "chat", "users")
+        *("serve", "generate", "run-batch", "chat", "bench")
     ]
 
 
@@ -153,8 +152,6 @@ def test_options_of_a_dataclass(
         ("generate --seed 99999999999999999999 hello", "--seed must be at most"),
         ("chat --top-p 0", "--top-p must be in (0, 1]"),
         ("chat --url ftp://here", "--url must look like"),
-        ("users --users 0", "Invalid value for '--users'"),
-        ("users --max-tokens 0", "--max-tokens must be at least 1"),
     ],
 )
 def test_a_wrong_flag_is_one_line_and_status_2(
@@ -432,9 +429,8 @@ def test_chat_once_fails(
     assert capsys.readouterr().err.strip().endswith(f"rayfin: error: {message}")
 
 
-@pytest.mark.parametrize("command", ["chat -q hello", "users"])
-def test_no_server(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    assert main([*command.split(), "--url", "http://127.0.0.1:1"]) == 1
+def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "-q", "hello", "--url", "http://127.0.0.1:1"]) == 1
     assert error_line(capsys) == (
         "no server answers at http://127.0.0.1:1/v1; `rayfin serve` starts one"
     )

@@ -10,13 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
+import users
+from click.testing import CliRunner, Result
 from rich.console import Console
+from users import UserLoad, UsersPlan, run_live, summary_lines, users_table
 
-from rayfin.deployments.bench import workload
 from rayfin.deployments.bench.measures import Spread, Timeline, figures
-from rayfin.deployments.bench.users import UserLoad, UsersPlan
-from rayfin.deployments.bench.users_report import run_with_table, summary_lines, users_table
-from rayfin.deployments.cli.main import main
 
 pytestmark = pytest.mark.slow(reason="simulates users for seconds")
 
@@ -66,7 +65,7 @@ def answered(load: UserLoad) -> int:
     return sum(user.done for user in load.users)
 
 
-def asking(*said: str) -> workload.DrawMessages:
+def asking(*said: str) -> users.DrawMessages:
     """Asks these in turn, all users together."""
     left = list(said)
     return lambda rng: [{"role": "user", "content": left.pop(0) if left else "hello"}]
@@ -117,7 +116,7 @@ def test_failures_are_counted_not_timed() -> None:
 def test_users_ask_differently_but_repeatably() -> None:
     asked: list[str] = []
 
-    def remember(rng: random.Random) -> workload.Messages:
+    def remember(rng: random.Random) -> users.Messages:
         asked.append(str(rng.random()))
         return [{"role": "user", "content": "refused"}]
 
@@ -129,11 +128,11 @@ def test_users_ask_differently_but_repeatably() -> None:
 
 def test_prompts() -> None:
     rng = random.Random(0)
-    for ask in (workload.questions(), workload.random_words(20)):
+    for ask in (users.questions(), users.random_words(20)):
         messages = [ask(rng) for _ in range(50)]
         assert all(m[-1]["role"] == "user" and m[-1]["content"] for m in messages)
         assert len({str(m) for m in messages}) > 20
-    assert len(workload.random_words(20)(rng)[0]["content"].split()) == 10
+    assert len(users.random_words(20)(rng)[0]["content"].split()) == 10
 
 
 def test_percentiles() -> None:
@@ -164,7 +163,7 @@ def test_the_live_table_follows_the_run() -> None:
         transport = httpx.MockTransport(answer)
         async with httpx.AsyncClient(transport=transport, base_url="http://x/v1") as client:
             load = UserLoad(client, UsersPlan(model="m", ask=asking(), users=2, requests=4))
-            await run_with_table(load, console)
+            await run_live(load, console)
         return load, console.file.getvalue()  # type: ignore[attr-defined]
 
     load, shown = asyncio.run(go())
@@ -172,12 +171,18 @@ def test_the_live_table_follows_the_run() -> None:
     assert "2 users of m" in shown and "waiting" in shown
 
 
-def test_command(fake_server: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def command(line: str) -> Result:
+    return CliRunner().invoke(users.users, line.split())
+
+
+def test_command(fake_server: Any, tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"
-    line = f"users --url {fake_server.url} --users 4 --requests 12 --temperature 0 --json {file}"
-    assert main([*line.split(), "--ignore-eos", "--max-tokens", "9", "--api-key", "K"]) == 0
-    out, err = capsys.readouterr()
-    assert "4 users of tiny: 12 requests" in out and "0 failed" in out and err == ""
+    done = command(
+        f"--url {fake_server.url} --users 4 --requests 12 --temperature 0 --json {file} "
+        "--ignore-eos --max-tokens 9 --api-key K"
+    )
+    assert done.exit_code == 0
+    assert "4 users of tiny: 12 requests" in done.output and "0 failed" in done.output
     assert len(fake_server.bodies) == 12 and fake_server.most_at_once > 1
     assert {body["max_tokens"] for body in fake_server.bodies} == {9}
     assert fake_server.bodies[0]["ignore_eos"] is True and set(fake_server.keys) == {"Bearer K"}
@@ -186,20 +191,18 @@ def test_command(fake_server: Any, capsys: pytest.CaptureFixture[str], tmp_path:
     assert 0.01 <= numbers["ttft"]["p50"] <= numbers["request_latency"]["p99"]
 
 
-def test_command_with_failures(
-    fake_server: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(workload, "questions", lambda: asking("hello", "fail", "error"))
-    assert main(f"users --url {fake_server.url} --users 1 --requests 3".split()) == 1
-    out = capsys.readouterr().out
-    assert "1 requests" in out and "2 failed" in out
-    assert "failed 1 x: HTTP 429: The queue is full." in out
-    assert "failed 1 x: The engine died." in out
+def test_command_with_failures(fake_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(users, "questions", lambda: asking("hello", "fail", "error"))
+    done = command(f"--url {fake_server.url} --users 1 --requests 3")
+    assert done.exit_code == 1
+    assert "1 requests" in done.output and "2 failed" in done.output
+    assert "failed 1 x: HTTP 429: The queue is full." in done.output
+    assert "failed 1 x: The engine died." in done.output
     assert fake_server.bodies[0]["max_tokens"] == 128 and "temperature" not in fake_server.bodies[0]
 
 
 def test_command_with_random_words(fake_server: Any) -> None:
-    line = f"users --url {fake_server.url} --users 2 --duration 0.05 --prompt-tokens 30"
-    assert main(line.split()) == 0
+    line = f"--url {fake_server.url} --users 2 --duration 0.05 --prompt-tokens 30"
+    assert command(line).exit_code == 0
     said = [body["messages"][0]["content"] for body in fake_server.bodies]
     assert len(said) >= 2 and len(set(said)) == len(said) and len(said[0].split()) == 15

@@ -1,6 +1,6 @@
 """Runs the same jobs on several engines in turn, each in a process with its own environment.
 
-A peer is a script under benchmarks/peers. It reads a line of JSON per command and answers with
+A peer is a script of peers/. It reads a line of JSON per command and answers with
 one. Its model stays loaded between runs, so that engines can alternate:
 
     {"model": folder, "settings": {...}}       -> {"ready": seconds, "name": ..., "version": ...}
@@ -20,23 +20,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rayfin.actors.errors import InvalidConfig, PeerFailed
-from rayfin.deployments.bench.measures import Timeline
+from rayfin.actors.errors import InvalidConfig, ServerError
+from rayfin.deployments.bench.measures import Figures, Timeline
+from rayfin.deployments.bench.report import median
 from rayfin.deployments.bench.workload import Job, varied
 
+PEERS = Path(__file__).with_name("peers")
 TAIL = 2000  # last characters of a dead peer's stderr in the error
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 24},
-        "count": {"type": "integer", "minimum": 0, "maximum": 9999},
-        "state": {"enum": ["open", "closed", "waiting"]},
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 4},
-    },
-    "required": ["name", "count", "state", "tags"],
-    "additionalProperties": False,
-}
-"""What guided requests of a comparison answer, if no other schema is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +117,7 @@ class Peer:
         """Runs the jobs and returns their timelines, on the peer's clock.
 
         Raises:
-            PeerFailed: the peer died or reports an error.
+            ServerError: the peer died or reports an error.
         """
         wire = [[job.arrival, job.prompt, job.output_tokens] for job in jobs]
         pieces = self._ask({"jobs": wire})["pieces"]
@@ -143,9 +133,9 @@ class Peer:
             answer: dict[str, Any] = json.loads(line)
         except (OSError, ValueError):
             tail = self._stderr.read_text(errors="replace")[-TAIL:]
-            raise PeerFailed(f"{self.spec.name} died. The end of its stderr:\n{tail}") from None
+            raise ServerError(f"{self.spec.name} died. The end of its stderr:\n{tail}") from None
         if "error" in answer:
-            raise PeerFailed(f"{self.spec.name}: {answer['error']}")
+            raise ServerError(f"{self.spec.name}: {answer['error']}")
         return answer
 
 
@@ -179,29 +169,13 @@ def take_turns(
     return results
 
 
-def workload_of(kind: str, schema: Path | None) -> dict[str, Any] | None:
-    """What peers get to hear of a workload; None for plain tokens.
-
-    Guided answers are arrays of the schema's objects without an end, so that all engines write the
-    same number of tokens.
-
-    Raises:
-        InvalidConfig: the schema is no JSON object, or the workload takes none.
-    """
-    if kind != "guided":
-        if schema is not None:
-            raise InvalidConfig("schema needs --workload guided", "schema")
-        return None if kind == "generate" else {"name": kind}
-    items = SCHEMA
-    if schema is not None:
-        try:
-            items = json.loads(schema.read_text())
-        except (OSError, ValueError) as error:
-            raise InvalidConfig(f"{schema} is not JSON: {error}", "schema") from None
-        if not isinstance(items, dict):
-            raise InvalidConfig(f"{schema} is not a JSON schema", "schema")
-    endless = {"type": "array", "minItems": 10_000, "items": items}
-    return {"name": kind, "schema": endless}
+def medians(rounds: Sequence[Figures]) -> list[float]:
+    """Gives output tokens/s, then ms: TTFT p50 and p99, TPOT p50, ITL p99; the middle round's."""
+    pairs = (("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("itl", "p99"))
+    return [
+        median([run.output_per_second for run in rounds]),
+        *(1000 * median([getattr(getattr(run, n), p) or 0.0 for run in rounds]) for n, p in pairs),
+    ]
 
 
 def _timeline(job: Job, pieces: list[list[float]]) -> Timeline:

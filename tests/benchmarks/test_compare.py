@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
+from compare import compare, comparison, workload_of
+from turns import PEERS, Peer, PeerSpec, take_turns
 
 from pooling_models import add_modules, make_encoder
-from rayfin.actors.errors import InvalidConfig, PeerFailed
-from rayfin.deployments.bench.peers import Peer, PeerSpec, take_turns, workload_of
-from rayfin.deployments.bench.workload import Job, Lengths, arrivals, arriving, random_jobs
-from rayfin.deployments.cli.main import main
+from rayfin.actors.errors import InvalidConfig, ServerError
+from rayfin.deployments.bench.measures import Timeline, figures
+from rayfin.deployments.bench.workload import Job, Lengths, random_jobs
 from rayfin.deployments.serve.preflight import DEMO_FOLDER
 
 pytestmark = pytest.mark.slow(reason="starts peers as processes")
 
-PEERS = Path(__file__).parents[3] / "benchmarks" / "peers"
 ECHO = """
 from peer import serve
 class Echo:
@@ -60,11 +61,11 @@ def test_a_peer_runs_jobs_at_their_times(folder: Path) -> None:
 def test_a_peer_that_fails_says_why(folder: Path) -> None:
     spec = PeerSpec.parse(f"mine:echo={sys.executable},fail=1", folder)
     assert (spec.name, spec.settings) == ("mine", {"fail": 1})
-    with pytest.raises(PeerFailed, match="no such model"):
+    with pytest.raises(ServerError, match="no such model"):
         with Peer(spec, folder, folder / "log"):
             pass
     (folder / "echo.py").write_text("raise SystemExit('no package')")
-    with pytest.raises(PeerFailed, match="no package"):
+    with pytest.raises(ServerError, match="no package"):
         with Peer(spec, folder, folder / "log"):
             pass
 
@@ -82,9 +83,7 @@ def test_peers_take_turns_on_other_tokens(folder: Path) -> None:
     assert {name: len(rounds) for name, rounds in results.items()} == {"a": 2, "b": 2}
 
 
-def test_rayfin_and_transformers_compare(
-    tmp_path: Path, tiny_models: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rayfin_and_transformers_compare(tmp_path: Path, tiny_models: Any) -> None:
     """The command on two real engines: every request gets all of its tokens."""
     tiny_models.make_tiny_model("llama", tmp_path)
     given = "--requests 3 --prompt-tokens 5-9 --output-tokens 2-4 --vocabulary 50 --rounds 1"
@@ -92,12 +91,13 @@ def test_rayfin_and_transformers_compare(
         f"rayfin_engine={sys.executable},threads=1,max_model_len=64",
         f"transformers_generate={sys.executable},threads=1",
     ]
-    command = ["bench", "compare", str(tmp_path), *given.split(), "--peers-folder", str(PEERS)]
+    command = [str(tmp_path), *given.split()]
     command += ["--json", str(tmp_path / "out.json")]
     for peer in peers:
         command += ["--peer", peer]
-    assert main(command) == 0
-    printed = capsys.readouterr().out
+    done = CliRunner().invoke(compare, command)
+    assert done.exit_code == 0
+    printed = done.output
     assert "| rayfin_engine |" in printed and "| transformers_generate |" in printed
     numbers = json.loads((tmp_path / "out.json").read_text())
     assert [numbers[name][0]["failed"] for name in numbers] == [0, 0]
@@ -105,10 +105,13 @@ def test_rayfin_and_transformers_compare(
     assert len(same) == 1
 
 
-def test_arriving_jobs_keep_their_order() -> None:
-    jobs = random_jobs(5, Lengths(2, 2), Lengths(2, 2), vocabulary=12)
-    times = arrivals(5, 3.0)
-    assert [job.arrival for job in arriving(jobs, times)] == times
+def test_the_comparison_holds_medians_and_ratios() -> None:
+    quick = figures([Timeline(10.0, 5, [(11.0, 1), (12.0, 2), (14.0, 1)])])
+    slow = figures([Timeline(0.0, 5, [(4.0, 2), (8.0, 2)])])
+    table = comparison("both", {"ours": [quick, quick, slow], "theirs": [slow]}, "tokens")
+    ours, theirs = table[-2:]
+    assert ours.startswith("| ours | 1.0 |") and ours.endswith("| 1.00 |")
+    assert theirs.startswith("| theirs | 0.5 |") and theirs.endswith("| 2.00 |")
 
 
 def test_workloads_beside_plain_tokens(tmp_path: Path) -> None:
@@ -126,25 +129,26 @@ def test_workloads_beside_plain_tokens(tmp_path: Path) -> None:
 
 def test_a_peer_refuses_a_workload_that_it_lacks(folder: Path) -> None:
     spec = PeerSpec.parse(f"echo={sys.executable}", folder)
-    with pytest.raises(PeerFailed, match="does not run embed requests"):
+    with pytest.raises(ServerError, match="does not run embed requests"):
         with Peer(spec, folder, folder / "log", {"name": "embed"}):
             pass
 
 
-def test_guided_answers_of_an_awq_copy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_guided_answers_of_an_awq_copy() -> None:
     """Arrays without an end: each answer has all of its tokens."""
     flags = "--requests 3 --prompt-tokens 5-9 --output-tokens 20 --vocabulary 200 --rounds 1"
     peer = f"rayfin_llm={sys.executable},max_model_len=128,num_pages=64"
-    command = ["bench", "compare", str(DEMO_FOLDER), *flags.split(), "--peers-folder", str(PEERS)]
+    command = [str(DEMO_FOLDER), *flags.split()]
     command += ["--awq", "--workload", "guided", "--peer", peer]
-    assert main(command) == 0
-    printed = capsys.readouterr().out
+    done = CliRunner().invoke(compare, command)
+    assert done.exit_code == 0
+    printed = done.output
     assert "3 requests, AWQ" in printed and "| rayfin_llm |" in printed
 
 
-def test_vectors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_vectors(tmp_path: Path) -> None:
     add_modules(make_encoder(tmp_path, "bert"), {"pooling_mode": "mean"})
     flags = "--requests 3 --prompt-tokens 5-9 --vocabulary 30 --rounds 1 --workload embed"
-    command = ["bench", "compare", str(tmp_path), *flags.split(), "--peers-folder", str(PEERS)]
-    assert main([*command, "--peer", f"rayfin_llm={sys.executable}"]) == 0
-    assert "| engine | vectors/s |" in capsys.readouterr().out
+    command = [str(tmp_path), *flags.split()]
+    done = CliRunner().invoke(compare, [*command, "--peer", f"rayfin_llm={sys.executable}"])
+    assert done.exit_code == 0 and "| engine | vectors/s |" in done.output

@@ -1,22 +1,24 @@
-"""An AWQ copy of a plain checkpoint, for comparisons: each weight rounded to the nearest code.
+"""Checkpoints in 4 bits to measure with: an AWQ copy of a model, and GPTQ's format of random codes.
 
-The format is that of AutoAWQ (Lin et al., "AWQ: Activation-aware Weight Quantization", MLSys 2024):
-4 bits, a scale and a zero point for each group of inputs. Weights are not scaled by activations
-first, so answers are a little worse than those of a real AWQ model; the work is the same.
+AWQ's format is that of AutoAWQ (Lin et al., "AWQ: Activation-aware Weight Quantization", MLSys
+2024): a scale and a zero point for each group of inputs. Each weight is rounded to the nearest code
+and not scaled by activations first, so answers are a little worse than those of a real AWQ model;
+the work is the same.
 """
 
 import json
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from rayfin.actors.errors import InvalidConfig
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 GROUPS = (128, 64, 32)
+GROUP = 128  # of GPTQ
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight codes of a row in a word
 LINEAR = re.compile(r"\.layers\.\d+\..*proj\.weight$")
 
@@ -27,8 +29,6 @@ def write_awq(source: Path, target: Path) -> None:
     Raises:
         InvalidConfig: ``source`` is quantized, has no safetensors, or sizes that have no group.
     """
-    from safetensors.torch import load_file, save_file
-
     try:
         config = json.loads((source / "config.json").read_text())
     except (OSError, ValueError) as error:
@@ -77,10 +77,8 @@ def write_awq(source: Path, target: Path) -> None:
     (target / "config.json").write_text(json.dumps(config))
 
 
-def quantised(weight: "Tensor", group: int) -> "dict[str, Tensor]":
+def quantised(weight: Tensor, group: int) -> dict[str, Tensor]:
     """A weight [N, K] as qweight [K, N / 8], qzeros [K / group, N / 8], scales [K / group, N]."""
-    import torch
-
     grouped = weight.float().reshape(len(weight), -1, group)
     low = grouped.amin(2).clamp(max=0)
     high = grouped.amax(2).clamp(min=0)
@@ -94,11 +92,37 @@ def quantised(weight: "Tensor", group: int) -> "dict[str, Tensor]":
     }
 
 
-def _packed(codes: "Tensor") -> "Tensor":
+def _packed(codes: Tensor) -> Tensor:
     """Codes [R, C] int64 as words [R, C / 8] int32."""
-    import torch
-
     words = torch.zeros(codes.shape[0], codes.shape[1] // 8, dtype=torch.int64)
     for value, place in enumerate(PLACES):
         words |= codes[:, value::8] << 4 * place
     return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def is_layer(name: str) -> bool:
+    """Whether a tensor is the weight of a projection, of Mixtral's experts too."""
+    ends = ("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+    return ".layers." in name and name.endswith(ends)
+
+
+def quantise(folder: Path) -> None:
+    """Replaces the layers' weights in ``folder`` by 4-bit codes of about the same size."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in filter(is_layer, list(tensors)):
+        outputs, inputs = tensors.pop(name).shape
+        groups = -(-inputs // GROUP)
+        words = torch.randint(-(2**31), 2**31, (inputs // 8, outputs), dtype=torch.int64).int()
+        layer = {
+            "qweight": words,
+            "qzeros": torch.full((groups, outputs // 8), 0x77777777, dtype=torch.int32),
+            "scales": torch.full((groups, outputs), 0.004, dtype=torch.float16),
+            "g_idx": (torch.arange(inputs) // GROUP).int(),
+        }
+        tensors |= {name.removesuffix("weight") + leaf: value for leaf, value in layer.items()}
+    save_file(tensors, path, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    own = {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
+    config["quantization_config"] = {"quant_method": "gptq", **own}
+    (folder / "config.json").write_text(json.dumps(config))

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from quantized import PLACES, quantised, write_awq
 from safetensors.torch import load_file
 
 from rayfin.actors.errors import InvalidConfig
-from rayfin.deployments.bench.awq import PLACES, quantised, write_awq
 
 
 def unpacked(words: torch.Tensor) -> torch.Tensor:
