@@ -12,8 +12,15 @@ from click.core import ParameterSource
 
 from rayfin.deployments.cli.group import Refused
 from rayfin.deployments.cli.options import SectionedCommand, settings_of
-from rayfin.deployments.vllm.flags import Accepted, Alias, Lacks, Rewritten, VllmFlag
-from rayfin.deployments.vllm.table import VLLM_FLAGS
+from rayfin.deployments.vllm.table import (
+    NOT_NEEDED,
+    VLLM_FLAGS,
+    Accepted,
+    Alias,
+    Lacks,
+    Rewritten,
+    VllmFlag,
+)
 
 
 def negated(name: str) -> str:
@@ -108,7 +115,7 @@ class IgnoredOption(click.Option):
             return
         name, outcome = self.flag.names[0], self.flag.outcome
         if isinstance(outcome, Accepted):
-            click.echo(f"rayfin: {name} has no effect: {outcome.reason}", err=True)
+            click.echo(f"rayfin: {name} {NOT_NEEDED}", err=True)
         elif isinstance(outcome, Lacks) and value is not False:
             values = value if isinstance(value, tuple) else (value,)
             if not all(str(word) in outcome.but for word in values):

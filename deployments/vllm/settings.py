@@ -7,8 +7,14 @@ from typing import Any
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
-from rayfin.deployments.vllm.flags import Accepted, Alias, Lacks, Rewritten
-from rayfin.deployments.vllm.table import VLLM_FLAGS
+from rayfin.deployments.vllm.table import (
+    NOT_NEEDED,
+    VLLM_FLAGS,
+    Accepted,
+    Alias,
+    Lacks,
+    Rewritten,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +61,7 @@ def _translated(name: str, value: Any) -> tuple[str, Any]:
     if isinstance(outcome, Rewritten):
         return _rewritten(name, value, outcome)
     if isinstance(outcome, Accepted) and value not in FALSY:
-        logger.warning("%s has no effect: %s", name, outcome.reason)
+        logger.warning("%s %s", name, NOT_NEEDED)
     if isinstance(outcome, Lacks) and value not in FALSY and str(value) not in outcome.but:
         raise InvalidConfig(f"{name} is not supported: Rayfin has no {outcome.missing}", name)
     return "", None

@@ -1,592 +1,282 @@
-"""All flags of vLLM's ``serve`` (0.32), and what ``rayfin serve`` makes of each.
+"""vLLM's flags of ``serve`` (0.32, and some of earlier versions), and what ``rayfin serve`` does.
 
+A name is written without its dashes, its short form behind a comma, and what follows it as a mark:
+``?`` nothing, with a ``--no-`` form; ``!`` nothing, without one; ``*`` several values; ``=`` JSON,
+whose keys may also be written as ``--flag.key value``; no mark, a value.
 ``python tests/deployments/cli/test_from_vllm.py --write`` writes docs/from-vllm.md anew.
 """
 
-from dataclasses import replace
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
-from rayfin.deployments.vllm.flags import (
-    Accepted,
-    Alias,
-    Lacks,
-    Rewritten,
-    VllmFlag,
-    config,
-    once,
-    several,
-    switch,
-    value,
-)
+Form = Literal["value", "switch", "once", "several", "config"]
+FORMS: dict[str, Form] = {"?": "switch", "!": "once", "*": "several", "=": "config"}
+NOT_NEEDED = "has no effect: Rayfin does without it"
 
-LORA = Lacks("such LoRA adapters")
-MEDIA = Lacks("video in prompts, nor this setting for images and audio")
-ROUNDING = Lacks("stochastic rounding of states of recurrent layers")
-STATES = Lacks("a choice of the type of states", ("auto",))
-SAVED = Accepted("Rayfin chooses where states of recurrent layers are saved")
-DRAFTED = Accepted("Rayfin keeps the state behind each drafted token")
-EXPERTS = Lacks("expert parallelism")
-CONTEXTS = Lacks("context parallelism", ("1",))
-OFFLOAD = Lacks("weights in host memory", ("0", "0.0", "auto"))
-TRANSFER = Lacks("transfer of KV caches between servers")
-NODES = Lacks("ranks that are started by hand; `ray start` adds nodes, --data-parallel-size N")
-OWN_CLASSES = Lacks("classes of a user's own for this")
-PROBES = Lacks("supervisor of ranks; Ray replaces what fails")
-KERNELS = Accepted("Rayfin chooses its kernels")
-GRAPHS = Accepted("Rayfin captures the CUDA graphs that its batches need")
-DETAIL = Lacks("such measurement")
-RPC = Accepted("Ray carries what processes say to each other")
-RLHF = Lacks("hooks for training")
-ALWAYS = "Rayfin always does"
-UVICORN = {"trace": "debug", "error": "warning", "critical": "warning"}
-LEVELS = UVICORN | {"notset": "debug", "warn": "warning"}
 
-SERVER: tuple[VllmFlag, ...] = (
-    value("--config", "YAML file of flags", Alias("config")),
-    value("--host", "host to listen on", Alias("host")),
-    value("--port", "port to listen on", Alias("port")),
-    value("--uds", "Unix socket to listen on", Alias("uds")),
-    value("--root-path", "path of the proxy in front", Alias("root_path")),
-    value("--api-server-count -asc", "HTTP processes", Alias("ingress_replicas")),
-    several("--api-key", "keys of clients", Alias("api_key")),
-    several("--served-model-name", "names in the API", Alias("served_model_name")),
-    value("--uvicorn-log-level", "least level of the log", Alias("log_level", UVICORN)),
-    value("--log-level", "least level of the log", Alias("log_level", LEVELS)),
-    config("--logging-config", "the log", Lacks("log settings but --log-level, --log-format")),
-    value("--log-config-file", "the log", Lacks("log settings but --log-level, --log-format")),
-    switch(
-        "--disable-uvicorn-access-log",
-        "no access log",
-        Accepted("the access log is Ray Serve's; --log-level warning hides it"),
-    ),
-    value(
-        "--disable-access-log-for-endpoints",
-        "paths without access log",
-        Accepted("the access log is Ray Serve's; --log-level warning hides it"),
-    ),
-    switch("--allow-credentials", "credentials for CORS", Alias("allow_credentials")),
-    value("--allowed-origins", "origins for CORS", Alias("allowed_origins")),
-    value("--allowed-methods", "methods for CORS", Alias("allowed_methods")),
-    value("--allowed-headers", "headers for CORS", Alias("allowed_headers")),
-    value("--ssl-keyfile", "key of the certificate", Alias("ssl_keyfile")),
-    value("--ssl-certfile", "certificate", Alias("ssl_certfile")),
-    value("--ssl-ca-certs", "certificates of clients", Alias("ssl_ca_certs")),
-    switch("--enable-ssl-refresh", "reads certificates again", Alias("enable_ssl_refresh")),
-    value("--ssl-cert-reqs", "whether clients need certificates", Alias("ssl_cert_reqs")),
-    value("--ssl-ciphers", "ciphers", Alias("ssl_ciphers")),
-    value("--middleware", "ASGI middleware", Alias("middleware")),
-    switch(
-        "--enable-request-id-headers",
-        "X-Request-Id in answers",
-        Accepted(f"{ALWAYS} send X-Request-Id"),
-    ),
-    switch(
-        "--disable-fastapi-docs", "no /docs page", Rewritten("--no-enable-docs", "--enable-docs")
-    ),
-    switch("--enable-offline-docs", "/docs without the internet", Lacks("copy of the /docs page")),
-    value(
-        "--h11-max-incomplete-event-size",
-        "longest header in bytes",
-        Accepted("Ray Serve bounds headers; --max-body-bytes bounds bodies"),
-    ),
-    value("--h11-max-header-count", "most headers", Accepted("Ray Serve bounds headers")),
-    value("--shutdown-timeout", "seconds to finish at a stop", Alias("shutdown_timeout")),
-    value("--sse-keep-alive-interval", "seconds to a comment", Alias("sse_keep_alive_interval")),
-    once("--headless", "no API on this node", NODES),
-    once("--grpc", "gRPC in place of HTTP", Lacks("gRPC API")),
-    value("--grpc-port", "port of gRPC", Lacks("gRPC API")),
-    # Chats, tools and reasoning
-    value("--chat-template", "chat template", Alias("chat_template")),
-    value(
-        "--chat-template-content-format",
-        "how templates see content",
-        Alias("chat_template_content_format"),
-    ),
-    switch(
-        "--trust-request-chat-template",
-        "templates of requests",
-        Alias("trust_request_chat_template"),
-    ),
-    switch("--trust-request-mm-kwargs", "settings of media in requests", MEDIA),
-    config(
-        "--default-chat-template-kwargs",
-        "arguments of the template",
-        Alias("default_chat_template_kwargs"),
-    ),
-    value("--response-role", "role of answers", Alias("response_role")),
-    switch(
-        "--return-tokens-as-token-ids",
-        "tokens of logprobs by id",
-        Alias("return_tokens_as_token_ids"),
-    ),
-    switch("--enable-auto-tool-choice", "tool calls", Alias("enable_auto_tool_choice")),
-    switch(
-        "--exclude-tools-when-tool-choice-none",
-        "no tools with tool_choice none",
-        Alias("exclude_tools_when_tool_choice_none"),
-    ),
-    value("--tool-call-parser", "how calls are written", Alias("tool_call_parser")),
-    value("--tool-parser-plugin", "file with a parser", OWN_CLASSES),
-    value(
-        "--tool-strict-level",
-        "what binds tool calls",
-        Alias("tool_guidance", {"auto": "json", "function": "json", "parameter": "schema"}),
-    ),
-    value("--tool-server", "servers of built-in tools", Lacks("built-in tools")),
-    value("--reasoning-parser", "how reasoning is written", Alias("reasoning_parser")),
-    value("--reasoning-parser-plugin", "file with a parser", OWN_CLASSES),
-    config(
-        "--reasoning-config",
-        "marks of reasoning",
-        Accepted("the chat template shows them; thinking_token_budget is served without it"),
-    ),
-    switch("--cohere-is-reasoning-model", "Cohere's route", Accepted("there is no such route")),
-    value("--cohere-format", "Cohere's prompts", Accepted("there is no such route")),
-    value(
-        "--anthropic-disabled-thinking-effort",
-        "effort without thinking",
-        Lacks("such effort; the template decides", ("auto",)),
-    ),
-    # Logs and figures
-    switch("--enable-log-requests", "requests in the log", Alias("enable_log_requests")),
-    value("--max-log-len", "longest prompt in the log", Alias("max_log_len")),
-    switch("--enable-log-outputs", "answers in the log", Alias("enable_log_outputs")),
-    switch("--enable-log-deltas", "pieces in the log", Accepted("answers are logged whole")),
-    switch("--log-error-stack", "traces in the log", Alias("log_error_stack")),
-    once(
-        "--disable-log-stats",
-        "no line with figures",
-        Accepted("an idle engine writes none; --log-level warning hides the others"),
-    ),
-    once(
-        "--aggregate-engine-logging", "one line for all engines", Accepted("each engine has a line")
-    ),
-    switch(
-        "--enable-prompt-tokens-details",
-        "cached tokens in usage",
-        Alias("enable_prompt_tokens_details"),
-    ),
-    switch("--enable-per-request-metrics", "times in answers", Alias("enable_per_request_metrics")),
-    switch(
-        "--enable-server-load-tracking",
-        "the load at /load",
-        Accepted(f"{ALWAYS} count it, at /load"),
-    ),
-    switch(
-        "--enable-force-include-usage",
-        "usage in each stream",
-        Alias("enable_force_include_usage"),
-    ),
-    switch(
-        "--enable-tokenizer-info-endpoint",
-        "/tokenizer_info",
-        Alias("enable_tokenizer_info_endpoint"),
-    ),
-    value("--fingerprint-mode", "system_fingerprint", Accepted("system_fingerprint is null")),
-    value("--fingerprint-value", "system_fingerprint", Lacks("text of a fingerprint")),
-    value(
-        "--show-hidden-metrics-for-version",
-        "metrics that vLLM removed",
-        Accepted("--metrics-alias vllm has all that Rayfin knows"),
-    ),
-    value("--otlp-traces-endpoint", "collector of traces", Alias("otlp_traces_endpoint")),
-    several("--collect-detailed-traces", "traces of modules", DETAIL),
-    value(
-        "--per-request-spec-decode-metrics",
-        "figures of drafts",
-        Lacks("figures of drafts in answers", ("none",)),
-    ),
-    switch("--kv-cache-metrics", "ages of blocks", DETAIL),
-    value("--kv-cache-metrics-sample", "share of blocks", Accepted("there is no such sample")),
-    config("--custom-histogram-buckets", "bounds of buckets", Lacks("buckets as a setting")),
-    switch("--cudagraph-metrics", "figures of CUDA graphs", DETAIL),
-    switch("--enable-layerwise-nvtx-tracing", "NVTX marks", DETAIL),
-    switch("--enable-mfu-metrics", "use of the device", DETAIL),
-    switch("--enable-logging-iteration-details", "each step in the log", DETAIL),
-    config("--profiler-config", "profiler", Lacks("profiler behind the API")),
-    value("--jit-monitor-mode", "watch of compilation", Accepted("there is nothing to watch")),
-    switch("--jit-monitor-verbose", "watch of compilation", Accepted("there is nothing to watch")),
-    # Parts of vLLM's server
-    several("--lora-modules", "adapters", Alias("lora_modules")),
-    switch("--tokens-only", "tokens in, tokens out", Lacks("server of tokens alone")),
-    switch("--enable-scale-out", "routes between servers", TRANSFER),
-    switch(
-        "--enable-flash-late-interaction",
-        "scores of pooling",
-        Accepted("there is no late interaction"),
-    ),
-    switch(
-        "--fail-on-environ-validation",
-        "unknown VLLM_ variables fail",
-        Accepted("Rayfin reads none but VLLM_API_KEY"),
-    ),
-)
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A setting of Rayfin's has the same meaning.
 
-MODEL: tuple[VllmFlag, ...] = (
-    value("--model", "model", Alias("model")),
-    value("--runner", "kind of model", Alias("runner")),
-    value("--convert", "model as another kind", Alias("convert")),
-    value("--tokenizer", "tokenizer", Alias("tokenizer")),
-    value(
-        "--tokenizer-mode",
-        "kind of tokenizer",
-        Lacks("tokenizers but Hugging Face's", ("auto", "hf", "slow")),
-    ),
-    switch("--trust-remote-code", "code of the model's folder", Alias("trust_remote_code")),
-    value("--dtype", "type of weights", Alias("dtype", {"half": "float16", "float": "float32"})),
-    value("--seed", "random seed", Alias("seed")),
-    value("--hf-config-path", "other place of config.json", Lacks("other place of it")),
-    value("--allowed-local-media-path", "folder of media", Alias("allowed_local_media_path")),
-    several("--allowed-media-domains", "hosts of media", Alias("allowed_media_domains")),
-    value("--revision", "revision of the model", Alias("revision")),
-    value("--code-revision", "revision of the code", Lacks("revision of the code alone")),
-    value("--tokenizer-revision", "revision of the tokenizer", Alias("tokenizer_revision")),
-    value(
-        "--max-model-len",
-        "longest request in tokens",
-        Alias("max_model_len", sizes=True, nothing=("-1", "auto")),
-    ),
-    value("--quantization -q", "8 or fewer bits", Alias("quantization")),
-    config("--quantization-config", "8 or fewer bits", Lacks("settings of quantization")),
-    switch("--allow-deprecated-quantization", "old methods", Lacks("old methods")),
-    switch("--enforce-eager", "no CUDA graphs", Alias("enforce_eager")),
-    switch("--enable-return-routed-experts", "experts of each token", RLHF),
-    switch("--return-sampling-mask", "tokens that could be sampled", RLHF),
-    switch("--enable-trace-replay", "tokens that are set", RLHF),
-    value("--max-logprobs", "most log probabilities", Alias("max_logprobs")),
-    value(
-        "--logprobs-mode",
-        "which probabilities",
-        Lacks("probabilities but the raw ones", ("raw_logprobs",)),
-    ),
-    switch("--use-fp64-gumbel", "noise in 64 bits", Lacks("noise in 64 bits")),
-    switch("--disable-sliding-window", "no sliding window", Lacks("models without their window")),
-    switch("--disable-cascade-attn", "no cascade attention", KERNELS),
-    switch("--skip-tokenizer-init", "no tokenizer", Lacks("server without a tokenizer")),
-    switch("--enable-prompt-embeds", "embeddings as prompts", Alias("enable_prompt_embeds")),
-    value(
-        "--config-format",
-        "format of the configuration",
-        Lacks("format but Hugging Face's", ("auto", "hf")),
-    ),
-    value("--hf-token", "token of Hugging Face", Alias("hf_token")),
-    config("--hf-overrides", "changes of config.json", Alias("hf_overrides")),
-    config("--model-class-overrides", "other model classes", OWN_CLASSES),
-    config("--pooler-config", "pooling", Alias("pooler_config")),
-    value("--generation-config", "defaults of sampling", Alias("generation_config")),
-    config(
-        "--override-generation-config",
-        "defaults of sampling",
-        Alias("override_generation_config"),
-    ),
-    switch(
-        "--enable-sleep-mode",
-        "sleep and wake",
-        Accepted(f"{ALWAYS} offer it, with --admin-api-key"),
-    ),
-    switch("--sleep-mode-offload-cudagraph", "graphs of a sleeping engine", GRAPHS),
-    several("--sleep-preserve-parameter-names", "weights that stay", Lacks("partial sleep")),
-    switch("--enable-cumem-allocator", "allocator of CUDA", Accepted("torch allocates")),
-    switch("--enable-nccl-comm-suspend", "NCCL while asleep", Accepted("NCCL stays connected")),
-    value("--model-impl", "whose model code", Lacks("model code but its own", ("auto",))),
-    several("--logits-processors", "processors of logits", OWN_CLASSES),
-    value("--io-processor-plugin", "plugin of bodies", OWN_CLASSES),
-    value(
-        "--renderer-num-workers",
-        "threads that tokenize",
-        Accepted("each of --ingress-replicas tokenizes"),
-    ),
-    value(
-        "--load-format",
-        "format of weights",
-        Alias("load_format", {"safetensors": "auto", "hf": "auto"}),
-    ),
-    value("--download-dir", "folder of downloads", Alias("download_dir")),
-    value("--safetensors-load-strategy", "how files are read", Accepted("files are mapped")),
-    value("--safetensors-prefetch-num-threads", "how files are read", Accepted("files are mapped")),
-    value("--safetensors-prefetch-block-size", "how files are read", Accepted("files are mapped")),
-    config("--model-loader-extra-config", "loader", Lacks("settings of the loader", ("{}",))),
-    several("--ignore-patterns", "files not to load", Accepted("only safetensors are loaded")),
-    switch("--use-tqdm-on-load", "bar while loading", Accepted("loading prints a line")),
-    config("--pt-load-map-location", "device of PyTorch files", Accepted("files are safetensors")),
-    switch("--language-model-only", "text alone", Alias("language_model_only")),
-    config("--additional-config", "settings of a platform", Lacks("plugins of platforms", ("{}",))),
-    config(
-        "--structured-outputs-config",
-        "grammars",
-        Accepted("llguidance makes the masks, and --reasoning-parser has its own flag"),
-    ),
-    config("--aux-output-config", "more outputs", RLHF),
-    config("--diffusion-config -dc", "diffusion models", Lacks("diffusion models")),
-    config("--watermark-config", "watermarks", Lacks("watermarks")),
-    config("--engram-config", "n-gram embeddings", Lacks("n-gram embeddings")),
-    config("--weight-transfer-config", "weights from a trainer", RLHF),
-    # LoRA
-    switch("--enable-lora", "adapters", Alias("enable_lora")),
-    value("--max-loras", "adapters in a batch", Alias("max_loras")),
-    value("--max-lora-rank", "rank of adapters", Alias("max_lora_rank")),
-    value("--lora-dtype", "type of adapters", Alias("lora_dtype")),
-    switch("--enable-tower-connector-lora", "adapters of encoders", LORA),
-    value("--max-cpu-loras", "adapters in host memory", Alias("max_cpu_loras")),
-    switch("--fully-sharded-loras", "adapters over ranks", LORA),
-    several(
-        "--lora-target-modules",
-        "layers with adapters",
-        Lacks("choice of layers; an adapter's own count"),
-    ),
-    config("--default-mm-loras", "adapters of media", LORA),
-    switch("--specialize-active-lora", "kernels of adapters", LORA),
-    switch("--enable-mixed-moe-lora-format", "adapters of experts", LORA),
-    switch("--enable-moe-shared-loras", "adapters of experts", LORA),
-    value("--max-lora-cls-labels", "labels of adapters", LORA),
-    # Speculative decoding
-    config("--speculative-config -sc", "drafts", Alias("speculative_config")),
-    value("--spec-method", "who drafts", Alias("spec_method")),
-    value("--spec-model", "model that drafts", Alias("spec_model")),
-    value("--spec-tokens", "tokens of a draft", Alias("spec_tokens")),
-    # Images, audio, video
-    config("--limit-mm-per-prompt", "most media of a prompt", Alias("limit_mm_per_prompt")),
-    switch("--enable-mm-embeds", "embeddings of media", MEDIA),
-    config("--media-io-kwargs", "reading of media", MEDIA),
-    config("--mm-processor-kwargs", "processor of media", Alias("mm_processor_kwargs")),
-    value("--mm-processor-cache-gb", "cache of media", Alias("mm_processor_cache_gb")),
-    value("--mm-processor-cache-type", "cache of media", Accepted("Rayfin chooses it")),
-    value("--mm-hasher-algorithm", "hash of media", Accepted("Rayfin chooses it")),
-    value("--mm-shm-cache-max-object-size-mb", "cache of media", Accepted("Rayfin chooses it")),
-    switch("--mm-encoder-only", "encoder alone", MEDIA),
-    value("--mm-encoder-tp-mode", "ranks of the encoder", Accepted("Rayfin chooses it")),
-    value("--mm-encoder-attn-backend", "attention of the encoder", Accepted("Rayfin chooses it")),
-    value("--mm-encoder-attn-dtype", "type of the encoder", Accepted("Rayfin chooses it")),
-    value("--mm-encoder-fp8-scale-path", "scales of the encoder", MEDIA),
-    value("--mm-encoder-fp8-scale-save-path", "scales of the encoder", MEDIA),
-    value("--mm-encoder-fp8-scale-save-margin", "scales of the encoder", MEDIA),
-    switch("--interleave-mm-strings", "media between words", MEDIA),
-    switch("--skip-mm-profiling", "profile without media", Accepted("Rayfin chooses it")),
-    value("--video-pruning-rate", "share of a video", MEDIA),
-    value("--video-pruning-method", "share of a video", Accepted("Rayfin chooses it")),
-    value("--mm-tensor-ipc", "media between processes", Accepted("Rayfin chooses it")),
-    value("--mm-processor-device", "device of the processor", Accepted("Rayfin chooses it")),
-    value("--mm-ipc-gpu-memory-gb", "media between processes", Accepted("Rayfin chooses it")),
-    switch("--mm-device-do-normalize", "device of the processor", Accepted("Rayfin chooses it")),
-    # Mamba
-    value("--mamba-backend", "kernels", KERNELS),
-    value("--mamba-ssu-algorithm", "kernels", KERNELS),
-    switch("--enable-mamba-cache-stochastic-rounding", "rounding of states", ROUNDING),
-    value("--mamba-cache-philox-rounds", "rounding of states", Lacks(ROUNDING.missing, ("0",))),
-    value("--mamba-cache-dtype", "type of states", STATES),
-    value("--mamba-ssm-cache-dtype", "type of states", STATES),
-    value("--mamba-block-size", "block of states", SAVED),
-    value("--mamba-cache-mode", "prefixes of states", SAVED),
-    switch("--enable-mamba-shared-prefix-checkpoint", "prefixes of states", SAVED),
-    value("--replayssm-buffer-len", "replay of states", DRAFTED),
-    switch("--use-replayssm", "replay of states", DRAFTED),
-    value("--gdn-prefill-backend", "kernels of linear attention", KERNELS),
-    value("--kda-prefill-backend", "kernels of linear attention", KERNELS),
-    value("--kda-decode-backend", "kernels of linear attention", KERNELS),
-)
+    Attributes:
+        setting: the field or option.
+        words: vLLM's values by their names here; other values stay.
+        sizes: whether the value may be written as 8k, 8K, 1.5M.
+        nothing: values that stand for the default.
+    """
 
-ENGINE: tuple[VllmFlag, ...] = (
-    # Scheduler
-    value("--max-num-seqs", "most running requests", Alias("max_decoding_batch")),
-    value(
-        "--max-num-batched-tokens", "most tokens in a step", Alias("max_batch_tokens", sizes=True)
-    ),
-    value(
-        "--max-num-scheduled-tokens",
-        "most tokens in a step, below the other limit",
-        Lacks("second limit; --max-num-batched-tokens is the one"),
-    ),
-    value(
-        "--max-num-active-seqs",
-        "most running requests, below the other limit",
-        Lacks("second limit; --max-num-seqs is the one"),
-    ),
-    value("--max-num-queued-reqs", "most waiting requests", Alias("max_waiting_requests")),
-    value(
-        "--max-num-queued-tokens", "most waiting tokens", Alias("max_waiting_tokens", sizes=True)
-    ),
-    value(
-        "--long-prefill-token-threshold",
-        "most tokens of one prompt in a step",
-        Alias("long_prefill_token_threshold"),
-    ),
-    switch("--long-prefill-token-threshold-adaptive", "fair share", Lacks("adaptive threshold")),
-    value("--scheduling-policy", "which request is next", Alias("policy")),
-    switch(
-        "--enable-chunked-prefill",
-        "prompts in pieces",
-        Rewritten("--scheduler=v1", "--scheduler=v0"),
-    ),
-    switch(
-        "--async-scheduling",
-        "a step ahead",
-        Rewritten("--steps-in-flight=2", "--steps-in-flight=1"),
-    ),
-    switch("--disable-chunked-mm-input", "media in one piece", Accepted("Rayfin chooses it")),
-    value("--scheduler-cls", "class of the scheduler", OWN_CLASSES),
-    switch(
-        "--scheduler-reserve-full-isl",
-        "room for the whole prompt",
-        Accepted("preemption frees pages where they are missing"),
-    ),
-    value("--watermark", "share of pages kept free", Lacks("watermark", ("0", "0.0"))),
-    value("--prefill-schedule-interval", "steps between prompts", Lacks("interval", ("1",))),
-    switch("--disable-hybrid-kv-cache-manager", "one size of pages", Accepted("there is one")),
-    value("--stream-interval", "tokens in a chunk", Lacks("interval of chunks", ("1",))),
-    # KV cache
-    value("--block-size", "tokens in a page", Alias("page_size")),
-    value(
-        "--gpu-memory-utilization --device-memory-utilization",
-        "share of the memory",
-        Alias("memory_utilization"),
-    ),
-    value("--kv-cache-memory-bytes", "bytes of the KV cache", Alias("kv_cache_memory", sizes=True)),
-    value("--kv-cache-dtype", "type of the KV cache", Alias("kv_cache_dtype")),
-    value("--num-gpu-blocks-override", "number of pages", Alias("num_pages")),
-    switch("--enable-prefix-caching", "shares prefixes", Alias("prefix_caching")),
-    value("--prefix-caching-hash-algo", "hash of prefixes", Accepted("Rayfin has one hash")),
-    value(
-        "--prefix-cache-retention-interval",
-        "which prefixes stay",
-        Lacks("retention but least recently used", ("0",)),
-    ),
-    value("--prefix-match-unit", "tokens of a match", Lacks("unit but a page; set --page-size")),
-    several("--kv-cache-dtype-skip-layers", "layers of another type", Lacks("types by layer")),
-    switch("--kv-sharing-fast-prefill", "shared layers", Lacks("models with shared KV caches")),
-    switch("--swa-bounded-replay", "sliding windows", KERNELS),
-    value("--kv-offloading-size", "host memory for prefixes", Lacks("prefixes in host memory")),
-    value("--kv-offloading-backend", "host memory for prefixes", Accepted("it needs a size")),
-    config("--kv-transfer-config", "KV caches over the network", TRANSFER),
-    config("--kv-events-config", "events of pages", Lacks("events of pages")),
-    config("--ec-transfer-config", "caches of encoders", TRANSFER),
-    config("--ec-manager-config", "caches of encoders", Accepted("Rayfin chooses it")),
-    # Weights in host memory
-    value("--offload-backend", "how weights move", OFFLOAD),
-    value("--cpu-offload-gb", "GiB of weights", OFFLOAD),
-    several("--cpu-offload-params", "which weights", OFFLOAD),
-    value("--offload-group-size", "layers of a group", OFFLOAD),
-    value("--offload-num-in-group", "layers of a group", Lacks(OFFLOAD.missing, ("1",))),
-    value("--offload-prefetch-step", "layers ahead", Lacks(OFFLOAD.missing, ("1",))),
-    several("--offload-params", "which weights", OFFLOAD),
-    # Devices and ranks
-    value("--tensor-parallel-size -tp", "ranks of a layer", Alias("tensor_parallel_size")),
-    value("--pipeline-parallel-size -pp", "stages", Alias("pipeline_parallel_size")),
-    value("--data-parallel-size -dp", "engines", Alias("data_parallel_size")),
-    value(
-        "--distributed-executor-backend",
-        "who starts ranks",
-        Lacks("launcher but Ray", ("ray", "mp", "uni")),
-    ),
-    value("--master-addr", "address of rank 0", Accepted("Ray finds the nodes")),
-    value("--master-port", "port of rank 0", Accepted("Ray finds the nodes")),
-    value("--nnodes -n", "nodes", Lacks(NODES.missing, ("1",))),
-    value("--node-rank -r", "number of the node", Lacks(NODES.missing, ("0",))),
-    value("--distributed-timeout-seconds", "patience of ranks", Accepted("leases bound it")),
-    value("--cpu-distributed-timeout-seconds", "patience of ranks", Accepted("leases bound it")),
-    switch("--numa-bind", "ranks on their memory node", Lacks("binding to memory nodes")),
-    several("--numa-bind-nodes", "memory nodes", Lacks("binding to memory nodes")),
-    several("--numa-bind-cpus", "cores of ranks", Lacks("binding to cores; see --threads")),
-    value("--device-ids", "which GPUs", Lacks("such flag; set CUDA_VISIBLE_DEVICES")),
-    value("--decode-context-parallel-size -dcp", "ranks of a context", CONTEXTS),
-    value("--prefill-context-parallel-size -pcp", "ranks of a context", CONTEXTS),
-    value("--dcp-comm-backend", "ranks of a context", Accepted("contexts are not split")),
-    switch("--dcp-q-replicate", "ranks of a context", Accepted("contexts are not split")),
-    value("--dcp-kv-cache-interleave-size", "ranks of a context", CONTEXTS),
-    value("--cp-kv-cache-interleave-size", "ranks of a context", CONTEXTS),
-    value("--data-parallel-rank -dpn", "number of the engine", NODES),
-    value("--data-parallel-start-rank -dpr", "first engine here", NODES),
-    value("--data-parallel-size-local -dpl", "engines here", NODES),
-    value("--data-parallel-address -dpa", "address of the first node", Accepted("Ray has it")),
-    value("--data-parallel-rpc-port -dpp", "port of the first node", Accepted("Ray has it")),
-    value("--data-parallel-backend -dpb", "who starts engines", Accepted("Ray starts engines")),
-    switch("--data-parallel-hybrid-lb -dph", "balance of a node", NODES),
-    switch("--data-parallel-external-lb -dpe", "balance outside", NODES),
-    once("--data-parallel-multi-port-external-lb -dpm", "a port for each engine", NODES),
-    value("--data-parallel-supervisor-port", "port of a supervisor", PROBES),
-    value("--dp-supervisor-probe-interval-s", "probes", PROBES),
-    value("--dp-supervisor-probe-timeout-s", "probes", PROBES),
-    value("--dp-supervisor-probe-failure-threshold", "probes", PROBES),
-    value("--dp-sync-interval", "steps between agreements", Accepted("engines do not wait")),
-    switch("--disable-nccl-for-dp-synchronization", "agreements", Accepted("engines do not wait")),
-    switch("--enable-hc-sp", "sequence parallelism", Lacks("sequence parallelism")),
-    switch("--enable-expert-parallel -ep", "experts over ranks", EXPERTS),
-    switch("--enable-ep-weight-filter", "experts over ranks", EXPERTS),
-    switch("--enable-elastic-ep", "experts over ranks", EXPERTS),
-    value("--elastic-ep-max-dp-size", "experts over ranks", EXPERTS),
-    switch("--enable-eplb", "balance of experts", EXPERTS),
-    config("--eplb-config", "balance of experts", EXPERTS),
-    value("--expert-placement-strategy", "places of experts", Lacks(EXPERTS.missing, ("linear",))),
-    value("--all2all-backend", "exchange of experts", Accepted("each rank has all experts")),
-    switch("--enable-dbo", "two batches that overlap", Lacks("batches that overlap")),
-    value("--ubatch-size", "batches that overlap", Lacks("batches that overlap", ("0",))),
-    value("--dbo-decode-token-threshold", "batches that overlap", Accepted("none overlap")),
-    value("--dbo-prefill-token-threshold", "batches that overlap", Accepted("none overlap")),
-    switch("--enable-batch-sharded-sampling", "sampling over ranks", Accepted("one rank samples")),
-    switch("--enable-shm-tensor-arena", "tensors between ranks", RPC),
-    value("--max-parallel-loading-workers", "ranks that load", Accepted("all ranks load at once")),
-    switch("--ray-workers-use-nsight", "profile of ranks", DETAIL),
-    switch("--disable-custom-all-reduce", "sums by NCCL", Accepted("NCCL makes all sums")),
-    value("--worker-cls", "class of ranks", Lacks(OWN_CLASSES.missing, ("auto",))),
-    value("--worker-extension-cls", "class of ranks", OWN_CLASSES),
-    switch("--enable-fault-tolerance", "engines that come back", Accepted(f"{ALWAYS} that")),
-    config("--fault-tolerance-config", "engines that come back", Accepted("timing is fixed")),
-    # Kernels and graphs
-    value(
-        "--attention-backend",
-        "attention",
-        Alias(
-            "attention",
-            {
-                "TRITON_ATTN": "triton",
-                "CPU_ATTN": "cpu",
-                "TORCH_SDPA": "torch",
-                "FLASH_ATTN": "auto",
-                "FLASHINFER": "auto",
-                "FLEX_ATTENTION": "auto",
-            },
-        ),
-    ),
-    config("--attention-config -ac", "attention", KERNELS),
-    config("--compilation-config -cc", "compilation", GRAPHS),
-    value("--optimization-level -O", "compilation", GRAPHS),
-    value("--performance-mode", "compilation", GRAPHS),
-    several("--cudagraph-capture-sizes", "sizes of CUDA graphs", GRAPHS),
-    value("--max-cudagraph-capture-size", "sizes of CUDA graphs", GRAPHS),
-    config("--kernel-config", "kernels", KERNELS),
-    config("--ir-op-priority", "kernels", KERNELS),
-    switch("--enable-flashinfer-autotune", "kernels", KERNELS),
-    value("--moe-backend", "kernels of experts", KERNELS),
-    value("--linear-backend", "kernels of layers", KERNELS),
-    value("--sparse-indexer-topk-backend", "kernels of sparse attention", KERNELS),
-)
+    setting: str
+    words: Mapping[str, str] = field(default_factory=dict)
+    sizes: bool = False
+    nothing: tuple[str, ...] = ()
 
-EARLIER: tuple[VllmFlag, ...] = (
-    once(
-        "--disable-log-requests",
-        "no requests in the log",
-        Accepted("requests are logged with --enable-log-requests only"),
-    ),
-    once("--disable-frontend-multiprocessing", "one process", RPC),
-    once("--enable-reasoning", "reasoning", Accepted("--reasoning-parser auto finds it")),
-    once("--use-v2-block-manager", "page tables", Accepted("there is one kind of page table")),
-    once("--disable-async-output-proc", "a step ahead", Rewritten("--steps-in-flight=1")),
-    value("--guided-decoding-backend", "grammars", Accepted("llguidance makes the masks")),
-    value("--num-scheduler-steps", "decode steps in one call", Alias("max_lease")),
-    value("--max-seq-len-to-capture", "sizes of CUDA graphs", GRAPHS),
-    value("--swap-space", "GiB for preempted requests", Alias("swap_space")),
-    value("--preemption-mode", "what preemption keeps", Alias("preemption")),
-    value(
-        "--task",
-        "kind of model",
-        Lacks("such flag; --runner and --convert are it", ("auto", "generate")),
-    ),
-    value("--rope-scaling", "longer contexts", Lacks("such flag; set it by --hf-overrides")),
-    value("--rope-theta", "longer contexts", Lacks("such flag; set it by --hf-overrides")),
-)
 
-SECTIONS: dict[str, tuple[VllmFlag, ...]] = {
-    "Server": SERVER,
-    "Model": MODEL,
-    "Engine": ENGINE,
-    "Flags of earlier versions": tuple(replace(flag, earlier=True) for flag in EARLIER),
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A switch that stands for a setting with a value: ``on``, and ``off`` for its other form."""
+
+    on: str
+    off: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """Rayfin does not need the flag."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lacks:
+    """Rayfin lacks what the flag asks for.
+
+    Attributes:
+        missing: completes "Rayfin has no ...".
+        but: values that ask for nothing that is missing, and are accepted.
+    """
+
+    missing: str
+    but: tuple[str, ...] = ()
+
+
+Outcome = Alias | Rewritten | Accepted | Lacks
+
+
+@dataclass(frozen=True, slots=True)
+class VllmFlag:
+    """One flag of vLLM's; the long one of its names is the first."""
+
+    names: tuple[str, ...]
+    outcome: Outcome
+    form: Form
+
+
+SAME = """
+allow-credentials? allowed-headers allowed-local-media-path allowed-media-domains* allowed-methods
+allowed-origins api-key* chat-template chat-template-content-format config convert
+data-parallel-size,-dp default-chat-template-kwargs= download-dir dtype enable-auto-tool-choice?
+enable-force-include-usage? enable-log-outputs? enable-log-requests? enable-lora?
+enable-per-request-metrics? enable-prompt-embeds? enable-prompt-tokens-details?
+enable-ssl-refresh? enable-tokenizer-info-endpoint? enforce-eager?
+exclude-tools-when-tool-choice-none? generation-config hf-overrides= hf-token host kv-cache-dtype
+language-model-only? limit-mm-per-prompt= load-format log-error-stack? log-level
+long-prefill-token-threshold lora-dtype lora-modules* max-cpu-loras max-log-len max-logprobs
+max-lora-rank max-loras max-model-len middleware mm-processor-cache-gb mm-processor-kwargs= model
+otlp-traces-endpoint override-generation-config= pipeline-parallel-size,-pp pooler-config= port
+quantization,-q reasoning-parser response-role return-tokens-as-token-ids? revision root-path
+runner seed served-model-name* shutdown-timeout spec-method spec-model spec-tokens
+speculative-config,-sc= sse-keep-alive-interval ssl-ca-certs ssl-cert-reqs ssl-certfile
+ssl-ciphers ssl-keyfile swap-space tensor-parallel-size,-tp tokenizer tokenizer-revision
+tool-call-parser trust-remote-code? trust-request-chat-template? uds
+"""
+"""Flags whose names are Rayfin's too."""
+
+ALIASES = {
+    "api-server-count,-asc": "ingress_replicas",
+    "uvicorn-log-level": "log_level",
+    "tool-strict-level": "tool_guidance",
+    "max-num-seqs": "max_decoding_batch",
+    "max-num-batched-tokens": "max_batch_tokens",
+    "max-num-queued-reqs": "max_waiting_requests",
+    "max-num-queued-tokens": "max_waiting_tokens",
+    "scheduling-policy": "policy",
+    "block-size": "page_size",
+    "gpu-memory-utilization,--device-memory-utilization": "memory_utilization",
+    "kv-cache-memory-bytes": "kv_cache_memory",
+    "num-gpu-blocks-override": "num_pages",
+    "enable-prefix-caching?": "prefix_caching",
+    "attention-backend": "attention",
+    "num-scheduler-steps": "max_lease",
+    "preemption-mode": "preemption",
 }
-VLLM_FLAGS: tuple[VllmFlag, ...] = tuple(flag for rows in SECTIONS.values() for flag in rows)
+WORDS = {
+    "log_level": {
+        **{"trace": "debug", "notset": "debug"},
+        **dict.fromkeys(("warn", "error", "critical"), "warning"),
+    },
+    "tool_guidance": {"auto": "json", "function": "json", "parameter": "schema"},
+    "dtype": {"half": "float16", "float": "float32"},
+    "load_format": {"safetensors": "auto", "hf": "auto"},
+    "attention": {
+        **{"TRITON_ATTN": "triton", "CPU_ATTN": "cpu", "TORCH_SDPA": "torch"},
+        **dict.fromkeys(("FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION"), "auto"),
+    },
+}
+"""vLLM's values of a setting that have other names here."""
+
+SIZES = ("max_model_len", "max_batch_tokens", "max_waiting_tokens", "kv_cache_memory")
+NOTHING = {"max_model_len": ("-1", "auto")}
+REWRITTEN = {
+    "disable-fastapi-docs?": Rewritten("--no-enable-docs", "--enable-docs"),
+    "enable-chunked-prefill?": Rewritten("--scheduler=v1", "--scheduler=v0"),
+    "async-scheduling?": Rewritten("--steps-in-flight=2", "--steps-in-flight=1"),
+    "disable-async-output-proc!": Rewritten("--steps-in-flight=1"),
+}
+ACCEPTED = """
+aggregate-engine-logging! all2all-backend attention-config,-ac= cohere-format
+cohere-is-reasoning-model? compilation-config,-cc= cpu-distributed-timeout-seconds
+cudagraph-capture-sizes* data-parallel-address,-dpa data-parallel-backend,-dpb
+data-parallel-rpc-port,-dpp dbo-decode-token-threshold dbo-prefill-token-threshold
+dcp-comm-backend dcp-q-replicate? disable-access-log-for-endpoints disable-cascade-attn?
+disable-chunked-mm-input? disable-custom-all-reduce? disable-frontend-multiprocessing!
+disable-hybrid-kv-cache-manager? disable-log-requests! disable-log-stats!
+disable-nccl-for-dp-synchronization? disable-uvicorn-access-log? distributed-timeout-seconds
+dp-sync-interval ec-manager-config= enable-batch-sharded-sampling? enable-cumem-allocator?
+enable-fault-tolerance? enable-flash-late-interaction? enable-flashinfer-autotune?
+enable-log-deltas? enable-mamba-shared-prefix-checkpoint? enable-nccl-comm-suspend?
+enable-reasoning! enable-request-id-headers? enable-server-load-tracking? enable-shm-tensor-arena?
+enable-sleep-mode? fail-on-environ-validation? fault-tolerance-config= fingerprint-mode
+gdn-prefill-backend guided-decoding-backend h11-max-header-count h11-max-incomplete-event-size
+ignore-patterns* ir-op-priority= jit-monitor-mode jit-monitor-verbose? kda-decode-backend
+kda-prefill-backend kernel-config= kv-cache-metrics-sample kv-offloading-backend linear-backend
+mamba-backend mamba-block-size mamba-cache-mode mamba-ssu-algorithm master-addr master-port
+max-cudagraph-capture-size max-parallel-loading-workers max-seq-len-to-capture
+mm-device-do-normalize? mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-tp-mode
+mm-hasher-algorithm mm-ipc-gpu-memory-gb mm-processor-cache-type mm-processor-device
+mm-shm-cache-max-object-size-mb mm-tensor-ipc moe-backend optimization-level,-O performance-mode
+prefix-caching-hash-algo pt-load-map-location= reasoning-config= renderer-num-workers
+replayssm-buffer-len safetensors-load-strategy safetensors-prefetch-block-size
+safetensors-prefetch-num-threads scheduler-reserve-full-isl? show-hidden-metrics-for-version
+skip-mm-profiling? sleep-mode-offload-cudagraph? sparse-indexer-topk-backend
+structured-outputs-config= swa-bounded-replay? use-replayssm? use-tqdm-on-load?
+use-v2-block-manager! video-pruning-method
+"""
+LACKS = """
+log settings but --log-level, --log-format: logging-config= log-config-file
+copy of the /docs page: enable-offline-docs?
+ranks that are started by hand; `ray start` adds nodes, --data-parallel-size N: headless!
+    data-parallel-rank,-dpn data-parallel-start-rank,-dpr data-parallel-size-local,-dpl
+    data-parallel-hybrid-lb,-dph? data-parallel-external-lb,-dpe?
+    data-parallel-multi-port-external-lb,-dpm!
+gRPC API: grpc! grpc-port
+video in prompts, nor this setting for images and audio: trust-request-mm-kwargs?
+    enable-mm-embeds? media-io-kwargs= mm-encoder-only? mm-encoder-fp8-scale-path
+    mm-encoder-fp8-scale-save-path mm-encoder-fp8-scale-save-margin interleave-mm-strings?
+    video-pruning-rate
+classes of a user's own for this: tool-parser-plugin reasoning-parser-plugin
+    model-class-overrides= logits-processors* io-processor-plugin scheduler-cls
+    worker-extension-cls
+built-in tools: tool-server
+such effort; the template decides [auto]: anthropic-disabled-thinking-effort
+text of a fingerprint: fingerprint-value
+such measurement: collect-detailed-traces* kv-cache-metrics? cudagraph-metrics?
+    enable-layerwise-nvtx-tracing? enable-mfu-metrics? enable-logging-iteration-details?
+    ray-workers-use-nsight?
+figures of drafts in answers [none]: per-request-spec-decode-metrics
+buckets as a setting: custom-histogram-buckets=
+profiler behind the API: profiler-config=
+server of tokens alone: tokens-only?
+transfer of KV caches between servers: enable-scale-out? kv-transfer-config= ec-transfer-config=
+tokenizers but Hugging Face's [auto hf slow]: tokenizer-mode
+other place of it: hf-config-path
+revision of the code alone: code-revision
+settings of quantization: quantization-config=
+old methods: allow-deprecated-quantization?
+hooks for training: enable-return-routed-experts? return-sampling-mask? enable-trace-replay?
+    aux-output-config= weight-transfer-config=
+probabilities but the raw ones [raw_logprobs]: logprobs-mode
+noise in 64 bits: use-fp64-gumbel?
+models without their window: disable-sliding-window?
+server without a tokenizer: skip-tokenizer-init?
+format but Hugging Face's [auto hf]: config-format
+partial sleep: sleep-preserve-parameter-names*
+model code but its own [auto]: model-impl
+settings of the loader [{}]: model-loader-extra-config=
+plugins of platforms [{}]: additional-config=
+diffusion models: diffusion-config,-dc=
+watermarks: watermark-config=
+n-gram embeddings: engram-config=
+such LoRA adapters: enable-tower-connector-lora? fully-sharded-loras? default-mm-loras=
+    specialize-active-lora? enable-mixed-moe-lora-format? enable-moe-shared-loras?
+    max-lora-cls-labels
+choice of layers; an adapter's own count: lora-target-modules*
+stochastic rounding of states of recurrent layers: enable-mamba-cache-stochastic-rounding?
+stochastic rounding of states of recurrent layers [0]: mamba-cache-philox-rounds
+a choice of the type of states [auto]: mamba-cache-dtype mamba-ssm-cache-dtype
+second limit; --max-num-batched-tokens is the one: max-num-scheduled-tokens
+second limit; --max-num-seqs is the one: max-num-active-seqs
+adaptive threshold: long-prefill-token-threshold-adaptive?
+watermark [0 0.0]: watermark
+interval [1]: prefill-schedule-interval
+interval of chunks [1]: stream-interval
+retention but least recently used [0]: prefix-cache-retention-interval
+unit but a page; set --page-size: prefix-match-unit
+types by layer: kv-cache-dtype-skip-layers*
+models with shared KV caches: kv-sharing-fast-prefill?
+prefixes in host memory: kv-offloading-size
+events of pages: kv-events-config=
+weights in host memory [0 0.0 auto]: offload-backend cpu-offload-gb cpu-offload-params*
+    offload-group-size offload-params*
+weights in host memory [1]: offload-num-in-group offload-prefetch-step
+launcher but Ray [ray mp uni]: distributed-executor-backend
+ranks that are started by hand; `ray start` adds nodes, --data-parallel-size N [1]: nnodes,-n
+ranks that are started by hand; `ray start` adds nodes, --data-parallel-size N [0]: node-rank,-r
+binding to memory nodes: numa-bind? numa-bind-nodes*
+binding to cores; see --threads: numa-bind-cpus*
+such flag; set CUDA_VISIBLE_DEVICES: device-ids
+context parallelism [1]: decode-context-parallel-size,-dcp prefill-context-parallel-size,-pcp
+    dcp-kv-cache-interleave-size cp-kv-cache-interleave-size
+supervisor of ranks; Ray replaces what fails: data-parallel-supervisor-port
+    dp-supervisor-probe-interval-s dp-supervisor-probe-timeout-s
+    dp-supervisor-probe-failure-threshold
+sequence parallelism: enable-hc-sp?
+expert parallelism: enable-expert-parallel,-ep? enable-ep-weight-filter? enable-elastic-ep?
+    elastic-ep-max-dp-size enable-eplb? eplb-config=
+expert parallelism [linear]: expert-placement-strategy
+batches that overlap: enable-dbo?
+batches that overlap [0]: ubatch-size
+classes of a user's own for this [auto]: worker-cls
+such flag; --runner and --convert are it [auto generate]: task
+such flag; set it by --hf-overrides: rope-scaling rope-theta
+"""
+"""What Rayfin has none of, [values that ask for nothing of it], and the flags that ask for it."""
+
+
+def _named(written: str, outcome: Outcome) -> VllmFlag:
+    form = FORMS.get(written[-1], "value")
+    long, *short = written.rstrip("".join(FORMS)).split(",")
+    return VllmFlag((f"--{long}", *short), outcome, form)
+
+
+def _alias(setting: str) -> Alias:
+    words = WORDS.get(setting, {})
+    return Alias(setting, words, setting in SIZES, NOTHING.get(setting, ()))
+
+
+def _flags() -> Iterator[VllmFlag]:
+    for written in SAME.split():
+        yield _named(written, _alias(re.split("[,?*=]", written)[0].replace("-", "_")))
+    for written, setting in ALIASES.items():
+        yield _named(written, _alias(setting))
+    for written, outcome in REWRITTEN.items():
+        yield _named(written, outcome)
+    for written in ACCEPTED.split():
+        yield _named(written, Accepted())
+    for row in re.split(r"\n(?! )", LACKS.strip()):
+        missing, _, names = row.partition(": ")
+        missing, _, but = missing.partition(" [")
+        for written in names.split():
+            yield _named(written, Lacks(missing, tuple(but.rstrip("]").split())))
+
+
+VLLM_FLAGS: tuple[VllmFlag, ...] = tuple(_flags())

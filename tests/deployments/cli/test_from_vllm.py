@@ -6,14 +6,12 @@ python tests/deployments/cli/test_from_vllm.py --write     # writes its tables a
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from rayfin.deployments.cli.serve import serve
 from rayfin.deployments.cli.vllm_options import IgnoredOption, options_by_name
-from rayfin.deployments.vllm.flags import Accepted, Alias, Lacks, Outcome, VllmFlag
-from rayfin.deployments.vllm.table import SECTIONS, VLLM_FLAGS
+from rayfin.deployments.vllm.table import VLLM_FLAGS, Accepted, Alias, Lacks, Rewritten, VllmFlag
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "from-vllm.md"
 MARK = "<!-- The tables below are written by tests/deployments/cli/test_from_vllm.py --write -->\n"
@@ -25,29 +23,36 @@ def settings(names: tuple[str, ...]) -> set[str | None]:
 
 
 def result(flag: VllmFlag) -> str:
+    """What the page says of an alias, a rewritten switch or a refused flag."""
     outcome = flag.outcome
-    if isinstance(outcome, Accepted):
-        return f"accepted, without effect: {outcome.reason}"
     if isinstance(outcome, Lacks):
         but = f", but for {' and '.join(f'`{word}`' for word in outcome.but)}"
-        return f"**refused**{but if outcome.but else ''}: Rayfin has no {outcome.missing}"
+        return f"{outcome.missing}{but if outcome.but else ''}"
     if isinstance(outcome, Alias):
         own = "--" + outcome.setting.replace("_", "-")
         words = ", ".join(f"`{word}` is `{own}`" for word, own in outcome.words.items())
         text = "the same flag" if own == flag.names[0] else f"`{own}`"
         return f"{text} ({words})" if words else text
+    assert isinstance(outcome, Rewritten)
     off = f"; negated: `{outcome.off}`" if outcome.off else ""
     return f"`{outcome.on}`{off}"
 
 
+def names(flag: VllmFlag) -> str:
+    return ", ".join(f"`{name}`" for name in flag.names)
+
+
+def table(*kinds: type) -> list[str]:
+    flags = [flag for flag in VLLM_FLAGS if isinstance(flag.outcome, kinds)]
+    return [f"| {names(flag)} | {result(flag)} |" for flag in sorted(flags, key=names)]
+
+
 def tables() -> str:
-    lines: list[str] = []
-    for title, rows in SECTIONS.items():
-        lines += ["", f"## {title}", "", "| vLLM | It sets | Rayfin |", "|---|---|---|"]
-        for flag in sorted(rows, key=lambda flag: flag.names[0]):
-            names = ", ".join(f"`{name}`" for name in flag.names)
-            lines.append(f"| {names} | {flag.meaning} | {result(flag)} |")
-    return "\n".join(lines) + "\n"
+    accepted = [flag for flag in VLLM_FLAGS if isinstance(flag.outcome, Accepted)]
+    listed = ", ".join(map(names, sorted(accepted, key=names)))
+    lines = ["", "## Other names", "", "| vLLM | Rayfin |", "|---|---|", *table(Alias, Rewritten)]
+    lines += ["", "## Refused", "", "| vLLM | Rayfin has no |", "|---|---|", *table(Lacks)]
+    return "\n".join([*lines, "", "## Accepted, without effect", "", f"{listed}."]) + "\n"
 
 
 def test_the_page_is_current() -> None:
@@ -58,12 +63,10 @@ def test_the_page_is_current() -> None:
 @pytest.mark.parametrize("flag", VLLM_FLAGS, ids=lambda flag: flag.names[0])
 def test_every_flag_is_known(flag: VllmFlag) -> None:
     outcome = flag.outcome
-    assert isinstance(outcome, get_args(Outcome)) and flag.meaning
     if isinstance(outcome, Alias):
         assert settings(flag.names) == {outcome.setting}
         assert all(name in OPTIONS for name in flag.names)
     elif isinstance(outcome, Accepted | Lacks):
-        assert outcome.reason if isinstance(outcome, Accepted) else outcome.missing
         owners = {type(OPTIONS[name]) for name in flag.names}
         assert owners == {IgnoredOption}, f"{flag.names[0]} is Rayfin's now: make its row an Alias"
     else:
