@@ -23,9 +23,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 MAY_IMPORT_RAY = {
     "actors/metrics/hub.py",
-    "actors/processes/own_ray.py",
     "actors/processes/registry.py",
     "actors/processes/worker_forker.py",
+    "actors/processes/worker_forks.py",
     "actors/runner/vision/arrays.py",
     "actors/scheduler/runner_group.py",
     "actors/supervision/adoption.py",

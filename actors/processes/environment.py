@@ -64,8 +64,8 @@ ENVIRONMENT = {
     "RAY_memory_monitor_refresh_ms": "1000",
     # Ray's agents would ask every 400 ms whether their raylet lives. The end of a pipe says so.
     "RAY_enable_pipe_based_agent_to_parent_health_check": "1",
-    # Each worker imports this first, so that Serve does not import pandas.
-    "RAY_preload_python_modules": "rayfin.actors.processes.spared_imports",
+    # Ray would send statistics of its use to its makers.
+    "RAY_USAGE_STATS_ENABLED": "0",
 }
 
 

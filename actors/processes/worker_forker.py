@@ -3,7 +3,7 @@
     python worker_forker.py SOCKET MODULE,MODULE,...
 
 Most of a worker's start is imports, two seconds of Ray and Ray Serve; a fork has them. A raylet
-starts ``forked_worker.py`` in place of its workers (``own_ray.py``):
+starts ``forked_worker.py`` in place of its workers (``worker_forks.py``):
 
     raylet ──► forked_worker.py ── arguments, environment, output ──►  worker_forker.py
                     ends         ◄──────── process id ────────────       fork: the worker
@@ -65,9 +65,14 @@ def preload(names: Sequence[str]) -> None:
 
     actors: Any = ray.actor
     actors.ActorClassID = DrawnByTheSystem
+    # Where pandas is installed Ray Serve imports it, for what no deployment of Rayfin's returns,
+    # and it starts threads. Serve does without where it is not installed.
+    modules: dict[str, Any] = sys.modules
+    modules["pandas"] = None
     try:
         import_each(names)
     finally:
+        del modules["pandas"]
         actors.ActorClassID = ActorClassID
 
 

@@ -1,20 +1,29 @@
-"""The program that forks a Ray's workers, as the program that starts the Ray has it."""
+"""Starts the program that forks a Ray's workers, and a Ray that has its workers from there.
+
+Ray has no setting for how its raylet starts workers. So the command line of the raylet is changed
+where Ray starts it; a Ray that writes it otherwise starts its workers as ever.
+"""
 
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from rayfin.actors.processes import worker_forker
+from rayfin.actors.processes import forked_worker, worker_forker
+from rayfin.actors.timing import FORK_ANSWER_SECONDS
 
-WORKERS_OWN = (
-    "rayfin.actors.processes.spared_imports",
-    "ray._private.workers.default_worker",
-)
-"""Modules of every worker, in the order of their import."""
+WORKER_MODULE = "ray._private.workers.default_worker"
+"""Ray's program of a worker, as a module."""
+
+COMMAND = "--python_worker_command="
+AHEAD = "--num_prestart_python_workers="
+"""A raylet's flags: how it starts workers, and how many before it takes a program. Forks are there
+at once."""
 
 
 class WorkerForks:
@@ -28,15 +37,42 @@ class WorkerForks:
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
         self._folder = tempfile.mkdtemp(prefix="rayfin-")  # no other user's process gets in
-        self.path = str(Path(self._folder, "workers"))
-        """Of the socket by which workers come."""
+        self._path = str(Path(self._folder, "workers"))  # of the socket by which workers come
         program = str(Path(str(worker_forker.__file__)).resolve())
         self._process = subprocess.Popen(
-            [sys.executable, program, self.path, ",".join((*WORKERS_OWN, *preload))],
+            [sys.executable, program, self._path, ",".join((WORKER_MODULE, *preload))],
             stdin=subprocess.PIPE,  # whose end says that this process has ended
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
+
+    @contextmanager
+    def for_new_ray(self) -> Iterator[None]:
+        """Has a Ray that this process starts meanwhile take its workers from here."""
+        from ray._private import services  # not before the program has started, which imports too
+
+        ray_worker = str(Path(services.RAY_PATH, "_private", "workers", "default_worker.py"))
+        program = str(Path(str(forked_worker.__file__)).resolve())
+        # A Python without site-packages starts in a third of the time.
+        ours = ["-I", "-S", program, self._path, str(FORK_ANSWER_SECONDS), ray_worker]
+
+        def changed(word: str) -> str:
+            if word.startswith(AHEAD):
+                return f"{AHEAD}0"
+            if word.startswith(COMMAND):
+                quoted = subprocess.list2cmdline
+                return word.replace(quoted([ray_worker]), quoted(ours))
+            return word
+
+        def start(command: Sequence[str], *args: Any, **options: Any) -> Any:
+            return original([changed(word) for word in command], *args, **options)
+
+        original = services.start_ray_process
+        services.start_ray_process = start
+        try:
+            yield
+        finally:
+            services.start_ray_process = original
 
     def close(self) -> None:
         """Ends the program. Workers stay; those to come are no forks."""

@@ -59,8 +59,7 @@ from rayfin.deployments.serve.server_args import ServerArgs
 @click.option(
     "--verbose",
     is_flag=True,
-    help="show the logs of Ray and of the actors; without it, no program that joins a Ray that "
-    "Rayfin starts sees what workers print",
+    help="show the logs of Ray and of the actors",
 )
 @field_options(Door)
 @field_options(ServerArgs, None, **aliases_of(ServerArgs))

@@ -17,8 +17,6 @@ import ray
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import RayfinError
-from rayfin.actors.processes import spared_imports  # noqa: F401  (before Serve comes)
-from rayfin.actors.processes.own_ray import start_ray
 from rayfin.actors.processes.worker_forks import WorkerForks
 from rayfin.actors.timing import SIGNAL_REPEATS
 from rayfin.deployments.edge.door import PLAIN, Door
@@ -210,7 +208,8 @@ def _cluster(verbose: bool, start_up: StartUp, forks: WorkerForks | None) -> Ite
     output: dict[str, Any] = {"log_to_driver": verbose, "logging_level": _log_level(verbose)}
     with start_up.stage("Starting Ray") as done:
         try:
-            start_ray(object_store_memory=OBJECT_STORE_BYTES, forks=forks, **output)
+            with forks.for_new_ray() if forks is not None else nullcontext():
+                ray.init(include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **output)
             ours = True
             done("Started a local Ray")
         except ValueError:  # Ray's answer to resources for a cluster that runs already: join it

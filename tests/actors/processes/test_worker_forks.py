@@ -1,5 +1,6 @@
 """Workers that are forks: what they have from the start, and what they have of their own."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -22,26 +23,31 @@ if sys.argv[1] == "forks":
     from rayfin.actors.processes.worker_forks import WorkerForks
 
     set_ray_environment()
-    forks = WorkerForks(["this", "no.such.module", "rayfin.actors.metrics.hub"])
+    forks = WorkerForks(["this", "no.such.module", "rayfin.actors.metrics.hub", "ray.serve"])
 else:
     forks = None
 import psutil, ray
-from rayfin.actors.processes.own_ray import start_ray
+from contextlib import nullcontext
 
-start_ray(log_to_driver=False, forks=forks, num_cpus=1, logging_level="ERROR",
-          object_store_memory=100 << 20)
+start = ray._private.services.start_ray_process
+with forks.for_new_ray() if forks else nullcontext():
+    ray.init(include_dashboard=False, log_to_driver=False, num_cpus=1, logging_level="ERROR",
+             object_store_memory=100 << 20)
+assert ray._private.services.start_ray_process is start
 
 
 @ray.remote(num_cpus=0)
 class Worker:
     def facts(self):
+        import importlib.util
         import random
         import resource
         import signal
 
         own = psutil.Process()
         return {
-            "has": sorted({"this", "rayfin.actors.metrics.hub", "torch"} & set(sys.modules)),
+            "has": sorted({"this", "ray.serve", "torch", "pandas"} & set(sys.modules)),
+            "finds": bool(importlib.util.find_spec("pandas")),
             "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             "pid": os.getpid(),
             "group": os.getpgid(0),
@@ -90,8 +96,9 @@ def test_workers_are_forks_that_differ_in_what_must_differ() -> None:
     found = run("forks")
     forks, other, late = found["facts"][:3], found["facts"][3], found["facts"][4]
     for fork in forks:
-        assert fork["has"] == ["rayfin.actors.metrics.hub", "this"]
+        assert fork["has"] == ["ray.serve", "this"]
         assert fork["parent"] == ["worker_forker.py"]
+        assert fork["finds"] == (importlib.util.find_spec("pandas") is not None)
         assert fork["mark"] == "all"
         assert fork["files"] == other["files"] > 1024
         assert fork["group"] == fork["pid"]
