@@ -1,29 +1,45 @@
-"""What LoRA adapters cost: W1 of engines.py for the base model, and with eight adapters.
+"""What LoRA adapters cost: requests that use them, and streams beside one that is read.
 
-    python benchmarks/lora.py [--peer /opt/vllm/bin/python] [--rounds 3]
-    python benchmarks/lora.py --prompt 20-130 --output 7-40     # W1 at a third of its lengths
+    python benchmarks/lora.py requests [--peer /opt/vllm/bin/python] [--rounds 3]
+    python benchmarks/lora.py requests --prompt 20-130 --output 7-40   # a third of W1's
+    python benchmarks/lora.py load [--streams 32] [--rounds 4] [--seconds 6] [--rank 8]
 
-Rayfin runs without adapters, with --enable-lora and no adapter, and with --count adapters that
-requests take in turn; vLLM, with ``--peer``, with the same adapters. They take turns in one run.
-Prints output tokens a second, and each divided by the base model's.
+requests: W1 of engines.py. Rayfin runs without adapters, with --enable-lora and no adapter, and
+with --count adapters that requests take in turn; vLLM, with ``--peer``, with the same adapters.
+They take turns in one run. Prints output tokens a second, and each divided by the base model's.
+load: a server with --lora-dir has the 135M shape with random weights; an adapter of rank 8 for all
+linear layers has 9.8 MB. Streams of the base model go on all the time. Phases take turns: the
+streams alone, beside a request for one token every --pause seconds with an adapter that the engine
+holds ("known"), and with one that no process has read ("new"). Prints the gaps between a stream's
+tokens by phase, and the time to the first token of requests.
 """
 
 import argparse
+import asyncio
+import itertools
 import json
+import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from engines import VOCABULARY, make_model
 from safetensors.torch import save_file
+from sections import run
+from server import served
 from shapes import SHAPES
+from structured import make_model as make_words_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from turns import PEERS, PeerSpec, take_turns
 
+from rayfin.deployments.bench.endpoint import stream_pieces
 from rayfin.deployments.bench.measures import Timeline, figures
 from rayfin.deployments.bench.report import median
 from rayfin.deployments.bench.workload import Lengths, random_jobs
@@ -76,7 +92,7 @@ def specs(options: argparse.Namespace, adapters: Path) -> list[PeerSpec]:
     return [spec for spec in found if spec.name in options.only]
 
 
-def rows(runs: dict[str, list[list[Timeline]]]) -> list[str]:
+def request_rows(runs: dict[str, list[list[Timeline]]]) -> list[str]:
     """A line for each engine: output tokens a second, ITL p99, and shares of the first one."""
     lines, first = [], 0.0
     for name, rounds in runs.items():
@@ -89,10 +105,8 @@ def rows(runs: dict[str, list[list[Timeline]]]) -> list[str]:
     return lines
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+def parse_requests(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
     parser.add_argument("--peer", help="Python of an environment with vLLM")
     parser.add_argument("--only", nargs="+", default=["base", "enabled", "adapters", "vllm"])
     parser.add_argument("--count", type=int, default=8, help="adapters")
@@ -107,8 +121,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    options = parse()
+def requests() -> None:
+    options = parse_requests()
     prompt, output = (Lengths.parse(getattr(options, own), own) for own in ("prompt", "output"))
     jobs = random_jobs(options.requests, prompt, output, vocabulary=VOCABULARY)
     with tempfile.TemporaryDirectory() as folder:
@@ -117,8 +131,161 @@ def main() -> None:
         dtype = getattr(torch, options.weights)
         make_adapters(adapters, model, options.count, options.rank, dtype)
         runs = take_turns(specs(options, adapters), model, jobs, options.rounds, print)
-    print(*rows(runs), sep="\n")
+    print(*request_rows(runs), sep="\n")
+
+
+PHASES = ("alone", "known", "new")
+GAP, FIRST = 1.2, 0.5  # bars: p99 of gaps beside loads / alone; seconds to a first token
+MODEL_LEN = 4096
+PROMPT = 16
+
+
+@dataclass(slots=True)
+class Phase:
+    """What was seen while one kind of request came."""
+
+    gaps: list[float] = field(default_factory=list)  # seconds between a stream's tokens
+    first: list[float] = field(default_factory=list)  # seconds to a request's first token
+
+
+@dataclass(slots=True)
+class Stream:
+    """When the tokens of a stream came."""
+
+    times: list[float] = field(default_factory=list)
+
+    async def run(self, api: httpx.AsyncClient, model: str, seed: int) -> None:
+        body = body_of(model, seed, MODEL_LEN - PROMPT)
+        async for _ in stream_pieces(api, "/completions", body):
+            self.times.append(time.perf_counter())
+
+
+def body_of(model: str, seed: int, tokens: int) -> dict[str, object]:
+    return {
+        "model": model,
+        "prompt": [300 + (7 * place + 13 * seed) % 9000 for place in range(PROMPT)],
+        "max_tokens": tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "return_token_ids": True,  # an event for each token, also for parts of characters
+        "stream": True,
+    }
+
+
+def gaps_within(times: Sequence[float], start: float, end: float) -> list[float]:
+    """The gaps that lie between two times."""
+    return [after - own for own, after in itertools.pairwise(times) if start <= own and after < end]
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Milliseconds."""
+    ordered = sorted(values)
+    return 1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+async def first_token(api: httpx.AsyncClient, model: str, seed: int) -> float:
+    started = time.perf_counter()
+    async for _ in stream_pieces(api, "/completions", body_of(model, seed, 1)):
+        return time.perf_counter() - started
+    raise AssertionError(f"{model} said nothing")
+
+
+async def phase(
+    api: httpx.AsyncClient, names: Iterator[str], options: argparse.Namespace, seen: Phase
+) -> None:
+    """Asks one adapter after the other until the phase is over."""
+    end = time.perf_counter() + options.seconds
+    for seed in itertools.count(1000):
+        due = time.perf_counter() + options.pause
+        if due > end:
+            break
+        seen.first.append(await first_token(api, next(names), seed))
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+    await asyncio.sleep(max(0.0, end - time.perf_counter()))
+
+
+async def measure(url: str, base: str, options: argparse.Namespace) -> dict[str, Phase]:
+    found = {name: Phase() for name in PHASES}
+    fresh = (f"adapter-{number}" for number in itertools.count(1))
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=f"{url}/v1", timeout=120, limits=limits) as api:
+        await first_token(api, "adapter-0", 0)
+        streams = [Stream() for _ in range(options.streams)]
+        tasks = [
+            asyncio.create_task(own.run(api, base, seed)) for seed, own in enumerate(streams, 1)
+        ]
+        while not all(len(own.times) > 2 for own in streams):
+            await asyncio.sleep(0.1)
+        for _, name in itertools.product(range(options.rounds), PHASES):
+            started = time.perf_counter()
+            if name == "alone":
+                await asyncio.sleep(options.seconds)
+            else:
+                names = itertools.repeat("adapter-0") if name == "known" else fresh
+                await phase(api, names, options, found[name])
+            ended = time.perf_counter()
+            for own in streams:
+                found[name].gaps += gaps_within(own.times, started, ended)
+        assert not any(task.done() for task in tasks), "a stream has ended: fewer rounds"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return found
+
+
+def load_rows(found: Mapping[str, Phase]) -> list[str]:
+    """A row of Markdown for each phase."""
+    lines = [
+        "| streams | gap p50, ms | p99 | p99 / alone | requests | first token p50, ms | longest |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    alone = quantile(found["alone"].gaps, 0.99)
+    for name, own in found.items():
+        p50, p99 = quantile(own.gaps, 0.5), quantile(own.gaps, 0.99)
+        first = ["", ""]
+        if own.first:
+            first = [f"{1000 * statistics.median(own.first):.0f}", f"{1000 * max(own.first):.0f}"]
+        cells = [name, f"{p50:.1f}", f"{p99:.1f}", f"{p99 / alone:.2f}", str(len(own.first))]
+        lines.append(f"| {' | '.join(cells + first)} |")
+    return lines
+
+
+def verdicts(found: Mapping[str, Phase]) -> list[str]:
+    """A line for each bar."""
+    alone, new = (quantile(found[name].gaps, 0.99) for name in ("alone", "new"))
+    longest = max(found["new"].first)
+    return [
+        f"p99 of gaps beside loads / alone: {new / alone:.2f} (at most {GAP})",
+        f"first token of an adapter that is read: {longest:.2f} s (at most {FIRST})",
+    ]
+
+
+def parse_load(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of a phase")
+    parser.add_argument("--pause", type=float, default=1.5, help="seconds between requests")
+    parser.add_argument("--rank", type=int, default=8)
+    return parser.parse_args(arguments)
+
+
+def load() -> None:
+    options = parse_load()
+    count = 1 + options.rounds * (int(options.seconds / options.pause) + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        model, adapters = Path(folder) / "model", Path(folder) / "adapters"
+        make_words_model(model)
+        make_adapters(adapters, model, count, options.rank, torch.float32)
+        file = adapters / "adapter-0" / "adapter_model.safetensors"
+        print(f"an adapter has {file.stat().st_size / 1e6:.1f} MB", flush=True)
+        flags = ["--lora-dir", str(adapters), "--max-lora-rank", str(max(options.rank, 8))]
+        flags += ["--max-loras", "8", "--max-model-len", str(MODEL_LEN)]
+        flags += ["--max-decoding-batch", str(options.streams + 8), "--served-model-name", "base"]
+        with served(str(model), *flags) as url:
+            found = asyncio.run(measure(url, "base", options))
+    print(*load_rows(found), *verdicts(found), sep="\n")
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, requests, load)

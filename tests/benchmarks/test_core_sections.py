@@ -1,18 +1,14 @@
 """The sections of docs/benchmarks/core.md: at toy size, and what must hold at any size."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import core
-import core_executors
-import core_preemption
-import core_prefix
 import core_scheduler
-import core_versions
 import pytest
 from core_report import Report
-from core_scheduler import measure
-from core_subjects import Rayfin, Vllm, prompt, queue_case, steps_case
+from core_scheduler import Rayfin, Vllm, measure, prompt, queue_case, steps_case
 
 pytestmark = pytest.mark.slow(reason="runs every section once")
 
@@ -34,7 +30,7 @@ def report(tmp_path: Path) -> Report:
 
 
 def test_v1_trades_the_first_token_against_stalls() -> None:
-    outcomes = core_versions.stalls(4, 1, 150)
+    outcomes = core.stalls(4, 1, 150)
     longest = {name: max(max(v.gaps) for v in out.visits[:4]) for name, out in outcomes.items()}
     first = {name: out.visits[-1].ttft for name, out in outcomes.items()}
     assert longest["V1, 512"] < longest["V1, 2,048"] < longest["V0"]
@@ -42,26 +38,26 @@ def test_v1_trades_the_first_token_against_stalls() -> None:
 
 
 def test_common_prefixes_are_computed_once() -> None:
-    half, none = core_prefix.shared(0.5, caching=True, requests=6), 1000 + 6 * 1000
+    half, none = core.shared(0.5, caching=True, requests=6), 1000 + 6 * 1000
     assert half.prompt_tokens - none <= 6 * 16  # the rest of a page that is not full
     for share, caching in ((0.5, False), (0.0, True)):
-        outcome = core_prefix.shared(share, caching=caching, requests=6)
-        assert outcome.prompt_tokens == 6 * core_prefix.PROMPT
-        assert core_prefix.hit_share(outcome) == 0
+        outcome = core.shared(share, caching=caching, requests=6)
+        assert outcome.prompt_tokens == 6 * core.PROMPT
+        assert core.hit_share(outcome) == 0
 
 
 def test_conversations_that_do_not_fit_push_each_other_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_prefix, "CONVERSATION_PAGES", 600)
-    fit, too_many = (core_prefix.conversations(n, caching=True, turns=3) for n in (4, 24))
+    monkeypatch.setattr(core, "CONVERSATION_PAGES", 600)
+    fit, too_many = (core.conversations(n, caching=True, turns=3) for n in (4, 24))
     assert len(too_many.visits) == 24 * 3
-    assert core_prefix.hit_share(too_many) < core_prefix.hit_share(fit)
+    assert core.hit_share(too_many) < core.hit_share(fit)
 
 
-@pytest.mark.parametrize("way", core_preemption.WAYS)
+@pytest.mark.parametrize("way", core.WAYS)
 def test_fewer_pages_preempt_and_everyone_gets_done(way: str) -> None:
-    load = core_preemption.Load(24)
+    load = core.Load(24)
     wanted = [visit.max_tokens for visit in load.visits()]
-    ample, scarce = (core_preemption.squeeze(load, way, pages) for pages in (4000, 300))
+    ample, scarce = (core.squeeze(load, way, pages) for pages in (4000, 300))
     assert ample.preemptions == 0 < scarce.preemptions
     assert scarce.rate < ample.rate
     assert (scarce.swapped_pages > 0) == ("swap" in way)
@@ -90,7 +86,7 @@ def test_queue_cases_give_a_time_for_each_call() -> None:
 def fake_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "peer.py"
     path.write_text(FAKE_PEER)
-    monkeypatch.setattr("core_subjects.PEER", path)
+    monkeypatch.setattr(core_scheduler, "PEER", path)
     return path
 
 
@@ -115,17 +111,19 @@ def test_scheduler_section(report: Report, with_peer: bool, fake_peer: Path) -> 
     assert report.markdown.count("### ") == report.markdown.count("\n| ---") == 3
 
 
-@pytest.mark.parametrize("section", [core_versions, core_prefix, core_preemption])
-def test_sections_have_tables_and_say_what_they_mean(report: Report, section: object) -> None:
-    section.write(report, toy=True)  # type: ignore[attr-defined]
+@pytest.mark.parametrize("write", [core.write_versions, core.write_prefix, core.write_preemption])
+def test_sections_have_tables_and_say_what_they_mean(
+    report: Report, write: Callable[..., None]
+) -> None:
+    write(report, toy=True)
     assert report.markdown.startswith("## ")
     assert "| --- |" in report.markdown and "nan" not in report.markdown
 
 
 def test_executors_section(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {"inline": [100.0, 200.0], "ray": [80.0, 150.0]}
-    monkeypatch.setattr(core_executors, "compare", lambda *_, **__: rates)
-    core_executors.write(report)
+    monkeypatch.setattr(core, "compare_executors", lambda *_, **__: rates)
+    core.write_executors(report)
     assert "| built-in, 2M parameters | 150 | 115 | 0.775 | 0.90 |" in report.markdown
     assert "built-in, 2M parameters: **missed**" in report.markdown
 

@@ -7,8 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from image_models import SIZES, make_model
-from images import HEADER, OURS, STREAMS, TEXT, Pictures, Workloads, measure, rows, verdicts
+from images import (
+    HEADER,
+    OURS,
+    SIZES,
+    STREAMS,
+    TEXT,
+    Pictures,
+    Workloads,
+    make_model,
+    measure,
+    rows,
+    verdicts,
+)
 
 from rayfin.deployments.bench.measures import Timeline
 from rayfin.deployments.bench.workload import Job

@@ -167,3 +167,17 @@ def test_python_is_python() -> None:
     for page in PAGES:
         for text in blocks(page, "python"):
             compile(text, page.name, "exec")
+
+
+def test_sections_of_scripts_are_there() -> None:
+    """A script with several sections is named with one of them."""
+    named: dict[str, set[str]] = {}
+    for page in (*PAGES, *(ROOT / "docs" / "benchmarks").glob("*.md")):
+        for script, word in re.findall(
+            r"(?<!tests/)benchmarks/(\w+)\.py ?([\w-]*)", page.read_text()
+        ):
+            named.setdefault(script, set()).add(word)
+    for script, words in named.items():
+        run = re.search(r"\brun\(__doc__, (.*)\)", (ROOT / f"benchmarks/{script}.py").read_text())
+        if run:
+            assert words <= set(run[1].replace("_", "-").split(", ")), script

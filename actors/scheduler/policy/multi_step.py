@@ -1,6 +1,6 @@
 """How many decode steps one call may run: enough to hide the call, few enough to stay responsive.
 
-A Ray call costs about a millisecond (benchmarks/channel.py), and a decode step of a small model
+A Ray call costs about a millisecond (benchmarks/hops.py channel), a decode step of a small model
 hardly more. In steady decode one call therefore runs ``num_steps`` steps back to back on pages that
 are reserved for all of them, ends each row at its stop token or cap, and answers once.
 """

@@ -1,20 +1,33 @@
-"""Compares the CPU kernels with torch and with the machine's limits.
+"""The CPU path: its kernels beside torch and the machine's limits, and a model's whole step.
 
-    python benchmarks/cpu_kernels.py --threads 1
+    python benchmarks/cpu.py kernels --threads 1
+    python benchmarks/cpu.py step --shape 135m --threads 2
 
-Every figure is the best of many short runs, for the mean depends on other load of the machine. A
-share of 1.00 is the measured read bandwidth or the FMA peak (four times that with 8-bit weights),
-whichever an operation meets first.
+kernels: every figure is the best of many short runs, for the mean depends on other load of the
+machine. A share of 1.00 is the measured read bandwidth or the FMA peak (four times that with 8-bit
+weights), whichever an operation meets first.
+step: a model with random weights in torch, with packed linear layers, and fused. Weights are those
+of a bf16 checkpoint, computed in float32 by all three. Times are the best of some steps, and of
+fewer in torch, which is slower.
 """
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from sections import run
+from shapes import SHAPES
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from rayfin.actors.runner.cpu.build_decoder import build_cpu_decoder
+from rayfin.actors.runner.cpu.decoder import CpuDecoder
+from rayfin.actors.runner.cpu.packed_layers import pack_linears
+from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel
+from rayfin.actors.runner.step.batch import StepInputs
+from rayfin.cache.kv_tensors import KVTensors
 from rayfin.kernels.attention.torch_backend import paged_attention
 from rayfin.kernels.cpu.attention import CpuAttention
 from rayfin.kernels.cpu.codes import pack_codes, round_int4, stack_codes
@@ -22,7 +35,7 @@ from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Matrix
 from rayfin.kernels.grouped import Grouped
 from rayfin.kernels.shapes import PagedAttention, PagedBatch
 
-SHAPES: dict[str, dict[str, tuple[int, int]]] = {  # name -> (outputs, inputs)
+PRODUCTS: dict[str, dict[str, tuple[int, int]]] = {  # name -> (outputs, inputs)
     "135m": {
         "qkv": (960, 576),
         "attention out": (576, 576),
@@ -89,7 +102,7 @@ def matmuls(
     print(f"\n### matmul, {shape}\n")
     print("| weight | rows | stored | GFLOP/s | GB/s of weights | share | torch fp32, GFLOP/s |")
     print("|---|---|---|---|---|---|---|")
-    for name, (outputs, inputs) in SHAPES[shape].items():
+    for name, (outputs, inputs) in PRODUCTS[shape].items():
         weight = torch.randn(outputs, inputs)
         for rows in rows_of:
             if name == "head" and rows > 64:
@@ -229,11 +242,11 @@ def norms(kernels: CpuKernels, machine: Machine, seconds: float) -> None:
         print(f"| {rows} | {dim} | {took * 1e6:.1f} | {other * 1e6:.1f} |")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def kernels() -> None:
+    parser = argparse.ArgumentParser()
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--isa", help="portable, avx2, avx512 or amx; default: the best")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=PRODUCTS, default=list(PRODUCTS))
     parser.add_argument("--only", choices=("matmul", "attention", "norm"))
     parser.add_argument("--seconds", type=float, default=0.3, help="seconds per figure")
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
@@ -255,5 +268,69 @@ def main() -> None:
         norms(kernels, machine, args.seconds)
 
 
+STEPS = [(1, 127, 1), (4, 127, 1), (16, 127, 1), (32, 511, 1), (64, 127, 1), (1, 0, 512)]
+
+
+def models(
+    shape: str, threads: int, isa: str | None
+) -> Iterator[tuple[str, PagedModel | CpuDecoder]]:
+    """Times the three in order, for packing changes the model."""
+    architecture, sizes = SHAPES[shape]
+    config = AutoConfig.for_model(architecture, tie_word_embeddings=True, **sizes)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation=ATTENTION
+    )
+    model.eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.copy_(parameter.bfloat16())
+    torch.set_num_threads(threads)
+    kernels = CpuKernels(threads, isa)
+    yield "torch", PagedModel(model, paged_attention)
+    fused = build_cpu_decoder(PagedModel(model, CpuAttention(kernels)), kernels)
+    assert fused is not None
+    yield "fused", fused
+    packed = PagedModel(model, CpuAttention(kernels))
+    pack_linears(packed, kernels)
+    yield "packed", packed
+
+
+def seconds_per_step(
+    model: PagedModel | CpuDecoder, step: tuple[int, int, int], runs: int
+) -> float:
+    rows, cached, chunk = step
+    pages = rows * -(-(cached + chunk) // PAGE_SIZE)
+    cache = KVTensors(model.layouts, pages, PAGE_SIZE, model.dtype, torch.device("cpu"))
+    model.bind(cache)
+    tokens = torch.arange(rows * chunk) % 1000
+    sampled = torch.arange(rows) * chunk + chunk - 1
+    shortest = float("inf")
+    for _ in range(runs):
+        batch = make_batch(rows, cached, chunk)
+        start = time.perf_counter()
+        model.forward(StepInputs(tokens, batch, sampled))
+        shortest = min(shortest, time.perf_counter() - start)
+    return shortest
+
+
+def step() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", choices=SHAPES, default="135m")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--isa", help="portable, avx2, avx512 or amx; default: the best")
+    parser.add_argument("--runs", type=int, default=10)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    print("| model | rows | context | tokens per row | ms | tokens/s |\n|---|---|---|---|---|---|")
+    for name, model in models(args.shape, args.threads, args.isa):
+        for step in STEPS:
+            rows, cached, chunk = step
+            took = seconds_per_step(model, step, args.runs if name == "fused" else 3)
+            print(
+                f"| {name} | {rows} | {cached + chunk} | {chunk} | {took * 1e3:.1f} "
+                f"| {rows * chunk / took:.0f} |",
+                flush=True,
+            )
+
+
 if __name__ == "__main__":
-    main()
+    run(__doc__, kernels, step)

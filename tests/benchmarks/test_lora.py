@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lora_load import PHASES, Phase, Stream, gaps_within, rows, verdicts
+from lora import PHASES, Phase, Stream, gaps_within, load_rows, verdicts
 
 
 def found() -> dict[str, Phase]:
@@ -21,7 +21,7 @@ def test_a_gap_belongs_to_the_phase_that_has_all_of_it() -> None:
 
 
 def test_rows_and_bars() -> None:
-    _, _, alone, known, new = rows(found())
+    _, _, alone, known, new = load_rows(found())
     assert alone == "| alone | 100.0 | 100.0 | 1.00 | 0 |  |  |"
     assert known == "| known | 100.0 | 110.0 | 1.10 | 3 | 250 | 300 |"
     assert new == "| new | 100.0 | 150.0 | 1.50 | 2 | 500 | 600 |"
