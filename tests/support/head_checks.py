@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from loaded_once import make_runner
 from rayfin.actors.config import resolve
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import EngineRequest, Sampling, StopRules
@@ -49,7 +50,7 @@ def requests_of(sampling: Sampling, first: int = 0) -> list[EngineRequest]:
 
 
 def engine_of(args: Any, **changes: Any) -> tuple[Engine, ModelRunner]:
-    runner = ModelRunner(args)
+    runner = make_runner(args)
     config = replace(resolve(args, *runner.profile()), **changes)
     return Engine(config, InlineExecutor(runner, config)), runner
 

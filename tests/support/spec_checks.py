@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from loaded_once import make_runner
 from rayfin.actors.config import EngineConfig, resolve
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import (
@@ -19,7 +20,6 @@ from rayfin.actors.messages import (
     StopRules,
 )
 from rayfin.actors.runner.inline import InlineExecutor
-from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.plugins import RunnerPlugins
 from rayfin.actors.runner.proposers.interface import Drafts, TokenTable
 from rayfin.actors.scheduler.engine import Engine
@@ -95,7 +95,7 @@ def run(
 
     ``disturb`` is called before each step.
     """
-    runner = ModelRunner(args, plugins=RunnerPlugins(proposer=proposer))
+    runner = make_runner(args, RunnerPlugins(proposer=proposer))
     config: EngineConfig = replace(resolve(args, *runner.profile()), **changes)
     engine = Engine(config, InlineExecutor(runner, config))
     tokens: dict[int, list[int]] = {request.key: [] for request in requests}

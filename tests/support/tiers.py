@@ -17,9 +17,16 @@ THOROUGH = {
     "tests/actors/model_files/test_gguf_folder.py::test_tokens_are_those_of_transformers[f32": (
         "q8_0 is converted"
     ),
+    "tests/actors/runner/gpu/test_decoder.py::test_experts_are_grouped[qwen3_moe": "another family",
+    "tests/actors/runner/gpu/test_decoder.py::test_float16": (
+        "tests/kernels/triton has each kernel in 16 bits"
+    ),
     "tests/actors/runner/gpu/test_decoder.py::test_logits_agree[granite": "other families",
     "tests/actors/runner/gpu/test_decoder.py::test_logits_agree[olmo2": "other families",
     "tests/actors/runner/gpu/test_decoder.py::test_logits_agree[qwen2": "other families",
+    "tests/actors/runner/gpu/test_decoder.py::test_logits_agree[qwen3-": (
+        "test_graphs.py and test_prompt_graphs.py have its tokens"
+    ),
     "tests/actors/runner/gpu/test_decoder.py::test_tokens_of_a_mixture": "its logits are compared",
     "tests/actors/runner/gpu/test_decoder.py::test_wide_rows_of_weights_are_left_to_torch[gemma3": (
         "another family"
@@ -28,8 +35,9 @@ THOROUGH = {
     "tests/actors/runner/gpu/test_features.py::test_drafts": (
         "test_prompt_graphs.py has prompts in graphs"
     ),
-    "tests/actors/runner/gpu/test_features.py::test_few_bits[fp8": "awq runs",
-    "tests/actors/runner/gpu/test_features.py::test_few_bits[gptq": "awq runs",
+    "tests/actors/runner/gpu/test_features.py::test_few_bits[": (
+        "test_quant_linear.py has the decoder's logits, test_graphs.py an engine's tokens"
+    ),
     "tests/actors/runner/gpu/test_features.py::test_few_bits_made_whole": (
         "test_quant_linear.py makes layers whole"
     ),
@@ -39,7 +47,7 @@ THOROUGH = {
     "tests/actors/runner/gpu/test_graphs.py::test_a_restarted": "many interpreted steps",
     "tests/actors/runner/gpu/test_graphs.py::test_rules_and": "test_device_slots.py has the rules",
     "tests/actors/runner/gpu/test_overlap.py::test_the_tokens_of_an_engine": (
-        "test_graph_tokens.py compares tokens"
+        "test_graphs.py compares tokens"
     ),
     "tests/actors/runner/gpu/test_pdl.py::test_a_recorded_step_is_a_chain[gemma3": "another family",
     "tests/actors/runner/gpu/test_pdl.py::test_eager": (
@@ -76,14 +84,32 @@ THOROUGH = {
     "tests/benchmarks/test_compare.py::test_vectors": "a comparison is one of tokens",
     "tests/deployments/cli/test_run_batch.py::test_killed": "e2e/test_batches.py kills processes",
     "tests/e2e/test_ahead.py": "an engine whose supervisor is late; test_serving.py starts servers",
+    "tests/e2e/test_cluster.py": "tests/deployments/serve has the example; test_models.py deploys",
     "tests/e2e/test_disconnects.py": "a storm; test_streams.py has readers that leave",
     "tests/e2e/test_garbage.py": "a storm; test_edge.py sends one of each kind",
+    "tests/e2e/test_llm.py::test_executors_share_pages": (
+        "tests/actors/runner/step/test_disk_pages.py reads what another has computed"
+    ),
+    "tests/e2e/test_parallel.py::test_two_ranks[gptq": (
+        "tests/actors/runner/parallel has groups of quantised models"
+    ),
     "tests/e2e/test_ray_data.py": "test_batches.py answers a Dataset's rows by the application",
+    "tests/e2e/test_replicas.py": (
+        "tests/deployments/api/responses and tests/actors/metrics have two ingresses in one process"
+    ),
     "tests/e2e/test_sampling.py": "tests/actors/runner/sampling has each setting",
     "tests/e2e/test_seeds.py": "test_llm.py has seeds in this process and as actors",
+    "tests/e2e/test_serving.py::test_sigterm": "test_from_address stops a server with its streams",
+    "tests/e2e/test_spare_runners.py": "test_chaos.py has a runner whose spare takes over",
     "tests/e2e/test_update.py": "a chaos row too; tests/deployments/serve has the order",
     "tests/e2e/test_wheel.py": "builds a wheel; `make test` installs the folder",
     "tests/e2e/test_wheel_aarch64.py": "compiles every kernel for another machine",
+    "tests/examples/test_demo_model.py::test_held_out": (
+        "test_rayfin_serves asks fewer of the same prompts"
+    ),
+    "tests/examples/test_demo_model.py::test_rayfin_serves_the_same_answers[int": (
+        "tests/actors/runner has few bits"
+    ),
     "tests/kernels/cpu/test_arm.py": "compiles all kernels twice and runs them in an emulator",
     "tests/kernels/triton/test_compile.py": "compiles for Hopper; the interpreter runs each kernel",
 }

@@ -20,6 +20,7 @@ from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.scheduler.engine import Engine
 from spec_checks import OUTPUT, PROMPTS, Outcome, known_future, requests_of, run, speculating
+from tiers import few
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 
@@ -55,8 +56,10 @@ def _starts_as(actual: Outcome, expected: dict[int, list[int]]) -> None:
         assert actual[0][key][: len(tokens)] == tokens, f"prompt {key}"
 
 
-@pytest.mark.parametrize("attention", ["auto", "torch"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [*((family, "auto") for family in FAMILIES), *few([(own, "torch") for own in FAMILIES], 2)],
+)
 def test_tokens_are_those_of_generate(
     family: str, attention: str, tiny_model: Make, args_of: Make
 ) -> None:
@@ -86,7 +89,7 @@ def test_own_proposers(rule: dict[str, Any], adaptive: bool, args_of: Make) -> N
 
 
 @pytest.mark.slow(reason="builds and loads a model of each other family")
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("family", few(OTHERS, 1))
 def test_any_family(family: str, engine_args: Make, tmp_path: Path) -> None:
     """Of each one that keeps states, as tools/model_table.py builds it."""
     model = build(family)

@@ -10,6 +10,7 @@ import pytest
 from rayfin.actors.messages import Sampling
 from rayfin.actors.runner.model_runner import ModelRunner
 from spec_checks import RULES, known_future, requests_of, run, speculating
+from tiers import few
 
 Make = Callable[..., Any]
 
@@ -36,8 +37,17 @@ def test_equal_over_every_rule(
 
 
 @pytest.mark.slow(reason="many engines")
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "olmo2"])
-@pytest.mark.parametrize(("most", "lease"), [(1, 1), (8, 1), (2, 8), (5, 3)])
+@pytest.mark.parametrize(
+    ("name", "most", "lease"),
+    few(
+        [
+            (name, *sizes)
+            for number, name in enumerate(("qwen3", "olmo2", "gemma2", "llama"))
+            for sizes in [((1, 1), (8, 1), (5, 3), (2, 8))[number - at] for at in range(4)]
+        ],
+        5,
+    ),
+)
 def test_equal_on_other_models(
     name: str, most: int, lease: int, tiny_model: Make, engine_args: Make
 ) -> None:

@@ -146,12 +146,13 @@ class Stranger:
         return self._random.randrange(-(2**40), 2**40)
 
 
-async def test_no_request_makes_a_series(api: FastAPI) -> None:
+async def test_no_request_makes_a_series(api: FastAPI, depth: Callable[[int], int]) -> None:
     known = await series(api)
     assert {own.partition(b"_")[0].partition(b":")[0] for own in known} == {b"rayfin", b"vllm"}
     stranger = Stranger(1)
     statuses: dict[int, int] = {}
-    left = iter(range(REQUESTS))
+    count = depth(REQUESTS)
+    left = iter(range(count))
 
     async def one_after_the_other() -> None:
         for _ in left:
@@ -160,5 +161,5 @@ async def test_no_request_makes_a_series(api: FastAPI) -> None:
 
     await asyncio.gather(*(one_after_the_other() for _ in range(AT_ONCE)))
     assert await series(api) == known
-    assert sum(statuses.values()) == REQUESTS and max(statuses) < 500
-    assert min(statuses.get(status, 0) for status in (200, 400, 401, 404, 405, 415)) > 100
+    assert sum(statuses.values()) == count and max(statuses) < 500
+    assert min(statuses.get(status, 0) for status in (200, 400, 401, 404, 405, 415)) > count / 100

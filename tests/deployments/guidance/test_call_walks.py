@@ -1,6 +1,7 @@
 """Calls that grammars make at random: the parser reads them, and their schema accepts them."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -13,10 +14,11 @@ from rayfin.deployments.text.parsing.events import Event, Piece
 from rayfin.deployments.text.parsing.format import ToolFormat
 from rayfin.deployments.text.parsing.parser import OutputParser
 from rayfin.deployments.text.parsing.rows import TOOL_FORMATS
+from tiers import few
 
 pytestmark = pytest.mark.slow(reason="walks through grammars for a minute")
 
-WALKS = 5
+WALKS = 12
 SCHEMAS: dict[str, dict[str, Any]] = {
     "plain": {
         "properties": {
@@ -74,7 +76,6 @@ TOOLS = tuple(
     for i, (name, schema) in enumerate(SCHEMAS.items())
 )
 FUNCTIONS = {tool.name: tool.parameters for tool in TOOLS}
-ROWS = [pytest.param(row, id=name) for name, row in TOOL_FORMATS.items()]
 
 
 def events_of(walker: Walker, row: ToolFormat, rules: CallRules, tokens: list[int]) -> list[Event]:
@@ -107,15 +108,22 @@ def calls_of(events: list[Event]) -> list[tuple[str, Any]]:
     return [(name, json.loads(texts[index])) for index, name in names.items()]
 
 
-@pytest.mark.parametrize("has_tokens", [True, False], ids=["tokens", "text"])
-@pytest.mark.parametrize("row", ROWS)
-def test_forced_calls_follow_their_schema(row: ToolFormat, has_tokens: bool) -> None:
+@pytest.mark.parametrize(
+    ("row", "has_tokens"),
+    [
+        *(pytest.param(row, True, id=name) for name, row in TOOL_FORMATS.items()),
+        *few([(row, False) for row in TOOL_FORMATS.values()], 8),
+    ],
+)
+def test_forced_calls_follow_their_schema(
+    row: ToolFormat, has_tokens: bool, depth: Callable[[int], int]
+) -> None:
     walker = Walker(byte_tokenizer(tokens_of(row) if has_tokens else []))
     whole = 0
     for tool in TOOLS:
         choice = ToolChoice("required", name=tool.name)
         rules = make_call_rules(row, TOOLS, choice, walker.tokenizer)
-        for seed in range(WALKS):
+        for seed in range(depth(WALKS)):
             tokens = walker.walk(rules.grammar, seed)
             if tokens is None:
                 continue
@@ -123,15 +131,17 @@ def test_forced_calls_follow_their_schema(row: ToolFormat, has_tokens: bool) -> 
             calls = calls_of(events_of(walker, row, rules, tokens))
             assert [name for name, _ in calls] == [tool.name]
             jsonschema.validate(calls[0][1], tool.parameters)
-    assert whole >= WALKS * len(TOOLS) / 3
+    assert whole >= depth(WALKS) * len(TOOLS) / 3
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_required_calls_are_of_known_functions(row: ToolFormat) -> None:
+@pytest.mark.parametrize("row", few(TOOL_FORMATS.values(), 12))
+def test_required_calls_are_of_known_functions(
+    row: ToolFormat, depth: Callable[[int], int]
+) -> None:
     walker = Walker(byte_tokenizer(tokens_of(row)))
     rules = make_call_rules(row, TOOLS, ToolChoice("required"), walker.tokenizer)
     several = 0
-    for seed in range(2 * WALKS):
+    for seed in range(depth(3 * WALKS)):
         tokens = walker.walk(rules.grammar, seed)
         if tokens is None:
             continue
@@ -143,13 +153,13 @@ def test_required_calls_are_of_known_functions(row: ToolFormat) -> None:
     assert several or row.syntax in ("channels", "tagged")
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_arguments_of_free_calls_are_objects(row: ToolFormat) -> None:
+@pytest.mark.parametrize("row", few(TOOL_FORMATS.values(), 12))
+def test_arguments_of_free_calls_are_objects(row: ToolFormat, depth: Callable[[int], int]) -> None:
     walker = Walker(byte_tokenizer(tokens_of(row)))
     loose = [FunctionTool(tool.name, tool.parameters) for tool in TOOLS]
     rules = make_call_rules(row, loose, ToolChoice(), walker.tokenizer)
     whole = 0
-    for seed in range(WALKS):
+    for seed in range(depth(WALKS)):
         in_text = rules.calls is None or not rules.calls.grammar
         if rules.calls is None:
             tokens = walker.walk(rules.grammar, seed)

@@ -11,6 +11,7 @@ from rayfin import LLM, SamplingParams
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.text.parsing.detect import Detected
 from rayfin.deployments.text.parsing.rows import TOOL_FORMATS
+from tiers import few
 from wary import Wary, animals
 
 PARAMETERS = {
@@ -36,8 +37,13 @@ def llm() -> Iterator[LLM]:
         yield own
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
-@pytest.mark.parametrize("choice", [NAMED, "required"], ids=["named", "required"])
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [
+        *((name, NAMED) for name in TOOL_FORMATS),
+        *few([(name, "required") for name in TOOL_FORMATS], 8),
+    ],
+)
 def test_a_forced_call(llm: LLM, monkeypatch: pytest.MonkeyPatch, name: str, choice: Any) -> None:
     """Drawn: each call that was not cut has its form, and nothing is left as content."""
     monkeypatch.setitem(llm.__dict__, "_formats", Detected(tools=TOOL_FORMATS[name]))

@@ -74,13 +74,17 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 @pytest.mark.parametrize(("family", "layer"), [("qwen3", LAYER), ("gemma3_text", NORMED_LAYER)])
 def test_a_recorded_step_is_a_chain(
-    family: str, layer: list[str], tiny_model: Make, served: Make, launches: Launches
+    family: str,
+    layer: list[str],
+    two_layers: Any,
+    tiny_model: Make,
+    served: Make,
+    launches: Launches,
 ) -> None:
     """An early kernel reads the step's inputs before it waits, so a launch that is not early stands
     between them. It follows a kernel, not a copy, whose edge in a graph would be another one."""
-    engine = served(
-        tiny_model(family).folder, attention="triton", max_lease=2, max_decoding_batch=2
-    )
+    tiny = two_layers if family == "qwen3" else tiny_model(family)
+    engine = served(tiny.folder, attention="triton", max_lease=2, max_decoding_batch=2)
     graphs = engine.runner._graphs
     assert graphs is not None and engine.runner._loaded.gpu_model.pdl
     launches.kernels.clear()
@@ -116,13 +120,11 @@ def test_steps_of_more_rows_wait(tiny_model: Make, served: Make, launches: Launc
 
 
 def test_layers_of_few_tokens_start_early(
-    tiny_model: Make, served: Make, launches: Launches
+    two_layers: Any, served: Make, launches: Launches
 ) -> None:
     """Of steps with prompts too, except for the attention of prompts: its tiles are large. The
     first one follows torch's embedding."""
-    engine = served(
-        tiny_model("qwen3").folder, attention="triton", max_lease=2, max_decoding_batch=2
-    )
+    engine = served(two_layers.folder, attention="triton", max_lease=2, max_decoding_batch=2)
     (layers,) = engine.runner._graphs._layers
     for tokens, early in ((4, True), (8, False)):
         launches.kernels.clear()

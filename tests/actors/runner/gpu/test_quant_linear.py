@@ -18,6 +18,7 @@ from rayfin.actors.runner.models.weights import load_model
 from rayfin.actors.runner.quantized.loader import quant_linears
 from rayfin.kernels.attention.torch_backend import paged_attention
 from rayfin.kernels.grouped import Grouped, round_weight
+from tiers import few
 
 pytest.importorskip("triton")
 from rayfin.actors.runner.gpu import quant_linear
@@ -123,7 +124,7 @@ def test_projections_of_several_formats_are_plain_in_the_decoder(load: Make) -> 
     assert isinstance(second.qkv.weight, torch.Tensor)
 
 
-@pytest.mark.parametrize("kind", ["gptq desc_act", "fp8 blocks", "nf4 nested"])
+@pytest.mark.parametrize("kind", few(["gptq desc_act", "fp8 blocks", "nf4 nested"], 1))
 def test_codes_become_plain_exactly(kind: str, load: Make) -> None:
     model, plain = load(kind, "qwen2")
     pack_quantized(model)
@@ -173,7 +174,7 @@ def test_a_kernel_that_fails_leaves_layers_plain(
     torch.testing.assert_close(probe_logits(paged, paged), wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["awq", "nf4 nested"])
+@pytest.mark.parametrize("kind", few(["nf4 nested", "awq"], 1))
 def test_the_last_outputs_are_compared(
     kind: str, load: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

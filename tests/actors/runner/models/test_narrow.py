@@ -295,7 +295,7 @@ BAR = 1.2
             ["--layers", "8", "--images"],
             ["--layers", "16", "--settings", '{"quantization": "int8"}'],
         ],
-        4,
+        2,
     ),
 )
 def test_a_load_takes_little_more_than_what_stays(

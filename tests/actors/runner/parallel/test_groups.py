@@ -39,8 +39,10 @@ OWN_PLANS = [
 PROMPTS = [[5, 9, 3, 100, 7, 7, 60, 2, 44, 31, 8], [4, 9, 90], [77] * 6, [5, 9, 3, 100, 7, 7, 1]]
 
 
-@pytest.mark.parametrize(("tensor", "stages"), SHAPES)
-@pytest.mark.parametrize("form", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("form", "tensor", "stages"),
+    few([(form, *shape) for form in ("llama", "gemma3_text") for shape in SHAPES], 4),
+)
 def test_greedy(
     form: str, tensor: int, stages: int, tiny_model: Make, group: Make, request_of: Make
 ) -> None:
@@ -53,8 +55,10 @@ def test_greedy(
     assert engine.stats().prefix_hits > 0
 
 
-@pytest.mark.parametrize("lease", [1, 4])
-@pytest.mark.parametrize(("tensor", "stages"), SHAPES[:3])
+@pytest.mark.parametrize(
+    ("tensor", "stages", "lease"),
+    few([(*shape, lease) for shape in SHAPES[:3] for lease in (1, 4)], 3),
+)
 def test_guided(
     tensor: int,
     stages: int,

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.slow(reason="starts groups of two and four ranks")
 
 Make = Callable[..., Any]
 OUTPUT = 8
+BITS = ("int8", "int4")
 PROMPTS = [list(range(3 + i, 3 + i + n)) for i, n in enumerate((7, 12, 16, 9))]
 CODED = [kind for kind in KINDS if kind not in ("gptq v2", "gptq sym", "fbgemm_fp8", "modelopt")]
 
@@ -84,7 +85,7 @@ def require_equal(ranks: Group, written: QuantisedModel, request_of: Make) -> No
             *(("fp8 blocks", family, 2, 1) for family in ("phi3", "gpt2")),
             ("nf4", "gpt2", 1, 2),
         ],
-        9,
+        6,
     ),
 )
 def test_layers(
@@ -119,7 +120,7 @@ OTHERS = ["qwen2_moe", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3"]
             *(("awq", "mixtral", *shape) for shape in [(1, 2), (2, 2)]),
             *(("mxfp4", "gpt_oss", *shape) for shape in [(2, 1), (1, 2), (2, 2)]),
         ],
-        9,
+        5,
     ),
 )
 def test_experts(
@@ -139,10 +140,20 @@ def test_experts(
 
 
 @pytest.mark.parametrize(
-    ("kind", "family"),
-    [("gptq desc_act", "llama"), ("fp8 blocks", "qwen3_moe"), ("mxfp4", "gpt_oss")],
+    ("kind", "family", "changes"),
+    few(
+        [
+            (*written, {name: value})
+            for written in [
+                ("gptq desc_act", "llama"),
+                ("fp8 blocks", "qwen3_moe"),
+                ("mxfp4", "gpt_oss"),
+            ]
+            for name, value in (("attention", "torch"), ("quantization", "dequantize"))
+        ],
+        2,
+    ),
 )
-@pytest.mark.parametrize("changes", [{"attention": "torch"}, {"quantization": "dequantize"}])
 def test_plain(
     kind: str, family: str, changes: dict[str, Any], write: Make, group: Make, request_of: Make
 ) -> None:
@@ -234,8 +245,13 @@ def test_sizes_that_are_refused(
     assert refused.value.param == "tensor_parallel_size"
 
 
-@pytest.mark.parametrize("bits", ["int8", "int4"])
-@pytest.mark.parametrize("form", ["llama", "qwen3_moe", "gpt_oss", "gpt2"])
+@pytest.mark.parametrize(
+    ("form", "bits"),
+    few(
+        [(form, bits) for form in ("llama", "gpt_oss", "gpt2", "qwen3_moe") for bits in BITS],
+        3,
+    ),
+)
 def test_plain_weights_that_ranks_round(
     form: str, bits: str, tiny_model: Make, served: Make, group: Make, request_of: Make
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from loaded_once import make_runner
 from rayfin.actors.config import resolve
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.messages import EngineRequest, Sampling, StopRules
@@ -19,6 +20,7 @@ from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.proposers.draft_model import DraftedModel
 from rayfin.actors.scheduler.engine import Engine
+from tiers import few
 
 Make = Callable[..., Any]
 PROMPTS = [[15, 9, 30, 15, 9, 30, 15, 9], [17, 17, 60, 20, 44, 31, 8, 17, 90], [11, 12], [5] * 40]
@@ -45,7 +47,7 @@ def requests_of(sampling: Sampling, first: int = 0) -> list[EngineRequest]:
 
 
 def engine_of(args: Any, **changes: Any) -> Engine:
-    runner = ModelRunner(args)
+    runner = make_runner(args)
     config = replace(resolve(args, *runner.profile()), **changes)
     return Engine(config, InlineExecutor(runner, config))
 
@@ -158,7 +160,7 @@ def alike(
     return make
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", few(RECURRENT, 3))
 def test_before_a_model_that_keeps_states(
     family: str, tiny_model: Make, engine_args: Make, alike: Callable[[str], Path]
 ) -> None:
