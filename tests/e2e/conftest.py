@@ -24,14 +24,16 @@ from ray import serve
 from rayfin import LLM, SamplingParams
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.metrics.engine_stats import EngineStats
-from rayfin.deployments.app import bind_app
-from rayfin.deployments.client.engine_names import find_engine
+from rayfin.deployments.app import bind_app, bind_models
+from rayfin.deployments.client.engine_names import ENGINE, find_engine
 from rayfin.deployments.edge.door import CALLBACK, CALLBACK_PATH
+from rayfin.deployments.serve.model_args import several_models
 from rayfin.deployments.serve.server_args import ServerArgs
 
 PATIENCE = 600.0  # seconds; only a failure waits so long
 MODEL = "demo"
 APP = "e2e"
+SITE = f"site-{os.getpid()}"  # its processes are killed by name: no other cluster's
 ADMIN_KEY = "operator"
 REPORTED = "_reported_timestamp_seconds"
 SERVE_DRIVER = """
@@ -81,11 +83,12 @@ def _free_port() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
-    """An application over HTTP, and the engine behind it."""
+    """A model of an application over HTTP, and the engine behind it."""
 
     name: str
     url: str
     model: str
+    engine: str = ENGINE
 
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=PATIENCE)
@@ -98,7 +101,7 @@ class Deployed:
 
     def scheduler(self) -> Any:
         """The handle of the engine's SchedulerActor, as an ingress finds it."""
-        return _eventually(lambda: find_engine(self.name), "an engine is registered")
+        return _eventually(lambda: find_engine(self.name, self.engine), "an engine is registered")
 
     def stats(self) -> EngineStats:
         stats: EngineStats = ray.get(self.scheduler().stats.remote())
@@ -170,12 +173,13 @@ def cluster() -> Iterator[None]:
     """A Ray of the tests' own."""
     with short_folder() as folder, pytest.MonkeyPatch.context() as environment:
         environment.setenv(CALLBACK, CALLBACK_PATH)  # as rayfin serve does
+        environment.setenv("RAY_worker_niceness", "0")  # 15 is behind the other worker of pytest
         ray.init(
             address="local",
             _temp_dir=folder,
             include_dashboard=False,
             object_store_memory=128 * 1024**2,
-            num_cpus=4,
+            num_cpus=8,  # one for each engine that runs at a time
             log_to_driver=False,
             logging_level="ERROR",
         )
@@ -198,6 +202,37 @@ def app(served: str) -> Deployed:
     """The model behind the OpenAI API."""
     server = ServerArgs(admin_api_key=ADMIN_KEY, metrics_alias="vllm")
     return _deploy(bind_app(server, EngineArgs(**SETTINGS)), APP, served)
+
+
+@pytest.fixture(scope="session")
+def site(served: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Deployed]:
+    """Makes one application of several models, and returns each of them by its name."""
+    from audio_models import AudioModel
+    from pooling_models import add_modules, make_encoder
+
+    folder = tmp_path_factory.mktemp("site")
+    AudioModel("voxtral", folder / "hears")
+    add_modules(make_encoder(folder / "vectors"), {"pooling_mode": "mean"})
+    models = [
+        SETTINGS,
+        {**SETTINGS, "model": str(folder / "hears"), "served_model_name": "hears"},
+        # Steps of a few texts, so that a body takes several.
+        {
+            **{"threads": 1, "spare_runners": 0, "max_batch_tokens": 64},
+            **{"model": str(folder / "vectors"), "served_model_name": "vectors"},
+        },
+    ]
+    server = ServerArgs(
+        metrics_alias="vllm",
+        max_audio_seconds=2.0,
+        max_audio_upload_seconds=20.0,
+        batch_dir=str(folder / "batches"),
+        batch_concurrency=4,
+    )
+    engine = EngineArgs()
+    application = bind_models(server, engine, several_models(server, engine, models))
+    url = _deploy(application, SITE, served, "/site").url
+    return lambda model: Deployed(SITE, url, model, f"{ENGINE}-{model}")
 
 
 def _deploy(application: serve.Application, name: str, server: str, prefix: str = "/") -> Deployed:
@@ -251,6 +286,19 @@ def solo() -> Iterator[LLM]:
     """The same model in this process: what every served answer must equal."""
     with LLM(**SETTINGS) as llm:
         yield llm
+
+
+@pytest.fixture(scope="session")
+def actors(cluster: None) -> Iterator[LLM]:
+    """The same model as actors."""
+    with LLM(executor="ray", **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture(params=["inline", "ray"])
+def llm(request: pytest.FixtureRequest) -> LLM:
+    chosen: LLM = request.getfixturevalue("solo" if request.param == "inline" else "actors")
+    return chosen
 
 
 @pytest.fixture(scope="session")

@@ -2,18 +2,13 @@
 
 import base64
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from ray import serve
 
 from audio_models import AudioModel, tone, wav
 from rayfin import LLM, SamplingParams
-from rayfin.actors.config import EngineArgs
-from rayfin.deployments.app import bind_app
-from rayfin.deployments.serve.server_args import ServerArgs
 
 OUTPUT = 8
 FILE = wav(tone(1, 0.9), form="FLAC")
@@ -25,22 +20,8 @@ ASKED: Any = [{"role": "user", "content": [PART, {"type": "text", "text": "What 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("voxtral")
-    AudioModel("voxtral", folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def hearing(
-    folder: Path, settings: dict[str, Any], served: str, deploy: Callable[..., Any]
-) -> Iterator[Any]:
-    args = EngineArgs(**{**settings, "model": str(folder)})
-    server = ServerArgs(
-        served_model_name=["tiny"], max_audio_seconds=2.0, max_audio_upload_seconds=20.0
-    )
-    yield deploy(bind_app(server, args), "audio", served, "/hearing")
-    serve.delete("audio")
+def hearing(site: Callable[[str], Any]) -> Any:
+    return site("hears")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +30,9 @@ def client(hearing: Any) -> openai.OpenAI:
 
 
 @pytest.fixture(scope="module")
-def here(folder: Path, settings: dict[str, Any]) -> Iterator[LLM]:
+def here(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = tmp_path_factory.mktemp("voxtral")
+    AudioModel("voxtral", folder)
     with LLM(**{**settings, "model": str(folder)}) as llm:
         yield llm
 
@@ -60,7 +43,7 @@ def test_chat(client: openai.OpenAI, here: LLM, hearing: Any) -> None:
     (expected,) = here.chat(ASKED, params, use_tqdm=False)
     answers = [
         client.chat.completions.create(
-            model="tiny", messages=ASKED, temperature=0, max_tokens=OUTPUT
+            model="hears", messages=ASKED, temperature=0, max_tokens=OUTPUT
         )
         for _ in range(2)
     ]
@@ -74,7 +57,7 @@ def test_chat(client: openai.OpenAI, here: LLM, hearing: Any) -> None:
 
 def test_transcription(client: openai.OpenAI) -> None:
     limit: Any = {"max_completion_tokens": OUTPUT}
-    asked: Any = {"model": "tiny", "file": ("speech.flac", FILE), "extra_body": limit}
+    asked: Any = {"model": "hears", "file": ("speech.flac", FILE), "extra_body": limit}
     whole = client.audio.transcriptions.create(**asked)
     events = list(client.audio.transcriptions.create(**asked, stream=True))
     assert events[-1].type == "transcript.text.done" and events[-1].text == whole.text
@@ -85,7 +68,7 @@ def test_a_long_recording(client: openai.OpenAI, hearing: Any) -> None:
     """It is cut by the window of its model, one second: no clip is heard twice."""
     limit: Any = {"max_completion_tokens": OUTPUT}
     file = ("speech.flac", wav(tone(5, 3.5), form="FLAC"))
-    asked: Any = {"model": "tiny", "file": file, "extra_body": limit}
+    asked: Any = {"model": "hears", "file": file, "extra_body": limit}
     before = hearing.idle().images_encoded
     whole = client.audio.transcriptions.create(**asked)
     assert whole.usage and whole.usage.type == "duration" and whole.usage.seconds == 4
@@ -97,7 +80,7 @@ def test_a_long_recording(client: openai.OpenAI, hearing: Any) -> None:
 def test_a_client_that_leaves_its_recording(client: openai.OpenAI, hearing: Any) -> None:
     """The requests of its clips end in the engine, and those that wait never begin."""
     file = ("speech.flac", wav(tone(6, 16.0), form="FLAC"))
-    asked: Any = {"model": "tiny", "file": file, "temperature": 1.0}
+    asked: Any = {"model": "hears", "file": file, "temperature": 1.0}
     before = hearing.idle().finished
     with client.audio.transcriptions.create(
         **asked, stream=True, extra_body={"max_completion_tokens": 300, "seed": 5}
@@ -116,5 +99,5 @@ def test_refusals(client: openai.OpenAI) -> None:
     too_long = ("speech.wav", wav(tone(1, 20.5)))
     for file, said in ((too_long, "over 20 seconds"), (("a.mp3", b"hello"), "no audio")):
         with pytest.raises(openai.BadRequestError, match=said) as refused:
-            client.audio.transcriptions.create(model="tiny", file=file)
+            client.audio.transcriptions.create(model="hears", file=file)
         assert refused.value.code == "invalid_audio" and refused.value.param == "file"

@@ -13,35 +13,21 @@ from typing import Any
 import openai
 import pytest
 import ray
-from ray import serve
 
 from rayfin import LLM, SamplingParams
-from rayfin.actors.config import EngineArgs
 from rayfin.data import RayfinConfig, build_processor
-from rayfin.deployments.app import bind_app
-from rayfin.deployments.serve.server_args import ServerArgs
 
-LINES = 300
 ROWS = 64
-NAME = f"batches-{os.getpid()}"  # of processes that are killed: no other cluster's
 
 
 @pytest.fixture(scope="module")
-def site(
-    deploy: Callable[..., Any],
-    served: str,
-    settings: dict[str, Any],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Any]:
-    folder = tmp_path_factory.mktemp("batches")
-    server = ServerArgs(batch_dir=str(folder), batch_concurrency=4)
-    yield deploy(bind_app(server, EngineArgs(**settings)), NAME, served, "/batches")
-    serve.delete(NAME)
+def demo(site: Callable[[str], Any]) -> Any:
+    return site("demo")
 
 
 @pytest.fixture
-def client(site: Any) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=8) as client:
+def client(demo: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{demo.url}/v1", api_key="none", max_retries=8) as client:
         yield client
 
 
@@ -66,8 +52,8 @@ def _messages(i: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"What is {i % 90} + {i % 70}?"}]
 
 
-def _pids(deployment: str) -> list[int]:
-    title = f"ray::ServeReplica:{NAME}:{deployment}"
+def _pids(demo: Any, deployment: str) -> list[int]:
+    title = f"ray::ServeReplica:{demo.name}:{deployment}"
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -91,28 +77,42 @@ def _texts(client: openai.OpenAI, batch: Any) -> dict[str, str]:
     }
 
 
+@pytest.mark.parametrize(
+    ("lines", "killed"),
+    [
+        (100, ["batches", "scheduler", "ingress"]),
+        pytest.param(
+            300,
+            ["batches", "scheduler", "batches", "runner", "ingress", "batches"],
+            marks=pytest.mark.thorough(reason="each of them once"),
+        ),
+    ],
+)
 def test_a_batch_survives_the_death_of_each_process(
-    site: Any, client: openai.OpenAI, solo: LLM, eventually: Callable[..., Any]
+    lines: int,
+    killed: list[str],
+    demo: Any,
+    client: openai.OpenAI,
+    solo: LLM,
+    eventually: Callable[..., Any],
 ) -> None:
-    batch = _submit(client, site.model, LINES, temperature=0)
+    batch = _submit(client, demo.model, lines, temperature=0)
 
     def done() -> int:
         counts = client.batches.retrieve(batch.id).request_counts
         return 0 if counts is None else counts.completed
 
     draw = random.Random(1)
-    victims: list[Callable[[], list[int]]] = [
-        lambda: _pids("batches"),
-        lambda: [ray.get(site.scheduler().process.remote()).pid],
-        lambda: _pids("batches"),
-        lambda: [own.pid for own in ray.get(site.scheduler().runners.remote())],
-        lambda: _pids("ingress"),
-        lambda: _pids("batches"),
-    ]
-    for number, victim in enumerate(victims, 1):
-        point = number * LINES // (len(victims) + 2) + draw.randrange(10)
+    victims: dict[str, Callable[[], list[int]]] = {
+        "scheduler": lambda: [ray.get(demo.scheduler().process.remote()).pid],
+        "runner": lambda: [own.pid for own in ray.get(demo.scheduler().runners.remote())],
+        "batches": lambda: _pids(demo, "batches"),
+        "ingress": lambda: _pids(demo, "ingress"),
+    }
+    for number, victim in enumerate(killed, 1):
+        point = number * lines // (len(killed) + 2) + draw.randrange(10)
         eventually(lambda point=point: done() >= point, f"{point} lines are answered")
-        for pid in victim():
+        for pid in victims[victim]():
             os.kill(pid, signal.SIGKILL)
 
     def completed() -> Any:
@@ -121,9 +121,9 @@ def test_a_batch_survives_the_death_of_each_process(
         return found if found.status == "completed" else None
 
     ended = eventually(completed, "the batch completes")
-    assert (ended.request_counts.total, ended.request_counts.completed) == (LINES, LINES)
+    assert (ended.request_counts.total, ended.request_counts.completed) == (lines, lines)
     quiet = solo.chat(
-        [_messages(i) for i in range(LINES)],
+        [_messages(i) for i in range(lines)],
         SamplingParams(temperature=0, max_tokens=24),
         use_tqdm=False,
     )
@@ -131,9 +131,9 @@ def test_a_batch_survives_the_death_of_each_process(
 
 
 def test_series_and_refusals_of_a_served_batch(
-    site: Any, client: openai.OpenAI, eventually: Callable[..., Any]
+    demo: Any, client: openai.OpenAI, eventually: Callable[..., Any]
 ) -> None:
-    good = _submit(client, site.model, 2)
+    good = _submit(client, demo.model, 2)
     eventually(lambda: client.batches.retrieve(good.id).status == "completed", "it completes")
     batch = _submit(client, "other", 3)
     failed = eventually(
@@ -143,19 +143,19 @@ def test_series_and_refusals_of_a_served_batch(
     assert [own.code for own in failed.errors.data] == ["model_not_found"] * 3
     with pytest.raises(openai.NotFoundError):
         client.files.content("file-none")
-    eventually(lambda: _sample(site, 'batch_lines_total{.*result="ok".*}') > 0, "it reports")
-    assert _sample(site, "ingress_replicas{.*}") == 1
+    eventually(lambda: _sample(demo, 'batch_lines_total{.*result="ok".*}') > 0, "it reports")
+    assert _sample(demo, "ingress_replicas{.*}") == 1
 
 
-def _sample(site: Any, pattern: str) -> float:
-    with site.client() as http:
+def _sample(demo: Any, pattern: str) -> float:
+    with demo.client() as http:
         text = http.get("/metrics").raise_for_status().text
     found = re.search(rf"^rayfin_{pattern} (\S+)$", text, re.MULTILINE)
     return float(found[1]) if found else -1.0
 
 
 def test_rows_of_a_dataset_are_answered_by_the_application(
-    site: Any, solo: LLM, eventually: Callable[..., Any]
+    demo: Any, solo: LLM, eventually: Callable[..., Any]
 ) -> None:
     """The actors hold no engine; a worker that is killed costs no row."""
     data = pytest.importorskip("ray.data", reason="an extra")
@@ -164,11 +164,11 @@ def test_rows_of_a_dataset_are_answered_by_the_application(
     context.print_on_execution_start = False
     params = {"temperature": 0, "max_tokens": 24}
     config = RayfinConfig(
-        **{"model": site.model, "application": NAME, "sampling_params": params},
+        **{"model": demo.model, "application": demo.name, "sampling_params": params},
         **{"batch_size": 8, "concurrent_batches": 2},
     )
     processor = build_processor(config, preprocess=lambda row: {"messages": _messages(row["id"])})
-    rows, worker = [], _pids("batches")
+    rows, worker = [], _pids(demo, "batches")
     for row in processor(data.range(ROWS, override_num_blocks=4)).iter_rows():
         if not rows:
             os.kill(worker[0], signal.SIGKILL)
@@ -183,11 +183,11 @@ def test_rows_of_a_dataset_are_answered_by_the_application(
     assert {row["id"]: row["token_ids"] for row in rows} == {
         i: list(own.token_ids) for i, own in expected.items()
     }
-    assert eventually(lambda: _pids("batches"), "there is a worker again") != worker
+    assert eventually(lambda: _pids(demo, "batches"), "there is a worker again") != worker
 
 
-def test_a_row_that_the_application_refuses_has_an_error(site: Any) -> None:
+def test_a_row_that_the_application_refuses_has_an_error(demo: Any) -> None:
     data = pytest.importorskip("ray.data", reason="an extra")
-    config = RayfinConfig(model="other", application=NAME)
+    config = RayfinConfig(model="other", application=demo.name)
     (row,) = build_processor(config)(data.from_items([{"prompt": "x"}])).take_all()
     assert "other" in row["error"] and row["generated_text"] is None

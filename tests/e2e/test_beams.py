@@ -1,6 +1,5 @@
 """Beam search and choices that share, on the built-in model: in this process and as actors."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,18 +19,6 @@ SEARCHES = [
     BeamSearchParams(8, 6, length_penalty=2.0, ignore_eos=True),
     BeamSearchParams(2, 16, early_stopping="never"),
 ]
-
-
-@pytest.fixture(scope="module")
-def actors(cluster: None, settings: dict[str, Any]) -> Iterator[LLM]:
-    with LLM(executor="ray", **settings) as llm:
-        yield llm
-
-
-@pytest.fixture(params=["inline", "ray"])
-def llm(request: pytest.FixtureRequest) -> LLM:
-    chosen: LLM = request.getfixturevalue("solo" if request.param == "inline" else "actors")
-    return chosen
 
 
 @pytest.fixture(scope="module")

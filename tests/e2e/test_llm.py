@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,18 +56,6 @@ for output in outputs:
     generated_text = output.outputs[0].text
     print(f"Prompt: {prompt!r}, Generated text: {generated_text!r}")
 """
-
-
-@pytest.fixture(scope="module")
-def actors(cluster: None, settings: dict[str, Any]) -> Iterator[LLM]:
-    with LLM(executor="ray", **settings) as llm:
-        yield llm
-
-
-@pytest.fixture(params=["inline", "ray"])
-def llm(request: pytest.FixtureRequest) -> LLM:
-    chosen: LLM = request.getfixturevalue("solo" if request.param == "inline" else "actors")
-    return chosen
 
 
 def choices(outputs: list[RequestOutput]) -> list[list[CompletionOutput]]:

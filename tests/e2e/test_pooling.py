@@ -6,24 +6,17 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 import ray
-from ray import serve
 
-from pooling_models import WORDS, add_modules, make_encoder
-from rayfin.actors.config import EngineArgs
-from rayfin.actors.metrics.engine_stats import EngineStats
-from rayfin.deployments.app import bind_models
-from rayfin.deployments.client.engine_names import find_engine
-from rayfin.deployments.serve.model_args import several_models
-from rayfin.deployments.serve.server_args import ServerArgs
+from pooling_models import WORDS
 
-NAME, VECTORS, ENGINE = "pooling", "vectors", "engine-vectors"
+VECTORS = "vectors"
 EMBEDDERS = 3  # clients; one more asks for tokens
 ANSWERS = 2  # of each client after a fault: the second one's request has come after it
 DRAW = random.Random(29)
@@ -89,65 +82,49 @@ class Client:
             self.answers += 1
 
 
-@pytest.fixture(scope="module")
-def site(
-    deploy: Callable[..., Any],
-    served: str,
-    settings: dict[str, Any],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Any]:
-    folder = make_encoder(tmp_path_factory.mktemp("models") / "bert")
-    add_modules(folder, {"pooling_mode": "mean"})
-    # Steps of a few texts, so that a body takes several.
-    pools = {"model": str(folder), "served_model_name": VECTORS, "max_batch_tokens": 64}
-    models = [settings, {"threads": 1, "spare_runners": 0, **pools}]
-    server, engine = ServerArgs(), EngineArgs()
-    application = bind_models(server, engine, several_models(server, engine, models))
-    yield deploy(application, NAME, served, f"/{NAME}")
-    serve.delete(NAME)
+def pid_of(kind: str, vectors: Any) -> int:
+    """The process of the embedding engine's runner or scheduler, or of the ingress."""
+    if kind == "runner":
+        (runner,) = ray.get(vectors.scheduler().runners.remote())
+        return int(runner.pid)
+    if kind == "scheduler":
+        return int(ray.get(vectors.scheduler().process.remote()).pid)
 
-
-def scheduler() -> Any:
-    """The handle of the embedding engine's SchedulerActor."""
-    found = find_engine(NAME, ENGINE)
-    assert found is not None
-    return found
-
-
-def runner_pid() -> int:
-    (runner,) = ray.get(scheduler().runners.remote())
-    pid: int = runner.pid
-    return pid
-
-
-def scheduler_pid() -> int:
-    pid: int = ray.get(scheduler().process.remote()).pid
-    return pid
-
-
-def ingress_pid() -> int:
     def own(_: Any) -> int:
         import os
 
         return os.getpid()
 
     named = ray.util.list_named_actors(all_namespaces=True)
-    prefix = f"SERVE_REPLICA::{NAME}#ingress#"
+    prefix = f"SERVE_REPLICA::{vectors.name}#ingress#"
     (name,) = (each["name"] for each in named if each["name"].startswith(prefix))
     actor: Any = ray.get_actor(name, namespace="serve")
-    pid: int = ray.get(actor.__ray_call__.remote(own))
-    return pid
+    return int(ray.get(actor.__ray_call__.remote(own)))
 
 
-def test_nothing_is_lost_and_every_bit_is_right(site: Any, eventually: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    "victims",
+    [
+        ["runner"],
+        pytest.param(
+            ["runner", "scheduler", "ingress"],
+            marks=pytest.mark.thorough(reason="test_batches.py kills all of them"),
+        ),
+    ],
+)
+def test_nothing_is_lost_and_every_bit_is_right(
+    victims: list[str], site: Callable[[str], Any], eventually: Callable[..., Any]
+) -> None:
     """Only the death of the ingress, which holds the connections, makes clients ask again."""
-    with site.client() as http, ThreadPoolExecutor(EMBEDDERS + 1) as pool:
+    own = site(VECTORS)
+    with own.client() as http, ThreadPoolExecutor(EMBEDDERS + 1) as pool:
         paths = [("/v1/embeddings", vectors_of)] * EMBEDDERS + [("/v1/completions", tokens_of)]
         over, may_break = threading.Event(), threading.Event()
         clients = [Client(http, may_break, *path) for path in paths]
         bodies = [BODIES[place:] + BODIES[:place] for place in range(EMBEDDERS)] + [[COMPLETION]]
         quiet = [
-            [client.ask(body) for body in own] for client, own in zip(clients, bodies, strict=True)
+            [client.ask(body) for body in each]
+            for client, each in zip(clients, bodies, strict=True)
         ]
         vectors = {tuple(vector) for answer in quiet[0] for vector in answer}
         assert len(vectors) > len(TEXTS) // 2
@@ -167,23 +144,18 @@ def test_nothing_is_lost_and_every_bit_is_right(site: Any, eventually: Callable[
 
         try:
             eventually(lambda: answered([0] * len(clients)), "the clients are served")
-            for victim in (runner_pid, scheduler_pid, ingress_pid):
-                if victim is ingress_pid:
+            for victim in victims:
+                if victim == "ingress":
                     may_break.set()
-                pid = victim()
+                pid = pid_of(victim, own)
                 os.kill(pid, signal.SIGKILL)
                 before = [client.answers for client in clients]
                 eventually(lambda before=before: answered(before), f"answers after {victim}")
-                assert victim() != pid
+                assert pid_of(victim, own) != pid
         finally:
             over.set()
         for job in jobs:
             job.result()
-        assert any(client.broken for client in clients), "the ingress was killed too late"
-
-    def settled() -> EngineStats | None:
-        stats: EngineStats = ray.get(scheduler().stats.remote())
-        return None if stats.running or stats.waiting or stats.pages_held else stats
-
-    eventually(settled, "the engine is idle")
-    ray.get(scheduler().check_integrity.remote())
+        broken = any(client.broken for client in clients)
+        assert broken == ("ingress" in victims), "the ingress was killed too late"
+    own.idle()

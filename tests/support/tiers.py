@@ -90,8 +90,13 @@ THOROUGH = {
     "tests/e2e/test_llm.py::test_executors_share_pages": (
         "tests/actors/runner/step/test_disk_pages.py reads what another has computed"
     ),
+    "tests/e2e/test_llm.py::test_starts_in_a_notebook": "test_faults.py kills a scheduler",
+    "tests/e2e/test_models.py": "test_audio.py and test_pooling.py share an application",
     "tests/e2e/test_parallel.py::test_two_ranks[gptq": (
         "tests/actors/runner/parallel has groups of quantised models"
+    ),
+    "tests/e2e/test_prompt_embeds.py": (
+        "tests/deployments/embeds has them; test_audio.py sends arrays through Ray's store"
     ),
     "tests/e2e/test_ray_data.py": "test_batches.py answers a Dataset's rows by the application",
     "tests/e2e/test_replicas.py": (
@@ -99,10 +104,14 @@ THOROUGH = {
     ),
     "tests/e2e/test_sampling.py": "tests/actors/runner/sampling has each setting",
     "tests/e2e/test_seeds.py": "test_llm.py has seeds in this process and as actors",
+    "tests/e2e/test_serving.py::test_a_load_that_fails": (
+        "tests/deployments/serve/test_serving.py has the errors of a start"
+    ),
     "tests/e2e/test_serving.py::test_sigterm": "test_from_address stops a server with its streams",
     "tests/e2e/test_spare_runners.py": "test_chaos.py has a runner whose spare takes over",
     "tests/e2e/test_update.py": "a chaos row too; tests/deployments/serve has the order",
     "tests/e2e/test_wheel.py": "builds a wheel; `make test` installs the folder",
+    "tests/e2e/test_whisper.py": "tests/deployments/api/audio/test_whisper.py has the routes",
     "tests/e2e/test_wheel_aarch64.py": "compiles every kernel for another machine",
     "tests/examples/test_demo_model.py::test_held_out": (
         "test_rayfin_serves asks fewer of the same prompts"
