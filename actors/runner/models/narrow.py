@@ -327,8 +327,8 @@ def _of_codes(name: str) -> bool:
 
 def hold_narrow(model: nn.Module, names: Iterable[str]) -> None:
     """Makes each of these parameters a ``NarrowWeight``; packing one frees its memory."""
-    ranges = _unchanged_files()
     plain = [model.get_parameter(name) for name in names]
+    ranges = _unchanged_files() if plain else []
     held: dict[int, NarrowWeight] = {}  # tied weights stay one
     for own in plain:
         if id(own) not in held and own.dtype in (*NARROW, torch.float32):
