@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-pytestmark = pytest.mark.slow(reason="starts processes")
+slow = pytest.mark.slow(reason="starts a process that imports what it checks")
 
 ROOT = Path(__file__).resolve().parents[1]
 MAY_IMPORT: dict[str, set[str]] = {
@@ -133,6 +133,7 @@ def test_torch_stays_in_the_data_plane() -> None:
                 assert not _uses(path, package), f"{_name(path)} imports {package}"
 
 
+@slow
 def test_scheduler_process_has_no_torch() -> None:
     """Not even by way of others: importing it takes seconds and hundreds of megabytes."""
     paths = [*_paths("actors/scheduler"), *(ROOT / name for name in sorted(NO_TORCH))]
@@ -147,6 +148,7 @@ def test_scheduler_process_has_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@slow
 def test_a_runner_imports_no_modelling_code() -> None:
     """transformers' models and its loader take seconds, and only reading a checkpoint needs them.
 
@@ -170,6 +172,7 @@ def test_a_runner_imports_no_modelling_code() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@slow
 def test_an_inline_engine_needs_no_ray() -> None:
     """Importing it takes a good part of a second of a Python program's start."""
     script = (
@@ -213,6 +216,7 @@ def test_errors_are_one_tree() -> None:
     assert sorted(drawn) == sorted(name for name, home in homes.items() if home == ERRORS)
 
 
+@slow
 def test_the_text_side_of_a_server_has_no_torch() -> None:
     """The command and an ingress of a plain model: importing torch takes seconds in each."""
     script = (
