@@ -8,6 +8,7 @@ import torch
 
 from rayfin.kernels.sampling.sample import sample as expected
 from rayfin.kernels.shapes import SamplingRows
+from tiers import few
 
 pytest.importorskip("triton")
 from rayfin.kernels.triton import sample as module
@@ -130,13 +131,14 @@ def odd_logits(kind: str, vocabulary: int) -> torch.Tensor:
     return normal * 1e-39  # subnormal numbers
 
 
-@pytest.mark.parametrize("settings", FILTERS, ids=str)
+KINDS = (
+    *("equal", "nearly equal", "two values", "a run of high ones", "few are allowed"),
+    *("one is allowed", "huge", "tiny"),
+)
+
+
 @pytest.mark.parametrize(
-    "kind",
-    [
-        *("equal", "nearly equal", "two values", "a run of high ones", "few are allowed"),
-        *("one is allowed", "huge", "tiny"),
-    ],
+    ("kind", "settings"), few([(kind, settings) for kind in KINDS for settings in FILTERS], 14)
 )
 def test_odd_logits(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, kind: str, settings: dict[str, Any]

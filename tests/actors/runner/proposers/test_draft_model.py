@@ -25,6 +25,7 @@ from tiers import few
 Make = Callable[..., Any]
 PROMPTS = [[15, 9, 30, 15, 9, 30, 15, 9], [17, 17, 60, 20, 44, 31, 8, 17, 90], [11, 12], [5] * 40]
 OUTPUT = 20
+PENALTY = {"temperature": 0.5, "repetition_penalty": 1.3}
 MODELS: Any = AutoModelForCausalLM
 
 
@@ -81,7 +82,15 @@ def other_folder(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.parametrize(
     "rule",
-    [{}, {"temperature": 0.9}, {"temperature": 0.5, "repetition_penalty": 1.3}, {"logprobs": 2}],
+    few(
+        [
+            {},
+            {"temperature": 0.9},
+            {"logprobs": 2},
+            {"temperature": 0.5, "repetition_penalty": 1.3},
+        ],
+        2,
+    ),
 )
 def test_equal_with_a_draft_model_that_is_right_or_wrong(
     rule: dict[str, Any], tiny_model: Make, engine_args: Make, other_folder: Path
