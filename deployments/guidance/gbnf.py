@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.deployments.guidance.lark import MAX_CHAIN, MAX_UNROLLED, literal, regex, special
+from rayfin.deployments.guidance.lark import literal, regex, special
 from rayfin.deployments.guidance.patterns.parts import (
     Chars,
     OneOf,
@@ -40,6 +40,8 @@ from rayfin.deployments.guidance.schema.lint import (
     too_complex,
 )
 
+MAX_UNROLLED = 20_000
+MAX_CHAIN = 1000  # rules, each the first to name the next one
 MAX_REPEATS = 4  # of the same element
 MAX_ROUNDS = 30  # until what may follow each rule is known
 MAX_INLINED = 150  # groups and rules within each other

@@ -9,7 +9,7 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.guidance.gbnf import gbnf_to_lark
 from rayfin.deployments.guidance.json_text import JsonStyle, json_style, json_text
-from rayfin.deployments.guidance.lark import check_lark, literal, regex
+from rayfin.deployments.guidance.lark import literal, regex, rewrite_schemas
 from rayfin.deployments.guidance.patterns.ecma import parse
 from rayfin.deployments.guidance.patterns.parts import write
 from rayfin.deployments.guidance.schema.lint import (
@@ -121,7 +121,7 @@ def _schema_grammar(schema: Any, asked: _Asked) -> tuple[str, Sequence[str]]:
 def _from_regex(asked: _Asked) -> tuple[str, Sequence[str]]:
     pattern = _some(asked.value, asked.path)
     check_text(pattern, asked.path)
-    part = parse(pattern, asked.path, whole=True, max_length=asked.max_bytes)
+    part = parse(pattern, asked.path, max_length=asked.max_bytes)
     return f"start: {regex(write(part, edges=False))}", ()
 
 
@@ -148,14 +148,7 @@ def _from_grammar(asked: _Asked) -> tuple[str, Sequence[str]]:
             text, asked.path, special_tokens=asked.special_tokens, max_bytes=asked.max_bytes
         )
         return lark, ()
-    checked = check_lark(
-        text,
-        asked.path,
-        special_tokens=asked.special_tokens,
-        style=asked.style,
-        max_bytes=asked.max_bytes,
-    )
-    return checked.text, checked.unenforced
+    return rewrite_schemas(text, asked.path, asked.style, asked.max_bytes)
 
 
 def _from_structural_tag(asked: _Asked) -> tuple[str, Sequence[str]]:

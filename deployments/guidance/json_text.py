@@ -10,13 +10,15 @@ from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.guidance.patterns.ecma import parse
 from rayfin.deployments.guidance.patterns.parts import Chars, OneOf, Part, Repeat, Sequence, write
 from rayfin.deployments.guidance.patterns.ranges import SPACE, contains, of_text
-from rayfin.deployments.guidance.schema.compile import compile_schema
+from rayfin.deployments.guidance.schema.keywords import check_shape
 from rayfin.deployments.guidance.schema.lint import (
     MAX_BYTES,
     MAX_GROWTH,
     check_document,
     too_complex,
 )
+from rayfin.deployments.guidance.schema.references import References
+from rayfin.deployments.guidance.schema.rewrite import Rewriter
 
 WHITESPACE = r"[ ]|\n[ \t]{0,64}"
 """Between the parts of JSON: nothing, a blank, or a line break with its indentation."""
@@ -61,31 +63,41 @@ def json_style(outputs: StructuredOutputs, path: str, max_bytes: int = MAX_BYTES
 
 
 def json_text(schema: Any, path: str, style: JsonStyle) -> WrittenSchema:
-    """Compiles a schema; raises InvalidRequest if it cannot be enforced."""
+    """Returns a schema with the same values, as far as they can be enforced.
+
+    Args:
+        schema: an object or a boolean.
+        path: of the schema in the request, for errors.
+
+    Raises:
+        InvalidRequest: ``invalid_schema``, ``unsupported_schema`` or ``schema_too_complex``;
+            ``param`` is the path of the keyword.
+    """
     check_document(schema, path, style.max_bytes)
     return _compiled(json.dumps(schema, ensure_ascii=False, default=dict), path, style)
 
 
 @lru_cache(maxsize=MAX_KNOWN)
 def _compiled(text: str, path: str, style: JsonStyle) -> WrittenSchema:
-    compiled = compile_schema(
-        json.loads(text), path, strict=style.strict, closed=style.closed, max_bytes=style.max_bytes
-    )
+    schema = json.loads(text)
+    check_shape("not", schema, path)  # an object or a boolean
+    rewriter = Rewriter(References(schema, path), strict=style.strict, closed=style.closed)
+    rewritten = rewriter.rewrite()
     options: dict[str, Any] = {"json_allow_general_unicode_escapes": True}
-    if not compiled.plain_names:
+    if not rewriter.plain_names:
         options["json_allowed_escapes"] = 'nrbtf\\"'
     if style.whitespace is None:
         options["whitespace_flexible"] = False
     else:
         options["whitespace_pattern"] = style.whitespace
-    inside = {"x-guidance": options, **compiled.schema}
+    inside = {"x-guidance": options, **rewritten}
     written = json.dumps(inside, ensure_ascii=False, separators=(",", ":"))
     if len(written) > MAX_GROWTH * style.max_bytes:
         raise too_complex(
             f"{path} takes more than {MAX_GROWTH * style.max_bytes} bytes when it is written out.",
             path,
         )
-    return WrittenSchema(written, compiled.unenforced)
+    return WrittenSchema(written, tuple(dict.fromkeys(rewriter.unenforced)))
 
 
 def json_rule(schema: Any, path: str, style: JsonStyle) -> tuple[str, tuple[str, ...]]:
@@ -97,7 +109,7 @@ def json_rule(schema: Any, path: str, style: JsonStyle) -> tuple[str, tuple[str,
 def _whitespace(pattern: Any, path: str) -> str:
     if not isinstance(pattern, str):
         raise InvalidRequest(f"{path} must be a string.", path, "invalid_type")
-    return write(_blank(parse(pattern, path, whole=True), path), edges=False)
+    return write(_blank(parse(pattern, path), path), edges=False)
 
 
 def _blank(part: Part, path: str) -> Part:

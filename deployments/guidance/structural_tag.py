@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.guidance.gbnf import gbnf_to_lark
 from rayfin.deployments.guidance.json_text import JsonStyle, json_rule
-from rayfin.deployments.guidance.lark import check_lark, literal, regex, special
+from rayfin.deployments.guidance.lark import literal, regex, rewrite_schemas, special
 from rayfin.deployments.guidance.patterns.ecma import parse
 from rayfin.deployments.guidance.patterns.parts import write
 from rayfin.deployments.guidance.schema.lint import (
@@ -147,7 +147,7 @@ class _TagWriter:
 
     def _regex(self, given: Mapping[str, Any], path: str, ends: Sequence[str]) -> _Written:
         pattern = self._string(given, "pattern", path)
-        part = parse(pattern, f"{path}.pattern", whole=True)
+        part = parse(pattern, f"{path}.pattern")
         return self._until(regex(write(part, edges=False)), ends)
 
     def _grammar(self, given: Mapping[str, Any], path: str, ends: Sequence[str]) -> _Written:
@@ -158,15 +158,8 @@ class _TagWriter:
                 text, inner, special_tokens=self._special_tokens, max_bytes=self._max_bytes
             )
         else:
-            checked = check_lark(
-                text,
-                inner,
-                special_tokens=self._special_tokens,
-                style=self._style,
-                max_bytes=self._max_bytes,
-            )
-            lark = checked.text
-            self.unenforced += checked.unenforced
+            lark, unenforced = rewrite_schemas(text, inner, self._style, self._max_bytes)
+            self.unenforced += unenforced
         return _Written(self._rule(f"%lark {{\n{lark}\n}}"))
 
     def _any_text(self, given: Mapping[str, Any], path: str, ends: Sequence[str]) -> _Written:

@@ -22,8 +22,8 @@ from rayfin.actors.timing import GRAMMAR_MASK_SECONDS, GRAMMAR_QUICK_SECONDS
 from rayfin.deployments.guidance.fields import check_size
 from rayfin.deployments.guidance.grammar import Grammar, make_grammar
 from rayfin.deployments.guidance.json_text import WHITESPACE
-from rayfin.deployments.guidance.schema.emit import DATE_PATTERNS, closes_names
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
+from rayfin.deployments.guidance.schema.rewrite import DATE_PATTERNS, closes_names
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -63,6 +63,14 @@ EXHAUSTED = (
     "determine if regex is empty",
 )
 """In what llguidance says of a grammar beyond its limits."""
+
+UNSUPPORTED = (
+    "Unimplemented keys",
+    "only supported when",
+    "not disjoint",
+    "not supported",
+)
+"""In what it says of a part that it cannot enforce."""
 
 
 class Verdict(NamedTuple):
@@ -255,12 +263,12 @@ def _dead_end(matcher: "LLMatcher", number: int) -> Verdict:
 
 def _refusal(error: str) -> Verdict:
     said = reason(error)
-    if said.startswith("Unsatisfiable schema"):
-        return Verdict("unsatisfiable", said.partition(": ")[2])
-    if said.startswith("Unimplemented keys"):
-        return Verdict("unsupported", said)
+    if "Unsatisfiable schema: " in said:
+        return Verdict("unsatisfiable", said.partition("Unsatisfiable schema: ")[2])
     if any(word in said for word in EXHAUSTED):
         return Verdict("too_complex", said)
+    if any(word in said for word in UNSUPPORTED):
+        return Verdict("unsupported", said)
     return Verdict("invalid", said)
 
 

@@ -475,17 +475,44 @@ REWRITTEN = [
         "minContains without contains", {"type": "array", "minContains": 2}, [[]], [1], "rewritten"
     ),
     Case(
-        "minProperties of all",
-        {"type": "object", "properties": AB, "minProperties": 2, "additionalProperties": False},
-        [{"a": 1, "b": ""}],
-        [{}, {"a": 1}],
+        "propertyNames beside values",
+        {
+            "type": "object",
+            "properties": AB,
+            "propertyNames": {"pattern": "a"},
+            "additionalProperties": {"type": "null"},
+        },
+        [{"a": 1}, {"a": 1, "xa": None}],
+        [{"b": ""}, {"xa": 1}, {"x": None}],
         "rewritten",
     ),
     Case(
-        "maxProperties of the required",
-        {"type": "object", "properties": AB, "required": ["a"], "maxProperties": 1},
-        [{"a": 1}],
-        [{}, {"a": 1, "b": ""}, {"a": 1, "c": 1}],
+        "propertyNames of a list",
+        {
+            "type": "object",
+            "propertyNames": {"$ref": "#/$defs/names"},
+            "additionalProperties": {"type": "integer"},
+            "$defs": {"names": {"type": "string", "enum": ["a", "b"], "title": "Names"}},
+        },
+        [{}, {"a": 1}, {"a": 1, "b": 2}],
+        [{"c": 1}, {"a": "x"}],
+        "rewritten",
+    ),
+    Case(
+        "oneOf of closed objects",
+        {
+            "oneOf": [
+                {
+                    "type": "object",
+                    "properties": {name: {"type": "integer"}},
+                    "required": [name],
+                    "additionalProperties": False,
+                }
+                for name in "ab"
+            ]
+        },
+        [{"a": 1}, {"b": 1}],
+        [{}, {"a": 1, "b": 1}, {"a": "x"}],
         "rewritten",
     ),
     Case(
@@ -536,20 +563,6 @@ REFUSED = [
     Refusal("propertyNames of a length", {"propertyNames": {"maxLength": 3}}, ".propertyNames"),
     Refusal("propertyNames false", {"propertyNames": False}, ".propertyNames"),
     Refusal(
-        "propertyNames beside values",
-        {
-            "properties": AB,
-            "propertyNames": {"pattern": "a"},
-            "additionalProperties": {"type": "null"},
-        },
-        ".propertyNames",
-    ),
-    Refusal(
-        "overlapping patternProperties",
-        {"patternProperties": {"a": True, "b": True}},
-        ".patternProperties",
-    ),
-    Refusal(
         "overlapping oneOf",
         {"items": {"oneOf": [{"type": "integer"}, {"minimum": 2}]}},
         ".items.oneOf",
@@ -579,6 +592,16 @@ REFUSED = [
     Refusal(
         "maxProperties of optional ones",
         {"type": "object", "properties": AB, "maxProperties": 1},
+        ".maxProperties",
+    ),
+    Refusal(
+        "minProperties of all",
+        {"type": "object", "properties": AB, "minProperties": 2, "additionalProperties": False},
+        ".minProperties",
+    ),
+    Refusal(
+        "maxProperties of the required",
+        {"type": "object", "properties": AB, "required": ["a"], "maxProperties": 1},
         ".maxProperties",
     ),
     Refusal("a constant beyond doubles", {"const": 2**53 + 1}, ".const", narrows=False),

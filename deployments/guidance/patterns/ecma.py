@@ -18,7 +18,6 @@ from rayfin.deployments.guidance.patterns.parts import (
     Part,
     Repeat,
     Sequence,
-    explodes,
     unrolled,
 )
 from rayfin.deployments.guidance.patterns.ranges import (
@@ -57,12 +56,11 @@ _REFUSED_GROUPS = {
 }
 
 
-def parse(pattern: str, path: str, *, whole: bool = False, max_length: int = MAX_LENGTH) -> Part:
+def parse(pattern: str, path: str, *, max_length: int = MAX_LENGTH) -> Part:
     """Returns the parts of a pattern.
 
     Args:
         path: of the pattern, for errors.
-        whole: the pattern must match the whole text, not a part of it.
         max_length: bytes.
     """
     if len(pattern.encode("utf-8", "replace")) > max_length:
@@ -75,10 +73,6 @@ def parse(pattern: str, path: str, *, whole: bool = False, max_length: int = MAX
         raise too_complex(
             f"{path} has more than {MAX_UNROLLED} characters when its repetitions are written out.",
             path,
-        )
-    if explodes(part, whole):
-        raise too_complex(
-            f"{path} counts many characters after a text that may begin anywhere.", path
         )
     return part
 

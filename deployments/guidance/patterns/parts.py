@@ -5,12 +5,8 @@ each set is written as ranges, and each other character is escaped where it coul
 """
 
 from dataclasses import dataclass
-from typing import Final
 
 from rayfin.deployments.guidance.patterns.ranges import ALL, Ranges, complement, count
-
-WIDE: Final = 1000  # characters; a set of more is taken for "anything"
-LONG_COUNT: Final = 50
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,69 +90,6 @@ def unrolled(part: Part) -> int:
             return max(1, sum(unrolled(p) for p in parts))
 
 
-def is_wide(part: Part) -> bool:
-    """Whether it is a set of nearly all characters."""
-    return isinstance(part, Chars) and (bool(part.properties) or count(part.ranges) > WIDE)
-
-
-def starts_anywhere(part: Part, whole: bool = False) -> bool:
-    """Whether a match may begin after any text: no ``^``, or ``.*`` first.
-
-    Args:
-        whole: the pattern must match the whole text, as between ``^`` and ``$``.
-    """
-    match part:
-        case OneOf(parts):
-            return any(starts_anywhere(p, whole) for p in parts)
-        case Sequence(parts):
-            for p in parts:
-                if not isinstance(p, Edge):
-                    return starts_anywhere(p, whole)
-                whole = whole or not p.at_end
-            return not whole
-        case _:
-            return not whole or _runs(part)
-
-
-def explodes(part: Part, whole: bool = False) -> bool:
-    """Whether an automaton must remember many places where the match may have begun.
-
-    As in ``a.{500}``: each ``a`` of the text starts a count of its own.
-    """
-    return starts_anywhere(part, whole) and _counts(part, False)[0]
-
-
-def _counts(part: Part, after: bool) -> tuple[bool, bool]:
-    """Whether a long count of any characters follows others, and whether the part has characters.
-
-    Args:
-        after: characters come before the part.
-    """
-    match part:
-        case Edge():
-            return False, after
-        case Chars():
-            return False, True
-        case Repeat(inner, least, most):
-            long = max(least, most or 0) >= LONG_COUNT and is_wide(inner)
-            found = _counts(inner, after)[0]
-            return (long and after) or found, True
-        case OneOf(parts):
-            results = [_counts(p, after) for p in parts]
-            return any(found for found, _ in results), any(late for _, late in results)
-        case Sequence(parts):
-            found = False
-            for p in parts:
-                one, after = _counts(p, after)
-                found = found or one
-            return found, after
-
-
-def _runs(part: Part) -> bool:
-    """Whether it is ``.*`` or the like."""
-    return isinstance(part, Repeat) and part.most is None and is_wide(part.part)
-
-
 def _write_bounds(least: int, most: int | None) -> str:
     short = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}.get((least, most))
     if short is not None:
@@ -197,3 +130,39 @@ def _write_point(point: int) -> str:
     if 0x20 < point < 0x7F:
         return f"\\{c}"
     return f"\\x{{{point:x}}}"
+
+
+def texts_of(part: Part, most: int) -> list[str] | None:
+    """Returns what a pattern between ``^`` and ``$`` matches; None if that is over ``most``."""
+    if not isinstance(part, Sequence) or len(part.parts) < 2:
+        return None
+    first, *inner, last = part.parts
+    if first != Edge(at_end=False) or last != Edge(at_end=True):
+        return None
+    return _texts(Sequence(tuple(inner)), most)
+
+
+def _texts(part: Part, most: int) -> list[str] | None:
+    texts: list[str] = []
+    match part:
+        case Chars(ranges, ()) if count(ranges) <= most:
+            texts = [chr(point) for low, high in ranges for point in range(low, high + 1)]
+        case OneOf(parts):
+            for one in parts:
+                several = _texts(one, most)
+                if several is None:
+                    return None
+                texts += several
+        case Sequence(parts):
+            texts = [""]
+            for one in parts:
+                several = _texts(one, most)
+                if several is None or len(texts) * len(several) > most:
+                    return None
+                texts = [before + after for before in texts for after in several]
+        case Repeat(inner, least, largest) if largest is not None and largest <= most:
+            times = range(least, largest + 1)
+            return _texts(OneOf(tuple(Sequence((inner,) * n) for n in times)), most)
+        case _:
+            return None
+    return list(dict.fromkeys(texts)) if len(texts) <= most else None

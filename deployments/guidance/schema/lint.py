@@ -22,7 +22,6 @@ MAX_CHAIN = 200  # references, each within the one before
 MAX_PROPERTIES = 1000  # of an object
 MAX_VALUES = 10_000  # of enum
 MAX_LITERAL = 4096  # bytes
-MAX_UNANCHORED = 2  # patterns without ``^`` that hold one string
 MAX_RULES = 2000
 MAX_CHOICES = 1000
 MAX_GROWTH = 4  # bytes of what is made of a schema, in bytes of the schema's limit

@@ -1,7 +1,9 @@
-"""From a schema of any draft to nodes of the one dialect that llguidance enforces completely.
+"""From a schema of any draft to one that llguidance enforces completely.
 
-What cannot be enforced is refused with the path of its keyword. With ``strict`` False a keyword
-that only narrows is left out, and listed.
+llguidance reads JSON schemas by itself. What is rewritten here it would refuse, or read otherwise
+than JSON Schema does: patterns, dates, names with escapes, references, numbers beyond doubles, and
+keywords that others can say. What cannot be enforced is refused with the path of its keyword. With
+``strict`` False a keyword that only narrows is left out, and listed.
 """
 
 import math
@@ -12,10 +14,8 @@ from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.guidance.patterns.ecma import parse
-from rayfin.deployments.guidance.patterns.overlap import Fuel, Pattern
-from rayfin.deployments.guidance.patterns.parts import Part, write
+from rayfin.deployments.guidance.patterns.parts import texts_of, write
 from rayfin.deployments.guidance.schema.keywords import (
-    ANNOTATIONS,
     APPLICATORS,
     DATES,
     DESCRIPTIONS,
@@ -25,15 +25,21 @@ from rayfin.deployments.guidance.schema.keywords import (
     REFUSED_FORMATS,
     REFUSED_REFERENCES,
     STRUCTURE,
-    TYPES,
     is_number,
     short,
 )
 from rayfin.deployments.guidance.schema.lint import check_literal, too_complex
-from rayfin.deployments.guidance.schema.nodes import Node, Nothing, Schema
+from rayfin.deployments.guidance.schema.one_of import Disjoint
 from rayfin.deployments.guidance.schema.references import Pointer, References
 
+Schema = dict[str, Any] | bool
+
+NOTHING: dict[str, Any] = {"enum": []}
+ANY_NAME = {"patternProperties": {"": True}, "additionalProperties": False}
+"""Of an object: names in one form. llguidance would let ``"\\u0061"`` through beside ``"a"``."""
+
 MAX_DEPENDENT = 4  # names of dependentRequired; each doubles what llguidance compiles
+MAX_TEXTS = 64  # of a pattern of names that is written as these names
 MAX_BOUND = (
     999_999_999_999_999_872  # the largest double of 18 digits, which llguidance can count to
 )
@@ -41,14 +47,15 @@ MAX_COUNT = 2**32 - 1  # of characters, elements, properties
 
 _COUNTS = frozenset("minLength maxLength minItems maxItems minProperties maxProperties".split())
 _BOUNDS = frozenset("minimum maximum exclusiveMinimum exclusiveMaximum".split())
-_ITEMS = frozenset("items prefixItems additionalItems".split())
+_ITEMS = ("prefixItems", "items", "additionalItems")
+_OBJECT = ("properties", "patternProperties", "additionalProperties", "required")
 _SILENT = STRUCTURE | DESCRIPTIONS
-_LATE = REFUSED | {"patternProperties"}
-"""They change what other keywords of the same schema have made."""
+_LATE = REFUSED | {"patternProperties", "minProperties", "maxProperties"}
+"""They change what other keywords of the same schema have made, or depend on them."""
 
 
 class Rewriter:
-    """Makes the nodes of a document and of its definitions.
+    """Rewrites a document and its definitions.
 
     Args:
         strict: False leaves out what only narrows.
@@ -62,8 +69,8 @@ class Rewriter:
         self._strict = strict
         self._closed = closed
         self._names: dict[Pointer, str] = {}
-        self._handlers: dict[str, Callable[[Node, str, Any, Pointer], None]] = {
-            "type": self._type,
+        self._handlers: dict[str, Callable[[dict[str, Any], str, Any, Pointer], None]] = {
+            "type": self._plain,
             "const": self._literal,
             "enum": self._literal,
             "pattern": self._pattern,
@@ -72,53 +79,70 @@ class Rewriter:
             "properties": self._properties,
             "patternProperties": self._pattern_properties,
             "additionalProperties": self._schema,
-            "required": self._required,
-            "uniqueItems": self._unique,
+            "required": self._plain,
             "$ref": self._reference,
             **dict.fromkeys(_COUNTS, self._count),
             **dict.fromkeys(_BOUNDS, self._bound),
             **dict.fromkeys(_ITEMS, self._items),
             **dict.fromkeys(("allOf", "anyOf", "oneOf"), self._schemas),
         }
-        self.definitions: dict[str, Schema] = {}
-        self._fuel = Fuel()
-        self.patterns: dict[str, Pattern] = {}  # by their text for llguidance
+        self._definitions: dict[str, Schema] = {}
+        self._waiting: list[str] = []  # names of definitions
+        self._one_ofs: list[tuple[dict[str, Any], str]] = []  # schemas with oneOf, and their paths
+        self._open: list[dict[str, Any]] = []  # objects that take names that are not listed
+        self._has_patterns = False
         self.unenforced: list[str] = []  # paths of keywords
 
-    def rewrite(self) -> Schema:
-        """Returns the root; ``definitions`` and ``unenforced`` are complete then."""
+    @property
+    def plain_names(self) -> bool:
+        """Whether names of properties cannot be written in two ways, with escapes or without."""
+        return not (self._open and self._has_patterns)
+
+    def rewrite(self) -> dict[str, Any]:
+        """Returns the schema with the definitions that it needs; ``unenforced`` is complete."""
         for target in dict.fromkeys(self._references.targets.values()):
             self._names[target] = f"d{len(self._names)}"
         targets = {name: target for target, name in self._names.items()}
         root = self._node(())
-        waiting = sorted(refs(root))
-        while waiting:  # a definition that is not reached holds nothing
-            name = waiting.pop()
-            if name not in self.definitions:
-                self.definitions[name] = self._object(targets[name])
-                waiting += sorted(refs(self.definitions[name]))
-        return root
+        while self._waiting:  # a definition that is not reached holds nothing
+            name = self._waiting.pop()
+            if name not in self._definitions:
+                self._definitions[name] = self._object(targets[name])
+        disjoint = Disjoint(self._definitions)
+        for schema, path in self._one_ofs:
+            options = schema.pop("oneOf")
+            if not disjoint.all_of(options, schema):
+                self._drop(path, "options that share values")
+            also(schema, {"anyOf": options})
+        if self.plain_names:
+            for schema in self._open:
+                kinds = {"type": schema["type"]} if "type" in schema else {}
+                also(schema, {**kinds, **ANY_NAME})
+        whole = root if isinstance(root, dict) else {} if root else NOTHING
+        return {**whole, "$defs": self._definitions} if self._definitions else whole
 
-    def drop(self, path: str, what: str) -> None:
+    def _drop(self, path: str, what: str) -> None:
         """Leaves a keyword out that cannot be enforced, or refuses it."""
         if self._strict:
             raise unsupported(path, what)
         self.unenforced.append(path)
 
     def _node(self, at: Pointer) -> Schema:
-        if at in self._names:
-            return Node(self._references.path(at), {"$ref": self._names[at]})
+        if at in self._names and not isinstance(self._references.value(at), bool):
+            return {"$ref": self._named(at)}
         return self._object(at)
+
+    def _named(self, at: Pointer) -> str:
+        self._waiting.append(self._names[at])
+        return f"#/$defs/{self._names[at]}"
 
     def _object(self, at: Pointer) -> Schema:
         schema = self._references.value(at)
         path = self._references.path(at)
-        if schema is False:
-            return Nothing(path, "it is false")
-        node = Node(path)
-        if schema is True:
-            return node
-        for keyword in sorted(schema, key=_LATE.__contains__):
+        if isinstance(schema, bool):
+            return schema
+        node: dict[str, Any] = {}
+        for keyword in _in_order(schema):
             inner = f"{path}.{short(keyword)}"
             handler = self._handlers.get(keyword)
             if handler is not None:
@@ -129,22 +153,20 @@ class Rewriter:
                 self._refused(node, keyword, schema, at)
             elif keyword not in _SILENT:
                 self.unenforced.append(inner)
-        if self._closed and "additionalProperties" not in node:
-            if "properties" in node or "patternProperties" in node:
-                node["additionalProperties"] = Nothing(path, "other properties are disabled")
+        listed = node.keys() & {"properties", "patternProperties"}
+        if self._closed and listed:
+            node.setdefault("additionalProperties", False)
+        named = listed or schema.keys() & {"dependentRequired", "dependencies"}
+        if named and node.get("additionalProperties") is not False:
+            self._open.append(node)
         return node
 
     # Keywords that stand alone.
 
-    def _type(self, node: Node, path: str, value: Any, at: Pointer) -> None:
-        names = [value] if isinstance(value, str) else value
-        node["type"] = [
-            name
-            for name in TYPES
-            if name in names and not (name == "integer" and "number" in names)
-        ]
+    def _plain(self, node: dict[str, Any], path: str, value: Any, at: Pointer) -> None:
+        node[str(at[-1])] = value
 
-    def _literal(self, node: Node, path: str, value: Any, at: Pointer) -> None:
+    def _literal(self, node: dict[str, Any], path: str, value: Any, at: Pointer) -> None:
         values = value if at[-1] == "enum" else [value]
         waiting = list(values)
         while waiting:
@@ -157,39 +179,50 @@ class Rewriter:
                 waiting += one
             elif is_number(one) and not _is_exact(one):
                 raise unsupported(path, "a number has more digits than a double")
-        keyword = str(at[-1])
-        if "enum" in node or "const" in node:
-            _also(node, Node(path.rpartition(".")[0], {keyword: value}))
-        else:
-            node[keyword] = value
+        node[str(at[-1])] = value
 
-    def _pattern(self, node: Node, path: str, value: str, at: Pointer) -> None:
+    def _pattern(self, node: dict[str, Any], path: str, value: str, at: Pointer) -> None:
         text = self._written(path, value)
         if text is not None:
             node["pattern"] = text
 
-    def _format(self, node: Node, path: str, value: str, at: Pointer) -> None:
+    def _format(self, node: dict[str, Any], path: str, value: str, at: Pointer) -> None:
         if value in FORMATS:
             node["format"] = value
+        elif value in DATES and "pattern" in self._references.value(at[:-1]):
+            also(node, {"pattern": _pattern_of_format(value)})
         elif value in DATES:
-            part, text = _parts_of_format(value)
-            self.patterns.setdefault(text, Pattern(part, self._fuel))
-            if "pattern" in self._references.value(at[:-1]):
-                _also(node, Node(path, {"pattern": text}))
-            else:
-                node["pattern"] = text
+            node["pattern"] = _pattern_of_format(value)
         elif value in REFUSED_FORMATS:
-            self.drop(path, f"the format {value}")
+            self._drop(path, f"the format {value}")
         else:
             self.unenforced.append(path)
 
-    def _count(self, node: Node, path: str, value: float, at: Pointer) -> None:
-        count = int(value)
+    def _count(self, node: dict[str, Any], path: str, value: float, at: Pointer) -> None:
+        count, keyword = int(value), str(at[-1])
         if count > MAX_COUNT:
             raise too_complex(f"{path} must be at most {MAX_COUNT}, got {count}.", path)
-        node[str(at[-1])] = count
+        if keyword.endswith("Properties"):
+            self._count_properties(node, keyword, path, count)
+        else:
+            node[keyword] = count
 
-    def _bound(self, node: Node, path: str, value: Any, at: Pointer) -> None:
+    def _count_properties(self, node: dict[str, Any], keyword: str, path: str, count: int) -> None:
+        """Keeps a bound that llguidance can count to: it does not count optional properties."""
+        required = set(node.get("required", ()))
+        listed = node.get("properties", {})
+        optional = [n for n, s in listed.items() if s is not False and n not in required]
+        closed = node.get("additionalProperties") is False and "patternProperties" not in node
+        if keyword == "minProperties" and count <= len(required):
+            return
+        if closed and keyword == "maxProperties" and count >= len(optional) + len(required):
+            return
+        if optional and not (closed and count - len(required) == 1):
+            self._drop(path, "a count of properties that may be absent")
+        else:
+            node[keyword] = count
+
+    def _bound(self, node: dict[str, Any], path: str, value: Any, at: Pointer) -> None:
         """Draft 4's booleans become numbers; bounds that cannot be counted to are tightened."""
         keyword = str(at[-1])
         if isinstance(value, bool):
@@ -210,76 +243,66 @@ class Rewriter:
             value = -MAX_BOUND if is_least else MAX_BOUND
         node[keyword] = value
 
-    def _factor(self, node: Node, path: str, value: float, at: Pointer) -> None:
-        if not _is_countable(value):
-            self.drop(path, "a factor of many digits")
-        else:
+    def _factor(self, node: dict[str, Any], path: str, value: float, at: Pointer) -> None:
+        if _is_countable(value):
             node["multipleOf"] = value
+        else:
+            self._drop(path, "a factor of many digits")
 
-    def _required(self, node: Node, path: str, value: list[str], at: Pointer) -> None:
-        node["required"] = list(dict.fromkeys(value))
-
-    def _unique(self, node: Node, path: str, value: bool, at: Pointer) -> None:
-        if value:
-            self.drop(path, "elements that differ")
-
-    def _reference(self, node: Node, path: str, value: str, at: Pointer) -> None:
-        node["$ref"] = self._names[self._references.targets[at[:-1]]]
+    def _reference(self, node: dict[str, Any], path: str, value: str, at: Pointer) -> None:
+        target = self._references.targets[at[:-1]]
+        if not isinstance(self._references.value(target), bool):
+            node["$ref"] = self._named(target)
+        elif not self._references.value(target):
+            also(node, NOTHING)
 
     # Keywords that hold schemas.
 
-    def _schema(self, node: Node, path: str, value: Any, at: Pointer) -> None:
+    def _schema(self, node: dict[str, Any], path: str, value: Any, at: Pointer) -> None:
         node[str(at[-1])] = self._node(at)
 
-    def _schemas(self, node: Node, path: str, value: list[Any], at: Pointer) -> None:
+    def _schemas(self, node: dict[str, Any], path: str, value: list[Any], at: Pointer) -> None:
         given = [self._node((*at, i)) for i in range(len(value))]
         node[str(at[-1])] = [*given, *node.get(str(at[-1]), [])]
+        if at[-1] == "oneOf":
+            self._one_ofs.append((node, path))
 
-    def _properties(self, node: Node, path: str, value: Mapping[str, Any], at: Pointer) -> None:
+    def _properties(
+        self, node: dict[str, Any], path: str, value: Mapping[str, Any], at: Pointer
+    ) -> None:
         for name in value:
             check_literal(name, path)
         node["properties"] = {name: self._node((*at, name)) for name in value}
 
     def _pattern_properties(
-        self, node: Node, path: str, value: Mapping[str, Any], at: Pointer
+        self, node: dict[str, Any], path: str, value: Mapping[str, Any], at: Pointer
     ) -> None:
-        written = {name: self._written(f"{path}.{short(name)}", name) for name in value}
-        texts = {text: name for name, text in written.items() if text is not None}
-        parts = [self.patterns[text] for text in texts]
-        apart = not any(
-            one.overlaps(other) for i, one in enumerate(parts) for other in parts[i + 1 :]
-        )
-        if not apart or len(texts) < len(written):
-            if not apart:
-                self.drop(path, "patterns that share a name")
-            node["additionalProperties"] = Node(path)
-            return
-        self._hold_names(node, {text: self._node((*at, name)) for text, name in texts.items()})
+        for pattern in value:
+            inner = f"{path}.{short(pattern)}"
+            if not self._hold_names(node, inner, pattern, self._node((*at, pattern))):
+                node["additionalProperties"] = True
 
-    def _hold_names(self, node: Node, schemas: Mapping[str, Schema]) -> None:
-        """Holds names to the schemas of their patterns.
+    def _hold_names(self, node: dict[str, Any], path: str, pattern: str, schema: Schema) -> bool:
+        """Holds the names of a pattern to a schema; returns False if it is left out.
 
-        A pattern of listed names alone is written as these: llguidance takes it for further names,
-        of which it would find none amid an answer.
+        A pattern of few texts is written as these: llguidance takes it for names beyond those that
+        are listed, of which it would find none amid an answer.
         """
-        properties: dict[str, Schema] = dict(node.get("properties", {}))
-        names = dict.fromkeys([*properties, *node.get("required", ())])
-        kept: dict[str, Schema] = {}
-        for text, schema in schemas.items():
-            pattern = self.patterns[text]
-            found = {name: pattern.matches(name) for name in names}
-            if None in found.values() or not pattern.matches_only(names):
-                kept[text] = schema
-                continue
-            for name in names:
-                if found[name]:
-                    properties[name] = _both(properties.get(name), schema)
-        if properties or len(kept) < len(schemas):
-            node["properties"] = properties
-        if kept:
-            node["patternProperties"] = kept
+        text = self._written(path, pattern)
+        if text is None:
+            return False
+        names = texts_of(parse(pattern, path), MAX_TEXTS)
+        if names is None:
+            self._has_patterns = True
+            node.setdefault("patternProperties", {})[text] = schema
+            return True
+        properties = node.setdefault("properties", {})
+        for name in names:
+            given = properties.get(name, True)
+            properties[name] = schema if given is True else {"allOf": [given, schema]}
+        return True
 
-    def _items(self, node: Node, path: str, value: Any, at: Pointer) -> None:
+    def _items(self, node: dict[str, Any], path: str, value: Any, at: Pointer) -> None:
         """Tuples of the old drafts become prefixItems and items."""
         schema = self._references.value(at[:-1])
         items = schema.get("items")
@@ -301,7 +324,9 @@ class Rewriter:
 
     # Keywords that are refused, but for forms that others can say.
 
-    def _refused(self, node: Node, keyword: str, schema: Mapping[str, Any], at: Pointer) -> None:
+    def _refused(
+        self, node: dict[str, Any], keyword: str, schema: Mapping[str, Any], at: Pointer
+    ) -> None:
         value = schema[keyword]
         path = f"{self._references.path(at)}.{keyword}"
         if keyword in ("then", "else") and "if" not in schema:
@@ -309,6 +334,8 @@ class Rewriter:
         if keyword == "if" and "then" not in schema and "else" not in schema:
             return
         if keyword in ("minContains", "maxContains") and "contains" not in schema:
+            return
+        if keyword == "uniqueItems" and not value:
             return
         if keyword.startswith("unevaluated"):
             done = self._unevaluated(node, keyword, schema, at)
@@ -318,14 +345,14 @@ class Rewriter:
             keyword == "dependencies"
             and all(isinstance(names, list | tuple) for names in value.values())
         ):
-            done = self._dependent_required(node, value, path)
+            done = _dependent_required(node, value)
         else:
             done = False
         if not done:
-            self.drop(path, f"'{keyword}'")
+            self._drop(path, f"'{keyword}'")
 
     def _unevaluated(
-        self, node: Node, keyword: str, schema: Mapping[str, Any], at: Pointer
+        self, node: dict[str, Any], keyword: str, schema: Mapping[str, Any], at: Pointer
     ) -> bool:
         if schema[keyword] is True:
             return True
@@ -335,111 +362,87 @@ class Rewriter:
             node["additionalProperties"] = self._node((*at, keyword))
         return True
 
-    def _property_names(self, node: Node, schema: Mapping[str, Any], at: Pointer) -> bool:
-        """A pattern alone: names that match it have the schema of additionalProperties."""
-        names = schema["propertyNames"]
-        if names is True or names == {}:
-            return True
-        others = schema.get("additionalProperties", True)
-        if not isinstance(names, Mapping) or "patternProperties" in schema:
+    def _property_names(self, node: dict[str, Any], schema: Mapping[str, Any], at: Pointer) -> bool:
+        """A pattern or a list of names: an object of no others holds as well."""
+        at = (*at, "propertyNames")
+        if _is_reference(self._references.value(at)):
+            at = self._references.targets[at]
+        names = self._references.value(at)
+        if isinstance(names, bool) or "patternProperties" in schema:
+            return names is True
+        given = names.keys() - _SILENT - {"type"}
+        if names.get("type", "string") != "string" or given - {"pattern", "enum", "const"}:
             return False
-        given = [name for name in names if name not in ANNOTATIONS | STRUCTURE]
-        if given != ["pattern"] or (schema.get("properties") and not isinstance(others, bool)):
-            return False
-        here = (*at, "propertyNames", "pattern")
-        path = self._references.path(here)
-        text = self._written(path, names["pattern"])
-        if text is None:
-            return True
-        pattern = self.patterns[text]
-        found = {name: pattern.matches(name) for name in schema.get("properties", {})}
-        if None in found.values():
-            return False
-        lost = {name: Nothing(path, "its name does not match") for name in found if not found[name]}
-        if lost:
-            _also(node, Node(path, {"properties": lost}))
-        if others is not False:
-            self._hold_names(node, {text: node.get("additionalProperties", Node(path))})
-            node["additionalProperties"] = Nothing(path, "other names do not match")
-        return True
-
-    def _dependent_required(
-        self, node: Node, dependent: Mapping[str, list[str]], path: str
-    ) -> bool:
-        """Each name is absent, or those that depend on it are there."""
-        if len(dependent) > MAX_DEPENDENT:
-            return False
-        for name, needed in dependent.items():
-            if needed:
-                inner = f"{path}.{short(name)}"
-                absent = {"properties": {name: Nothing(inner, "another option has it")}}
-                present = {"required": list(dict.fromkeys([name, *needed]))}
-                _also(node, Node(inner, {"anyOf": [Node(inner, absent), Node(inner, present)]}))
+        for keyword in given:
+            held: dict[str, Any] = {"type": "object"} if schema.get("type") == "object" else {}
+            value = names[keyword]
+            if keyword != "pattern":
+                listed = [value] if keyword == "const" else value
+                held["properties"] = {name: True for name in listed if isinstance(name, str)}
+            elif not self._hold_names(held, self._references.path((*at, keyword)), value, True):
+                continue
+            also(node, {**held, "additionalProperties": False})
         return True
 
     def _written(self, path: str, pattern: str) -> str | None:
         """A pattern for llguidance; None if it is left out."""
         try:
-            part = parse(pattern, path)
+            return write(parse(pattern, path))
         except InvalidRequest as e:
             if e.code != "unsupported_schema" or self._strict:
                 raise
             self.unenforced.append(path)
             return None
-        text = write(part)
-        self.patterns.setdefault(text, Pattern(part, self._fuel))
-        return text
+
+
+def _is_reference(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and list(schema) == ["$ref"]
+
+
+def _dependent_required(node: dict[str, Any], dependent: Mapping[str, list[str]]) -> bool:
+    """Each name is absent, or those that depend on it are there."""
+    if len(dependent) > MAX_DEPENDENT:
+        return False
+    for name, needed in dependent.items():
+        if needed:
+            present = {"required": list(dict.fromkeys([name, *needed]))}
+            also(node, {"anyOf": [{"properties": {name: False}}, present]})
+    return True
 
 
 @cache
-def _parts_of_format(name: str) -> tuple[Part, str]:
-    """The parts of a format that is a pattern for llguidance, and its text."""
-    part = parse(DATES[name], f"format {name}")
-    return part, write(part)
+def _pattern_of_format(name: str) -> str:
+    return write(parse(DATES[name], f"format {name}"))
+
+
+DATE_PATTERNS = frozenset(map(_pattern_of_format, DATES))
+"""They compile at once, as the schemas of which ``closes_names`` is true."""
+
+
+def closes_names(schema: Any) -> bool:
+    """Whether a schema only has names of properties written in one form."""
+    return isinstance(schema, dict) and {**schema, "type": 0} == {**ANY_NAME, "type": 0}
 
 
 def unsupported(path: str, what: str) -> InvalidRequest:
     return InvalidRequest(f"{path} cannot be enforced: {what}.", path, "unsupported_schema")
 
 
-def schemas_in(node: Node) -> list[Schema]:
-    """The schemas that are directly within one."""
-    found: list[Schema] = []
-    for keyword in ("additionalProperties", "items"):
-        if keyword in node:
-            found.append(node[keyword])
-    for keyword in ("allOf", "anyOf", "oneOf", "prefixItems"):
-        found += node.get(keyword, ())
-    for keyword in ("properties", "patternProperties"):
-        found += node.get(keyword, {}).values()
-    return found
-
-
-def refs(schema: Schema) -> set[str]:
-    """The names of all definitions that a schema refers to."""
-    names: set[str] = set()
-    waiting = [schema]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, Node):
-            if "$ref" in one:
-                names.add(one["$ref"])
-            waiting += schemas_in(one)
-    return names
-
-
-def _also(node: Node, other: Node) -> None:
+def also(node: dict[str, Any], other: dict[str, Any]) -> None:
     """Holds a schema to another one as well."""
     node["allOf"] = [*node.get("allOf", ()), other]
 
 
-def _both(one: Schema | None, other: Schema) -> Schema:
-    """A schema of the values that both allow."""
-    if not one or isinstance(other, Nothing):  # an empty one allows every value
-        return other
-    if isinstance(one, Nothing) or not other:
-        return one
-    return Node(one.path, {"allOf": [one, other]})
+def _in_order(schema: Mapping[str, Any]) -> list[str]:
+    """The keywords in written order; those of objects and of arrays stand together.
+
+    llguidance applies what stands between references and options at once.
+    """
+    place = {keyword: i for i, keyword in enumerate(schema)}
+    for group in (_OBJECT, _ITEMS):
+        first = min((place[k] for k in group if k in place), default=0)
+        place.update({k: first for k in group if k in place})
+    return sorted(schema, key=lambda keyword: (keyword in _LATE, place[keyword]))
 
 
 def _is_exact(value: float) -> bool:

@@ -93,7 +93,7 @@ BAD = [
     ("a style", {"format": {**INT, "style": "qwen_xml"}}, "invalid_value", ".format.style"),
     ("a bad regex", {"format": {"type": "regex", "pattern": "("}}, "invalid_schema",
      ".format.pattern"),
-    ("a bad grammar", {"format": {"type": "grammar", "grammar": "start: a"}}, "invalid_schema",
+    ("a bad grammar", {"format": {"type": "grammar", "grammar": "root ::= a"}}, "invalid_schema",
      ".format.grammar"),
     ("no trigger", {"format": {**CALLS, "triggers": ["x"]}}, "invalid_value",
      ".format.tags[0].begin"),

@@ -17,7 +17,7 @@ from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.guidance.grammar import make_grammar
 
 NAMES = ["a", "b", "x-c", 'd"e', "é"]
-PATTERNS = ["^a", "b$", "^[ab]{1,3}$", "a|^b", r"^\d+$", "^x-", r"\.", "^(ab|c)*$"]
+PATTERNS = ["^a", "b$", "^[ab]{1,3}$", "a|^b", r"^\d+$", "^x-", r"\.", "^(ab|c)*$", "^(a|b)$"]
 REFUSED = {"unsupported_schema", "unsatisfiable_schema"}
 
 names = st.sampled_from(NAMES)
@@ -72,6 +72,10 @@ def composed(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         additionalProperties=inner,
         patternProperties=st.dictionaries(st.sampled_from(PATTERNS), inner, max_size=2),
         maxProperties=counts,
+        propertyNames=st.one_of(
+            st.sampled_from(PATTERNS).map(lambda pattern: {"pattern": pattern}),
+            st.lists(names, max_size=3, unique=True).map(lambda listed: {"enum": listed}),
+        ),
         dependentRequired=st.dictionaries(
             names, st.lists(names, max_size=2, unique=True), max_size=2
         ),
