@@ -113,7 +113,10 @@ class Rewriter:
             options = schema.pop("oneOf")
             if not disjoint.all_of(options, schema):
                 self._drop(path, "options that share values")
-            also(schema, {"anyOf": options})
+            if "anyOf" in schema:
+                also(schema, {"anyOf": options})
+            else:
+                schema["anyOf"] = options
         if self.plain_names:
             for schema in self._open:
                 kinds = {"type": schema["type"]} if "type" in schema else {}
@@ -179,7 +182,11 @@ class Rewriter:
                 waiting += one
             elif is_number(one) and not _is_exact(one):
                 raise unsupported(path, "a number has more digits than a double")
-        node[str(at[-1])] = value
+        keyword = str(at[-1])
+        if "enum" in node or "const" in node:
+            also(node, {keyword: value})
+        else:
+            node[keyword] = value
 
     def _pattern(self, node: dict[str, Any], path: str, value: str, at: Pointer) -> None:
         text = self._written(path, value)

@@ -257,7 +257,7 @@ class CallWriter:
 
     def _string(self, before: str, schema: Schema, root: Mapping[str, Any]) -> str | None:
         found = resolved(schema, root)
-        if not isinstance(found, Mapping) or {"anyOf", "oneOf", "allOf"} & set(found):
+        if not isinstance(found, Mapping) or {"anyOf", "allOf"} & set(found):
             return None
         terms = string_terms(found)
         if terms is None:

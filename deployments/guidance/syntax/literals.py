@@ -65,9 +65,8 @@ class Literals:
             plain = [text for text in texts if text is not None]
             unknown = words - {"type", "const", "enum"} or len(plain) < len(texts) or not plain
             return None if unknown else f"({' | '.join(plain)})"
-        if "anyOf" in schema or "oneOf" in schema:
-            (word,) = {"anyOf", "oneOf"} & words or {""}
-            return None if words != {word} else self._alternatives(schema[word], root)
+        if "anyOf" in schema:
+            return None if words != {"anyOf"} else self._alternatives(schema["anyOf"], root)
         named = schema.get("type")
         types = [named] if isinstance(named, str) else named or ORDER
         parts = [self._typed({**schema, "type": kind}, root) for kind in ORDER if kind in types]

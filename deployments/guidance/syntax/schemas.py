@@ -1,4 +1,4 @@
-"""What a JSON schema says of a value, as far as it decides how the value is written."""
+"""What a rewritten schema says of a value, as far as it decides how the value is written."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,33 +9,25 @@ MAX_DEPTH = 16
 ROOT_KEYWORDS = frozenset(("type", "properties", "required", "additionalProperties"))
 """Of arguments that are written one by one: with these only they can be held to their schema."""
 
-ANNOTATIONS = frozenset(
-    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
-    + ("$comment", "$schema", "$id", "$defs", "definitions", "strict", "x-guidance", "nullable")
-)
+NO_KEYWORDS = ("$defs", "x-guidance")
+"""Of a schema's root: what holds nothing by itself."""
 
 Schema = Mapping[str, Any] | bool
 
 
-def keywords(schema: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the keywords of a schema that are no annotations."""
-    return frozenset(schema) - ANNOTATIONS
+def keywords(schema: Mapping[str, Any]) -> set[str]:
+    """Returns the keywords of a schema that hold something."""
+    return schema.keys() - set(NO_KEYWORDS)
 
 
 def resolved(schema: Schema, root: Mapping[str, Any]) -> Schema | None:
-    """Follows references within ``root``; None if one leads nowhere or has keywords beside it."""
+    """Follows references to definitions of ``root``; None if one has keywords beside it."""
     for _ in range(MAX_DEPTH):
         if not isinstance(schema, Mapping) or "$ref" not in schema:
             return schema
-        if keywords(schema) != {"$ref"} or not str(schema["$ref"]).startswith("#"):
+        if keywords(schema) != {"$ref"}:
             return None
-        target: Any = root
-        for part in str(schema["$ref"])[1:].split("/")[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
-            target = target.get(part) if isinstance(target, Mapping) else None
-        schema = target
-        if not isinstance(schema, Mapping | bool):
-            return None
+        schema = root["$defs"][schema["$ref"].rpartition("/")[2]]
     return None
 
 
@@ -52,9 +44,8 @@ def types_of(schema: Schema, root: Mapping[str, Any], depth: int = 0) -> frozens
     values = [found["const"]] if "const" in found else found.get("enum")
     if isinstance(values, list):
         types &= {type_of(value) for value in values}
-    for word in ("anyOf", "oneOf"):
-        if isinstance(found.get(word), list):
-            types &= frozenset().union(*(types_of(part, root, depth + 1) for part in found[word]))
+    if "anyOf" in found:
+        types &= frozenset().union(*(types_of(part, root, depth + 1) for part in found["anyOf"]))
     for part in found.get("allOf") or ():
         types &= types_of(part, root, depth + 1)
     return types
@@ -87,27 +78,7 @@ def says_types_only(schema: Schema, root: Mapping[str, Any], depth: int = 0) -> 
 
 
 def within(schema: Schema, root: Mapping[str, Any]) -> Schema:
-    """Returns a part of ``root`` as a schema of its own: its references go through a copy."""
+    """Returns a part of ``root`` as a schema of its own, with its definitions and options."""
     if not isinstance(schema, Mapping):
         return schema
-    if not _has_reference(schema):
-        return {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}
-    return {**_moved(schema), "$defs": {"root": _moved(root)}}
-
-
-def _has_reference(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return "$ref" in value or any(map(_has_reference, value.values()))
-    return isinstance(value, list) and any(map(_has_reference, value))
-
-
-def _moved(value: Any) -> Any:
-    """Returns a schema whose references start at ``#/$defs/root``."""
-    if isinstance(value, list):
-        return [_moved(item) for item in value]
-    if not isinstance(value, Mapping):
-        return value
-    moved = {key: _moved(item) for key, item in value.items() if key != "x-guidance"}
-    if isinstance(value.get("$ref"), str) and value["$ref"].startswith("#"):
-        moved["$ref"] = "#/$defs/root" + value["$ref"][1:]
-    return moved
+    return {**schema, **{word: root[word] for word in NO_KEYWORDS if word in root}}

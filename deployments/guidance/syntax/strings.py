@@ -9,13 +9,10 @@ from llguidance import regex_to_lark
 from rayfin.deployments.guidance.syntax.lark import quoted
 
 _FORMATS = {
-    "date": r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|1\d|2[0-8])",
-    "date-time": r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|1\d|2[0-8])"
-    r"T([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)",
     "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
     "ipv4": r"((25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)\.){3}(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)",
 }
-_OTHER_FORMATS = {"time", "duration", "email", "hostname", "ipv6", "uri"}
+_OTHER_FORMATS = {"duration", "email", "hostname", "ipv6", "uri"}
 _ANCHORS = re.compile(r"(?:\\.|\[(?:\\.|[^\]\\])*\])|([\^$])|(\|)", re.DOTALL)
 
 
