@@ -7,15 +7,26 @@ import torch
 
 from rayfin.kernels.shapes import PagedBatch
 from rayfin.kernels.staging import to_device
+from rayfin.kernels.triton.device import attention_kernels
 from rayfin.kernels.triton.device.attention_kernels import attend_tiles
 from rayfin.kernels.triton.pdl import launch_options
 from rayfin.kernels.triton.tile_map import TileMap, make_tile_map
+from rayfin.kernels.triton.trials import PER_KEY, TWO_LOOPS, WORDS, trials
 
 PROGRAMS_PER_CORE = 2  # target of each launch; four take a fifth longer for 8 rows on an H200
 DECODE_ROWS = 16  # the smallest number that a tensor core multiplies
 DECODE_KEYS = 32  # a block of keys; narrow ones leave room for more of them in flight
 MERGED_AHEAD = 4
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CAST, PAIRS, OCTETS, PTX = (
+    form.value
+    for form in (
+        attention_kernels.CAST,
+        attention_kernels.PAIRS,
+        attention_kernels.WORDS,
+        attention_kernels.PTX,
+    )
+)
 LAUNCHES = "triton launches"
 """Key in `PagedBatch.scratch` of a function (attention, batch, sizes) -> launches."""
 
@@ -43,6 +54,22 @@ class Launch:
     part_lse: torch.Tensor  # [parts, Hkv, rows] fp32
     arrived: torch.Tensor  # [parts, Hkv] int32, zeros
     pdl: bool = False  # items and page tables are complete before the kernel before it starts
+
+
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """The forms of the kernel, see `trials`."""
+
+    two_loops: bool = False
+    per_key: bool = False  # of decode tiles
+    fp8: int = CAST  # of fp8 pages beside queries of 16 bits
+
+    @classmethod
+    def tried(cls, on_gpu: bool) -> "Forms":
+        """Those that the environment names."""
+        tried = trials()
+        words = PTX if on_gpu else OCTETS
+        return cls(TWO_LOOPS in tried, PER_KEY in tried, words if WORDS in tried else CAST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +103,7 @@ class TritonAttention:
         converts = not on_gpu or torch.cuda.get_device_capability(device) >= (8, 9)
         self.page_types = (*DTYPES, torch.float8_e4m3fn) if converts else DTYPES
         self.cores = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
+        self.forms = Forms.tried(on_gpu)
 
     def __call__(
         self,
@@ -97,6 +125,9 @@ class TritonAttention:
         tokens, heads, key_dim = query.shape
         kv_heads, value_dim = v_pages.shape[2:]
         sizes = Sizes(heads, kv_heads, key_dim, value_dim, query.dtype, window)
+        form = self._form_of(k_pages.dtype, sizes)
+        if form in (OCTETS, PTX):
+            k_pages, v_pages = k_pages.view(torch.int32), v_pages.view(torch.int32)
         out = query.new_empty(tokens, heads, value_dim)
         for launch in self._launches(batch, sizes):
             shape = launch.shape
@@ -129,11 +160,18 @@ class TritonAttention:
                 SOFTCAP=softcap is not None,
                 SINKS=sinks is not None,
                 PARTS_AHEAD=shape.parts_ahead,
+                TWO_LOOPS=self.forms.two_loops,
+                PER_KEY=self.forms.per_key and shape.queries == 1,
+                FORM=form,
                 num_warps=shape.warps,
                 num_stages=shape.stages,
                 **launch_options(launch.pdl),
             )
         return out
+
+    def _form_of(self, pages: torch.dtype, sizes: Sizes) -> int:
+        fits = sizes.dtype.itemsize == 2 and not (sizes.key_dim % 4 or sizes.value_dim % 4)
+        return self.forms.fp8 if pages == torch.float8_e4m3fn and fits else CAST
 
     def decode_shape(self, sizes: Sizes) -> TileShape:
         """The tile shape of decode rows."""

@@ -22,6 +22,7 @@ import triton
 
 from rayfin.kernels.grouped import Grouped
 from rayfin.kernels.triton.device import quant_kernels as kernels
+from rayfin.kernels.triton.trials import EIGHT_ROWS, MORE_PARTS, trials
 
 INTEGER, E4M3, TABLE = (kind.value for kind in (kernels.INTEGER, kernels.E4M3, kernels.TABLE))
 WIDE, HALF, BRAIN = (form.value for form in (kernels.WIDE, kernels.HALF, kernels.BRAIN))
@@ -94,6 +95,9 @@ COLUMNS = (  # of `coded_columns`, by rows: where outputs are few, and where the
     (ProductShape(128, 64, 4, 3, programs=2), ProductShape(128, 128, 8, 3, programs=1)),
 )
 """Chosen on an H200 (docs/benchmarks/gpu.md)."""
+
+EIGHT = ProductShape(8, 128, 4, 4)
+"""Of `coded_columns`, for up to 8 rows: tensor cores then take a tile without waiting for it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -370,6 +374,8 @@ def shape_for(
 ) -> ProductShape:
     """The tile for so many rows, where a program has at most ``shared`` bytes of shared memory."""
     if weight.parted:
+        if rows <= EIGHT.rows and EIGHT_ROWS in trials():
+            return EIGHT
         shapes = next((pair for pair in COLUMNS if rows <= pair[0].rows), COLUMNS[-1])
         if shared < WIDE_BYTES:
             # Two stages leave no block on its way while one is waited for; four halve the programs.
@@ -384,7 +390,8 @@ def shape_for(
 
 def parts_of(tiles: int, blocks: int, programs: int) -> int:
     """How many programs share the inputs of an output, so that there are about ``programs``."""
-    wanted = min(programs // tiles, blocks // LEAST_BLOCKS, MOST_PARTS)
+    share = -(-programs // tiles) if MORE_PARTS in trials() else programs // tiles
+    wanted = min(share, blocks // LEAST_BLOCKS, MOST_PARTS)
     # Each part has as many blocks as the first: a part less may take no longer.
     each = -(-blocks // max(wanted, 1))
     return -(-blocks // each)

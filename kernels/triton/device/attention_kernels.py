@@ -5,6 +5,20 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+SMALLEST = tl.constexpr(2.0**-100)  # a row of queries below it is as good as zero
+
+# How keys and values of fp8 pages become numbers of a product: in the dtype of the queries, or in
+# fp16, which holds e4m3 exactly. Then they are read as bytes and split in pairs, or as words, which
+# Triton's operations or PTX convert.
+CAST = tl.constexpr(0)
+PAIRS = tl.constexpr(1)
+WORDS = tl.constexpr(2)
+PTX = tl.constexpr(3)
+WORD = tl.constexpr(
+    "{ .reg .b16 low, high; .reg .b32 first, second; mov.b32 {low, high}, $4;"
+    " cvt.rn.f16x2.e4m3x2 first, low; cvt.rn.f16x2.e4m3x2 second, high;"
+    " mov.b32 {$0, $1}, first; mov.b32 {$2, $3}, second; }"
+)
 
 
 @triton.jit
@@ -49,10 +63,182 @@ def merge_parts(
     return summed / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
+@triton.jit
+def octet_of(words, PLACE: tl.constexpr):
+    """One of the four e4m3 numbers of words, in fp16."""
+    octet = ((words >> (8 * PLACE)) & 255).to(tl.uint8)
+    return octet.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def halves_of(words, KEYS: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr):
+    """Words [KEYS, WIDTH / 4] of four e4m3 numbers -> [KEYS, WIDTH] fp16, exact."""
+    if FORM == PTX:
+        halves: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
+        a, b, c, d = tl.inline_asm_elementwise(WORD, "=h,=h,=h,=h,r", [words], halves, True, 1)
+    else:
+        a, b = octet_of(words, 0), octet_of(words, 1)
+        c, d = octet_of(words, 2), octet_of(words, 3)
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [KEYS, WIDTH])
+
+
+@triton.jit
+def read_words(
+    pages,  # int32
+    slot,  # [KEYS] int64
+    kv_head,
+    inside,  # [KEYS]
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Keys or values of fp8 pages, [KEYS, WIDTH] in fp16."""
+    d = tl.arange(0, WIDTH // 4)
+    place = (slot[:, None] * KV_HEADS + kv_head) * (DIM // 4) + d[None, :]
+    if MASKED:
+        words = tl.load(pages + place, inside[:, None] & (d[None, :] < DIM // 4), other=0)
+    elif DIM < WIDTH:
+        words = tl.load(pages + place, d[None, :] < DIM // 4, other=0)
+    else:
+        words = tl.load(pages + place)
+    return halves_of(words, slot.shape[0], WIDTH, FORM)
+
+
+@triton.jit
+def read_keys(
+    k_pages,
+    slot,
+    kv_head,
+    inside,
+    dtype: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Keys of a block, [WIDTH, KEYS]."""
+    if FORM == WORDS or FORM == PTX:
+        words = read_words(k_pages, slot, kv_head, inside, KV_HEADS, DIM, WIDTH, MASKED, FORM)
+        k = tl.trans(words)
+    else:
+        d = tl.arange(0, WIDTH)
+        place = k_pages + (slot[None, :] * KV_HEADS + kv_head) * DIM + d[:, None]
+        if MASKED:
+            k = tl.load(place, inside[None, :] & (d[:, None] < DIM), other=0.0).to(dtype)
+        elif DIM < WIDTH:
+            k = tl.load(place, d[:, None] < DIM, other=0.0).to(dtype)
+        else:
+            k = tl.load(place).to(dtype)
+    return k
+
+
+@triton.jit
+def read_values(
+    v_pages,
+    slot,
+    kv_head,
+    inside,
+    dtype: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Values of a block, [KEYS, WIDTH]."""
+    if FORM == WORDS or FORM == PTX:
+        v = read_words(v_pages, slot, kv_head, inside, KV_HEADS, DIM, WIDTH, MASKED, FORM)
+    else:
+        d = tl.arange(0, WIDTH)
+        place = v_pages + (slot[:, None] * KV_HEADS + kv_head) * DIM + d[None, :]
+        if MASKED:
+            v = tl.load(place, inside[:, None] & (d[None, :] < DIM), other=0.0)
+        elif DIM < WIDTH:
+            v = tl.load(place, d[None, :] < DIM, other=0.0)
+        else:
+            v = tl.load(place)
+        if FORM == PAIRS:
+            # In two halves, so that bytes leave shared memory in a layout of whole words.
+            even, odd = tl.split(tl.reshape(v, [v.shape[0], WIDTH // 2, 2]))
+            v = tl.reshape(tl.join(even.to(dtype), odd.to(dtype)), [even.shape[0], WIDTH])
+        else:
+            v = v.to(dtype)
+    return v
+
+
+@triton.jit
+def attend_block(
+    q,  # [ROWS, KEY_WIDTH]
+    k_pages,
+    v_pages,
+    page,  # [KEYS] of the block
+    start,  # its first key
+    end_key,
+    positions,  # [ROWS]
+    highest,  # [ROWS], base 2
+    total,  # [ROWS], or [ROWS, KEYS] with PER_KEY
+    summed,  # [ROWS, VALUE_WIDTH]
+    kv_head,
+    factor,  # [ROWS], above zero: on scores
+    softcap,
+    window,
+    KV_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,  # some query does not see some key
+    PER_KEY: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Adds a block of keys; returns highest, total and summed."""
+    key = start + tl.arange(0, page.shape[0])
+    inside = key < end_key
+    slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
+    k = read_keys(
+        k_pages, slot, kv_head, inside, q.dtype, KV_HEADS, KEY_DIM, KEY_WIDTH, MASKED, FORM
+    )
+    scores = tl.dot(q, k, input_precision="ieee")  # [ROWS, KEYS]
+    if SOFTCAP:
+        scores *= factor[:, None]
+        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / softcap)) + 1.0))
+        factor = tl.full(highest.shape, LOG2_E, tl.float32)
+    if MASKED:
+        visible = inside[None, :] & (key[None, :] <= positions[:, None])
+        if WINDOW:
+            visible = visible & (key[None, :] > positions[:, None] - window)
+        scores = tl.where(visible, scores * factor[:, None], float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # nothing seen yet
+        weights = tl.exp2(scores - shift[:, None])
+        shrink = tl.exp2(highest - shift)
+    else:
+        # Factors multiply a row's maximum, and each score within a subtraction.
+        new_highest = tl.maximum(highest, tl.max(scores, 1) * factor)
+        weights = tl.exp2(scores * factor[:, None] - new_highest[:, None])
+        shrink = tl.exp2(highest - new_highest)
+    v = read_values(
+        v_pages, slot, kv_head, inside, q.dtype, KV_HEADS, VALUE_DIM, VALUE_WIDTH, MASKED, FORM
+    )
+    summed = summed * shrink[:, None]
+    summed = tl.dot(weights.to(v.dtype), v, summed, input_precision="ieee")
+    if PER_KEY:
+        total = total * shrink[:, None] + weights
+    else:
+        total = total * shrink + tl.sum(weights, 1)
+    return new_highest, total, summed
+
+
 @triton.jit(do_not_specialize=["table_stride"])  # as wide as a step's longest row
 def attend_tiles(
     query,  # [T, H, Dk]
-    k_pages,  # [num_pages, PAGE_SIZE, Hkv, Dk]
+    k_pages,  # [num_pages, PAGE_SIZE, Hkv, Dk]; WORDS, PTX: [.., Dk / 4] int32
     v_pages,  # [num_pages, PAGE_SIZE, Hkv, Dv]
     tables,  # [R, P] int32
     items,  # [N, 10] int32, see `TileMap`
@@ -79,6 +265,9 @@ def attend_tiles(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     PARTS_AHEAD: tl.constexpr,  # of `merge_parts`
+    TWO_LOOPS: tl.constexpr = False,  # blocks that all queries see come first, without a mask
+    PER_KEY: tl.constexpr = False,  # sums of weights are added up behind the loop
+    FORM: tl.constexpr = 0,
     PDL: tl.constexpr = False,
 ):
     """One tile of queries with all heads of one group, over one part of the keys.
@@ -129,44 +318,93 @@ def attend_tiles(
         other=0.0,
     )
 
+    factor = tl.full([ROWS], 1.0, tl.float32) * (scale if SOFTCAP else scale * LOG2_E)
+    if FORM != CAST:
+        # Powers of two bring each row of queries into fp16's range.
+        largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+        power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        power = tl.maximum(power, SMALLEST)
+        q = (q.to(tl.float32) / power[:, None]).to(tl.float16)
+        factor *= power
+
     highest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    sink = tl.zeros([ROWS], tl.float32)
     if SINKS:
         if tl.load(item + 7) == 1:
             highest = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2_E
-            total += 1.0
+            sink += 1.0
+    total = sink
+    if PER_KEY:
+        total = tl.where(tl.arange(0, KEYS)[None, :] == 0, sink[:, None], 0.0)
     summed = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
-    for start in range(first_key, end_key, KEYS):
-        key = start + tl.arange(0, KEYS)
-        inside = key < end_key
-        slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
-        ahead = key + KEYS
+    masked_from = first_key
+    if TWO_LOOPS and not WINDOW:
+        seen = tl.minimum(end_key, position + 1) - first_key  # by the first query, so by all
+        masked_from += tl.maximum(seen, 0) // KEYS * KEYS
+        for start in range(first_key, masked_from, KEYS):
+            own = page
+            ahead = start + KEYS + tl.arange(0, KEYS)
+            page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end_key, other=0)
+            highest, total, summed = attend_block(
+                q,
+                k_pages,
+                v_pages,
+                own,
+                start,
+                end_key,
+                positions,
+                highest,
+                total,
+                summed,
+                kv_head,
+                factor,
+                softcap,
+                window,
+                KV_HEADS,
+                KEY_DIM,
+                VALUE_DIM,
+                KEY_WIDTH,
+                VALUE_WIDTH,
+                PAGE_SIZE,
+                WINDOW,
+                SOFTCAP,
+                False,
+                PER_KEY,
+                FORM,
+            )
+    for start in range(masked_from, end_key, KEYS):
+        own = page
+        ahead = start + KEYS + tl.arange(0, KEYS)
         page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end_key, other=0)
-        k = tl.load(
-            k_pages + (slot[None, :] * KV_HEADS + kv_head) * KEY_DIM + dk[:, None],
-            mask=inside[None, :] & (dk[:, None] < KEY_DIM),
-            other=0.0,
-        ).to(q.dtype)
-        scores = tl.dot(q, k, input_precision="ieee") * scale  # [ROWS, KEYS]
-        if SOFTCAP:
-            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / softcap)) + 1.0))
-        visible = inside[None, :] & (key[None, :] <= positions[:, None])
-        if WINDOW:
-            visible = visible & (key[None, :] > positions[:, None] - window)
-        scores = tl.where(visible, scores * LOG2_E, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # nothing seen yet
-        weights = tl.exp2(scores - shift[:, None])
-        shrink = tl.exp2(highest - shift)
-        v = tl.load(
-            v_pages + (slot[:, None] * KV_HEADS + kv_head) * VALUE_DIM + dv[None, :],
-            mask=inside[:, None] & (dv[None, :] < VALUE_DIM),
-            other=0.0,
-        ).to(q.dtype)
-        summed = summed * shrink[:, None]
-        summed = tl.dot(weights.to(v.dtype), v, summed, input_precision="ieee")
-        total = total * shrink + tl.sum(weights, 1)
-        highest = new_highest
+        highest, total, summed = attend_block(
+            q,
+            k_pages,
+            v_pages,
+            own,
+            start,
+            end_key,
+            positions,
+            highest,
+            total,
+            summed,
+            kv_head,
+            factor,
+            softcap,
+            window,
+            KV_HEADS,
+            KEY_DIM,
+            VALUE_DIM,
+            KEY_WIDTH,
+            VALUE_WIDTH,
+            PAGE_SIZE,
+            WINDOW,
+            SOFTCAP,
+            True,
+            PER_KEY,
+            FORM,
+        )
+    if PER_KEY:
+        total = tl.sum(total, 1)
 
     result = summed / tl.where(total == 0.0, 1.0, total)[:, None]
     written = valid[:, None] & (dv[None, :] < VALUE_DIM)

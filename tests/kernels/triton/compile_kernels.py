@@ -9,7 +9,11 @@ import argparse
 import json
 import re
 import struct
+import subprocess
+import tempfile
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +21,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rayfin.kernels.attention.triton_backend import Sizes, TritonAttention, width
+from rayfin.kernels.attention.triton_backend import (
+    CAST,
+    OCTETS,
+    PAIRS,
+    PTX,
+    Sizes,
+    TritonAttention,
+    width,
+)
 from rayfin.kernels.triton import quantized
 from rayfin.kernels.triton.device import (
     adjust_kernels,
@@ -49,15 +61,19 @@ def attention() -> Iterator[Kernel]:
     backend.cores = 132
     plain = {"WINDOW": False, "SOFTCAP": False, "SINKS": False}
     every = {"WINDOW": True, "SOFTCAP": True, "SINKS": True}
-    for dtype, dim, flags, stored in (
-        (torch.bfloat16, 128, plain, "bf16"),
-        (torch.bfloat16, 128, plain, FP8),
-        (torch.float16, 64, every, "fp16"),
-        (torch.float32, 64, plain, "fp32"),
+    for dtype, dim, flags, stored, form, two in (
+        (torch.bfloat16, 128, plain, "bf16", CAST, False),
+        (torch.bfloat16, 128, plain, FP8, CAST, False),
+        (torch.float16, 64, every, "fp16", CAST, False),
+        (torch.float32, 64, plain, "fp32", CAST, False),
+        (torch.bfloat16, 128, plain, "bf16", CAST, True),
+        (torch.bfloat16, 128, plain, FP8, PAIRS, True),
+        (torch.bfloat16, 128, plain, FP8, PTX, True),
     ):
         sizes = Sizes(16, 8, dim, dim, dtype, None)
         types = dict.fromkeys(("query", "sinks", "out"), f"*{NAMES[dtype]}")
-        types |= dict.fromkeys(("k_pages", "v_pages"), f"*{stored}")
+        words = form in (OCTETS, PTX)
+        types |= dict.fromkeys(("k_pages", "v_pages"), "*i32" if words else f"*{stored}")
         types |= dict.fromkeys(("tables", "items", "arrived"), "*i32")
         types |= dict.fromkeys(("part_out", "part_lse"), "*fp32")
         types |= dict.fromkeys(("query_stride", "table_stride", "window"), "i32")
@@ -77,10 +93,14 @@ def attention() -> Iterator[Kernel]:
                 "ROWS": shape.rows,
                 "KEYS": shape.keys,
                 "PARTS_AHEAD": shape.parts_ahead,
+                "TWO_LOOPS": two,
+                "PER_KEY": two and kind == "decode",
+                "FORM": form,
                 **flags,
             }
             options = {"num_warps": shape.warps, "num_stages": shape.stages}
-            name = f"{kind} {NAMES[dtype]} {dim}, pages {stored}"
+            how = ", two loops" * two + (f", form {form}" if form != CAST else "")
+            name = f"{kind} {NAMES[dtype]} {dim}, pages {stored}{how}"
             yield name, attend_tiles, types, constants, options
 
 
@@ -142,6 +162,8 @@ def coded(shared: int) -> Iterator[Kernel]:
     types = {"arrived": "*i32", "words": "*i32", "table": "*fp32", "sums": "*fp32"}
     types |= {"zeros": "*fp32", "rows": "i32", "factor": "fp32"}
     for dtype, rows, outputs, bits, kind, group, form in (
+        ("bf16", 8, 28672, 4, quantized.INTEGER, 128, quantized.HALF),
+        ("bf16", 8, 28672, 8, quantized.E4M3, 128, quantized.WIDE),
         ("bf16", 1, 4096, 4, quantized.INTEGER, 128, quantized.HALF),
         ("bf16", 1, 28672, 4, quantized.INTEGER, 128, quantized.HALF),
         ("fp16", 1, 4096, 4, quantized.INTEGER, 128, quantized.HALF),
@@ -164,6 +186,7 @@ def coded(shared: int) -> Iterator[Kernel]:
             *(nothing, nothing, nothing, 4096, group, bits, kind, form), parted=parted
         )
         shape = quantized.shape_for(rows, weight, torchs, shared)
+        shape = quantized.EIGHT if rows == 8 else shape
         more = types | dict.fromkeys(("x", "bias", "out"), f"*{dtype}")
         more |= {"groups": "*i32" if form else "*fp32", "codes": "*i16" if parted else "*i32"}
         whole = {
@@ -307,11 +330,39 @@ def loads_of(ttgir: str) -> dict[str, list[int]]:
     return {"in_flight": [number for number in waits if number]}
 
 
+def sass_loops(cubin: bytes) -> list[dict[str, int]]:
+    """Machine instructions of each loop by their names, which ``total`` counts.
+
+    NVIDIA's disassembler comes with Triton.
+    """
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run(
+            [program, "-c", file.name], capture_output=True, text=True, check=True
+        )
+    names: list[str] = []
+    places: dict[str, int] = {}
+    loops = []
+    for line in done.stdout.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            places[label[1]] = len(names)
+        elif each := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ +)?([A-Z]\S*)(.*?);", line):
+            names.append(each[1])
+            target = re.search(r"\.L_x_\d+", each[2])
+            if each[1].startswith("BRA") and target and target[0] in places:
+                body = names[places[target[0]] :]
+                loops.append({"total": len(body), **Counter(body)})
+    return loops
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--arch", type=int, default=90)
     parser.add_argument("--only", help="kernels with this in their name")
     parser.add_argument("--pdl", action="store_true", help="kernels that start early, with PTX")
+    parser.add_argument("--sass", action="store_true", help="with the instructions of loops")
     parser.add_argument("--dump", action="store_true", help="print PTX")
     args = parser.parse_args()
     for name, function, types, constants, options in [
@@ -345,6 +396,8 @@ def main() -> None:
         compiled = triton.compile(source, target=target, options=options)
         facts = {"shared": compiled.metadata.shared} | registers_of(compiled.asm["cubin"])
         facts |= loads_of(compiled.asm["ttgir"])
+        if args.sass:
+            facts["loops"] = sass_loops(compiled.asm["cubin"])
         if args.pdl:
             passed = [arg for arg, kind in signature.items() if kind != "constexpr"]
             pointers = [arg if signature[arg][0] == "*" else None for arg in passed]

@@ -12,7 +12,15 @@ from rayfin.kernels.attention.torch_backend import paged_attention as torch_atte
 from rayfin.kernels.shapes import PagedBatch
 
 pytest.importorskip("triton")
-from rayfin.kernels.attention.triton_backend import Sizes, TritonAttention
+from rayfin.kernels.attention.triton_backend import (
+    CAST,
+    OCTETS,
+    PAIRS,
+    PTX,
+    Forms,
+    Sizes,
+    TritonAttention,
+)
 
 Case = Callable[..., Any]
 Close = Callable[[torch.Tensor, torch.Tensor], None]
@@ -48,6 +56,25 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+FORMS = {
+    "two loops": Forms(two_loops=True, per_key=True),
+    "pairs": Forms(fp8=PAIRS),
+    "octets": Forms(two_loops=True, per_key=True, fp8=OCTETS),
+    "PTX": Forms(two_loops=True, per_key=True, fp8=PTX),
+}
+
+
+def formed(device: torch.device, form: str) -> TritonAttention:
+    """The attention in a form that `trials` names; without a GPU not in PTX."""
+    if form == "PTX" and device.type == "cpu":
+        pytest.skip("the interpreter has no PTX")
+    attention = TritonAttention(device)
+    attention.forms = FORMS[form]
+    if attention.forms.fp8 != CAST and FP8 not in attention.page_types:
+        pytest.skip("this GPU does not convert fp8")
+    return attention
+
+
 def on(device: torch.device, batch: PagedBatch) -> PagedBatch:
     moved = {
         name: getattr(batch, name).to(device)
@@ -81,6 +108,55 @@ def test_features(paged_case: Case, device: torch.device, close: Close, feature:
         pytest.skip("this GPU does not convert fp8")
     out = attend(attention, case, device, **options)
     close(out, expected(case, **options))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 40}, {"softcap": 2.0}, {"sinks": torch.linspace(-1.0, 2.0, 4)}],
+    ids=str,
+)
+@pytest.mark.parametrize("dims", [{}, {"key_dim": 24, "value_dim": 12}], ids=str)
+def test_forms(
+    paged_case: Case,
+    device: torch.device,
+    close: Close,
+    form: str,
+    options: dict[str, Any],
+    dims: dict[str, int],
+) -> None:
+    """Rows with whole blocks and without, split and not; decodes, prompts and chunks."""
+    attention = formed(device, form)
+    attention.cores = 16
+    shape = {"page_size": 16, "dtype": torch.float16} | dims
+    if attention.forms.fp8 != CAST:
+        shape["page_dtype"] = FP8
+    rows = [(0, 1), (31, 1), (170, 1), (0, 5), (63, 2), (40, 70)]
+    case = paged_case(rows, **shape)
+    close(attend(attention, case, device, **options), expected(case, **options))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_hold_every_number(paged_case: Case, device: torch.device, form: str) -> None:
+    """Queries far from one, rows of zeros, and pages with each e4m3 number, NaN among them."""
+    attention = formed(device, form)
+    plain = TritonAttention(device)
+    case = paged_case(
+        [(60, 1), (60, 1), (60, 1)], page_size=16, dtype=torch.float16, page_dtype=FP8
+    )
+    octets = torch.arange(256, dtype=torch.uint8)
+    finite = octets[(octets & 0x7F) != 0x7F].view(FP8)
+    own = case.batch.page_tables[0, :4].long()
+    for pages in (case.k_pages, case.v_pages):
+        numbers = finite.repeat(9)[: pages[own].numel()]
+        pages[own] = numbers.view(pages[own].shape)
+    if device.type == "cuda":  # to the interpreter these bits are 480
+        case.v_pages[case.batch.page_tables[2, 0].long(), 5, 0, 3] = float("nan")
+    query = case.query * torch.tensor([1e-3, 0.0, 100.0], dtype=torch.float16).view(3, 1, 1)
+    case = replace(case, query=query)
+    given, wanted = (attend(each, case, device).float() for each in (attention, plain))
+    assert not given[:2].isnan().any()
+    torch.testing.assert_close(given, wanted, rtol=3e-3, atol=3e-3, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -140,14 +216,18 @@ def test_query_may_be_a_part_of_something_wider(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", [None, "two loops"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_sizes_of_real_heads(paged_case: Case, device: torch.device, dtype: torch.dtype) -> None:
+def test_sizes_of_real_heads(
+    paged_case: Case, device: torch.device, dtype: torch.dtype, form: str | None
+) -> None:
     """Rows long enough to be split; bf16 products are wrong in the interpreter."""
+    attention = TritonAttention(device) if form is None else formed(device, form)
     rows = [(700, 1), (3, 1), (260, 150)]
     case = paged_case(
         rows, page_size=16, heads=16, kv_heads=8, key_dim=128, value_dim=128, dtype=dtype
     )
-    out = attend(TritonAttention(device), case, device)
+    out = attend(attention, case, device)
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(
         out.float(), case.dense(scale=0.35).float(), rtol=tolerance, atol=tolerance
@@ -155,12 +235,13 @@ def test_sizes_of_real_heads(paged_case: Case, device: torch.device, dtype: torc
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", [None, *FORMS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_fp8_pages_of_real_heads(
-    paged_case: Case, device: torch.device, dtype: torch.dtype
+    paged_case: Case, device: torch.device, dtype: torch.dtype, form: str | None
 ) -> None:
     """Beside torch's attention over the same pages, in float32."""
-    attention = TritonAttention(device)
+    attention = TritonAttention(device) if form is None else formed(device, form)
     if FP8 not in attention.page_types:
         pytest.skip("this GPU does not convert fp8")
     sizes = {"page_size": 16, "heads": 16, "kv_heads": 8, "key_dim": 128, "value_dim": 128}
@@ -169,6 +250,45 @@ def test_fp8_pages_of_real_heads(
     wanted = torch_attention(case.query.float(), case.k_pages, case.v_pages, case.batch, scale=0.35)
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.float(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [None, *FORMS])
+@pytest.mark.parametrize("rows", [8, 80])
+def test_the_same_bits_each_time(
+    paged_case: Case, device: torch.device, form: str | None, rows: int
+) -> None:
+    """Rows of many lengths, most of them split: parts that are merged too early would differ."""
+    attention = TritonAttention(device) if form is None else formed(device, form)
+    sizes = {"page_size": 16, "heads": 16, "kv_heads": 8, "key_dim": 128, "value_dim": 128}
+    if attention.forms.fp8 != CAST:
+        sizes["page_dtype"] = FP8
+    lengths = [(100 + 97 * row % 900, 1) for row in range(rows)]
+    case = paged_case(lengths, dtype=torch.bfloat16, **sizes)
+    batch, pages = on(device, case.batch), (case.k_pages.to(device), case.v_pages.to(device))
+    query = case.query.to(device)
+    first = attention(query, *pages, batch, scale=0.09)
+    for _ in range(300):
+        assert torch.equal(attention(query, *pages, batch, scale=0.09), first)
+    (launches,) = batch.scratch.values()
+    assert not any(launch.arrived.any() for launch in launches)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [None, "two loops"])
+@pytest.mark.parametrize("window", [None, 70_000])
+def test_long_rows(
+    paged_case: Case, device: torch.device, form: str | None, window: int | None
+) -> None:
+    """131,072 keys alone, and beside short rows."""
+    attention = TritonAttention(device) if form is None else formed(device, form)
+    for rows in ([(131_071, 1)], [(131_071, 1), *[(10 + row, 1) for row in range(64)], (9, 60)]):
+        shape = {"page_size": 16, "heads": 4, "kv_heads": 2, "key_dim": 64, "value_dim": 64}
+        case = paged_case(rows, dtype=torch.float16, **shape)
+        options = {} if window is None else {"window": window}
+        out = attend(attention, case, device, **options).float()
+        wanted = case.dense(scale=0.35, **options).float()
+        torch.testing.assert_close(out, wanted, rtol=5e-3, atol=5e-3)
 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 128])

@@ -24,10 +24,16 @@ HELD = {
     "decode fp16 64, pages fp16": ([4, 6], 128, 4),
     "prefill bf16 128, pages bf16": ([2], 256, 1),
     "prefill fp16 64, pages fp16": ([2], 256, 1),
+    "decode bf16 128, pages bf16, two loops": ([4, 4, 6], 128, 4),
+    "decode bf16 128, pages fp8e4nv, two loops, form 1": ([4, 4, 6], 128, 4),
+    "decode bf16 128, pages fp8e4nv, two loops, form 3": ([4, 4, 6], 128, 4),
+    "prefill bf16 128, pages bf16, two loops": ([2, 2], 256, 1),
+    "prefill bf16 128, pages fp8e4nv, two loops, form 3": ([2, 2], 256, 1),
     "product bf16 2 x 1024 x 4096": ([], 128, 5),
     "added product bf16 1 x 3072 x 1024": ([], 128, 8),
     "gated product bf16 2 x 4096 x 14336": ([], 128, 4),
     "coded product bf16 1 x 4096, 4 bits, kind 0, groups of 128": ([12], 128, 4),
+    "coded product bf16 8 x 28672, 4 bits, kind 0, groups of 128": ([12], 128, 5),
     "coded product bf16 64 x 28672, 4 bits, kind 0, groups of 128": ([6], 128, 2),
     "coded product bf16 65 x 28672, 4 bits, kind 0, groups of 128": ([7], 256, 1),
     "coded product bf16 1 x 4096, 8 bits, kind 1, groups of 128": ([8], 128, 3),
@@ -44,6 +50,13 @@ EARLY = {  # what kernels read before they wait for the kernel before them; all 
     "product": {"weight"},
     "added product": {"weight"},
     "gated product": {"weight"},
+}
+INSTRUCTIONS = {  # of the loop over whole blocks at most; a warp issues one after the other
+    "decode bf16 128, pages bf16, two loops": 300,
+    "decode bf16 128, pages fp8e4nv, two loops, form 3": 340,
+    "prefill bf16 128, pages bf16, two loops": 460,
+    "prefill bf16 128, pages fp8e4nv, two loops, form 3": 425,
+    "coded product bf16 8 x 28672, 4 bits, kind 0, groups of 128": 350,
 }
 FP32_STACK = 32
 """Bytes that a kernel of fp32 may spill, which is not what a GPU serves."""
@@ -87,10 +100,21 @@ def test_kernels_compile_and_fit(tmp_path: Path) -> None:
 def test_weights_of_few_bits_fit_a_gpu_of_less_shared_memory(tmp_path: Path) -> None:
     """As sm_86, sm_89 and sm_120 have, 99 KiB; a block is on its way while one is waited for."""
     kernels = compile_kernels(tmp_path, "--arch", "89", "--only", "coded product bf16")
-    assert len(kernels) == 9
+    assert len(kernels) == 11
     for name, facts in kernels.items():
         assert facts["shared"] <= 99 << 10 and facts["registers"] <= 255 and not facts["stack"]
         assert facts["in_flight"], f"{name} reads nothing ahead"
+
+
+def test_loops_hold_few_instructions(tmp_path: Path) -> None:
+    """fp8 pages are read by words and converted in pairs; tiles of 8 rows wait for no product."""
+    for part in ("two loops", "coded product bf16 8 x"):
+        kernels = compile_kernels(tmp_path, "--sass", "--only", part)
+        for name in INSTRUCTIONS.keys() & kernels.keys():
+            loop = kernels[name]["loops"][0]
+            assert loop["total"] <= INSTRUCTIONS[name], f"{name}: {loop}"
+            slow = [each for each in loop if each.startswith(("F2F.", "LDS.U8", "WARPGROUP"))]
+            assert not slow or "prefill" in name, f"{name}: {slow}"
 
 
 def test_kernels_that_start_early_wait_before_they_read(tmp_path: Path) -> None:

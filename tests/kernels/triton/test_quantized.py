@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from rayfin.kernels.triton import quantized
 from rayfin.kernels.triton.quantized import (
     COLUMNS,
+    EIGHT,
     FEW,
     PRECISE,
     SHORT,
@@ -160,7 +161,7 @@ def test_shapes_of_tiles(device: torch.device, close: Close, shape: Any, kind: s
     close(product(x.to(device), coded, None, shape=shape), wanted(x, weight))
 
 
-@pytest.mark.parametrize("shape", [shape for pair in COLUMNS for shape in pair])
+@pytest.mark.parametrize("shape", [EIGHT, *(shape for pair in COLUMNS for shape in pair)])
 @pytest.mark.parametrize(("kind", "group"), [("4 bits", 128), ("4 bits", 64), ("e4m3", 128)])
 def test_shapes_of_tiles_with_weights_on_the_left(
     device: torch.device, close: Close, shape: Any, kind: str, group: int
@@ -316,3 +317,20 @@ def test_programs_fill_the_device(device: torch.device) -> None:
     assert parts_of(tiles=448, blocks=32, programs=396) == 1
     assert parts_of(tiles=1, blocks=112, programs=396) <= quantized.MOST_PARTS
     assert parts_of(tiles=1, blocks=1, programs=396) == 1
+
+
+def test_trials_change_tiles_and_parts(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gate and up of the 8B shape in two parts; few rows in a tile of 8."""
+    coded, half = packed(drawn("4 bits", 8, 128, 128), device, torch.float16), torch.float16
+    monkeypatch.setenv("RAYFIN_TRY", "eight_rows,more_parts")
+    assert shape_for(8, coded, half) is EIGHT and shape_for(9, coded, half) is COLUMNS[0][0]
+    assert parts_of(tiles=224, blocks=32, programs=396) == 2
+    assert parts_of(tiles=1, blocks=1, programs=396) == 1
+    monkeypatch.delenv("RAYFIN_TRY")
+    assert shape_for(8, coded, half) is COLUMNS[0][0]
+    assert parts_of(tiles=224, blocks=32, programs=396) == 1
+    monkeypatch.setenv("RAYFIN_TRY", "no_such")
+    with pytest.raises(ValueError, match="no_such"):
+        shape_for(8, coded, half)
