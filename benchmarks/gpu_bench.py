@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -13,10 +14,18 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 FLUSHED = 256 << 20
-"""Bytes written before an operation is timed, several times an H200's L2 cache."""
+"""Bytes read before an operation is timed, several times an H200's L2 cache.
+
+What is written would have to leave the cache while the operation is timed.
+"""
 
 BUSY_CYCLES = 1_000_000
 """Cycles that the device is busy, about half a millisecond, while an operation is queued."""
+
+
+@cache
+def _bytes_to_read(device: torch.device) -> torch.Tensor:
+    return torch.zeros(FLUSHED // 4, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class Bench:
             started = time.perf_counter()
             if self.on_gpu:
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.zeros(FLUSHED, dtype=torch.uint8, device=self.device)
+                _bytes_to_read(self.device).max()
                 torch.cuda._sleep(BUSY_CYCLES)
                 start.record()
                 run()
