@@ -35,10 +35,14 @@ import rayfin
 from rayfin import data
 from rayfin.actors import errors, failpoints
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.metrics.engine_stats import EngineStats
-from rayfin.actors.metrics.families import CACHE_LABELS
-from rayfin.actors.metrics.ledger import Ledger, engine_report
-from rayfin.actors.metrics.render import Writer
+from rayfin.actors.metrics.engine_stats import (
+    CACHE_LABELS,
+    ENGINE_METRICS,
+    EngineStats,
+    engine_report,
+)
+from rayfin.actors.metrics.ledger import Ledger
+from rayfin.actors.metrics.render import render
 from rayfin.actors.scheduler.state.counters import EngineCounters
 from rayfin.deployments.api.admin.routes import Operated
 from rayfin.deployments.api.app import build_api
@@ -52,7 +56,7 @@ from rayfin.deployments.http.errors import HTTP_CODES
 from rayfin.deployments.http.keys import ApiKeys
 from rayfin.deployments.serve.admin_port import build_admin_api
 from rayfin.deployments.serve.preflight import DEMO_FOLDER
-from rayfin.deployments.telemetry.ingress_counters import IngressCounters
+from rayfin.deployments.telemetry.ingress_counters import INGRESS_METRICS, IngressCounters
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -369,7 +373,7 @@ async def ask(app: FastAPI, asked: Any) -> list[httpx.Response]:
 
 def stats() -> EngineStats:
     """Of an engine that has done nothing yet."""
-    histograms = EngineCounters(4096).histograms()
+    histograms = EngineCounters(4096).snapshot().histograms
     stats = EngineStats(incarnation="one", pages_total=1, page_size=16, histograms=histograms)
     stats.cache_config = tuple(CACHE_LABELS)
     return stats
@@ -420,7 +424,10 @@ def metrics() -> Json:
     ledger = Ledger()
     ledger.apply(engine_report("0", stats(), 0.0), 0.0)
     ledger.apply(IngressCounters().report(), 0.0)
-    own, both = (series(Writer("tiny", alias).write(ledger).decode()) for alias in (None, "vllm"))
+    declared = (*ENGINE_METRICS, *INGRESS_METRICS)
+    own, both = (
+        series(render("tiny", alias, ledger, declared).decode()) for alias in (None, "vllm")
+    )
     assert own.items() <= both.items()
     alias = {name: entry for name, entry in both.items() if name not in own}
     return {"always": own, "with --metrics-alias vllm": alias}

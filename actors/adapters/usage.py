@@ -1,6 +1,8 @@
 """What runners do with LoRA adapters, as they report it, and what an engine reports of that."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from rayfin.actors.metric import counter, gauge
 
 SHORT_DIGEST = 16
 """Hex digits by which an engine's reports name an adapter."""
@@ -32,8 +34,15 @@ class AdapterStats:
     running: tuple[str, ...] = ()  # names, of requests that hold a slot
     waiting: tuple[str, ...] = ()  # names, of requests that hold none
     resident: frozenset[str] = frozenset()  # short digests, as of the runner's last news
-    bytes: int = 0  # that the resident ones take
-    loading: int = 0  # adapters that requests wait for ...
-    requests_waiting: int = 0  # ... and those requests
-    loads: dict[str, int] = field(default_factory=dict)  # LOAD_RESULTS -> adapters read
-    evicted: int = 0
+    bytes: int = gauge("adapter_bytes", "Memory of those adapters.")
+    loading: int = gauge("adapters_loading", "Adapters that requests wait for.")
+    requests_waiting: int = gauge(
+        "num_requests_waiting_for_adapters",
+        "Those requests; they are among the deferred ones.",
+    )
+    loads: dict[str, int] = counter(
+        "adapter_loads", "LoRA adapters that the runner read.", "result", LOAD_RESULTS
+    )
+    evicted: int = counter(
+        "adapter_evictions", "Adapters that left the runner's memory for others."
+    )

@@ -1,70 +1,442 @@
 """What an engine reports of itself: its counters, its histograms, and its state now."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from rayfin.actors.adapters.usage import AdapterStats
-from rayfin.actors.histogram import Histogram
+from rayfin.actors.histogram import Bounds, Histogram
+from rayfin.actors.metric import (
+    COMPILE_BOUNDS,
+    ITL_BOUNDS,
+    LATENCY_BOUNDS,
+    VLLM_ITL_BOUNDS,
+    VLLM_LATENCY_BOUNDS,
+    Family,
+    counter,
+    gauge,
+    metrics_of,
+)
+from rayfin.actors.metrics.ledger import RESTARTS, CounterReport, Value
+from rayfin.actors.speculation import MOST_TOKENS
+
+FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+REJECTIONS = ("queue_full", "draining", "quarantined", "invalid")
+FAILURES = (
+    *("engine_error", "numerical_error", "request_quarantined", "deadline_exceeded"),
+    *("engine_unavailable", "grammar_failed", "grammar_too_slow", "no_token_left", "other"),
+)
+GRAMMAR_FAILURES = ("compile", "failed", "too_slow")
+DRAFT_POSITIONS = tuple(str(place) for place in range(MOST_TOKENS))
 
 
 @dataclass(slots=True)
 class EngineStats:
     """A snapshot of plain counters and gauges; the metrics hub and ``/health`` read it."""
 
-    epoch: int = 0
-    steps: int = 0
-    running: int = 0
-    waiting: int = 0
-    waiting_tokens: int = 0  # of prompts that wait for their first admission
-    pages_total: int = 0
+    epoch: int = gauge("engine_epoch", "Grows whenever the runners are replaced.")
+    steps: int = counter("engine_steps", "Steps done.")
+    running: int = gauge("num_requests_running", "Requests that hold a slot.", alias=True)
+    waiting: int = gauge("num_requests_waiting", "Requests in the queue.", alias=True)
+    waiting_tokens: int = gauge("num_waiting_tokens", "Prompt tokens in the queue.")
+    # Of background requests, which waiting_tokens leaves out.
+    background_waiting_tokens: int = 0
+    # Pages of running background requests; shared ones count for each.
+    background_pages: int = 0
+    pages_total: int = gauge("kv_cache_pages", "KV pages there are.")
     pages_held: int = 0
-    background_waiting_tokens: int = 0  # as waiting_tokens, which leaves background requests out
-    background_pages: int = 0  # that running background requests hold; shared ones count for each
+    # Pages that are free, with content that can be found again.
+    pages_cached: int = 0
     host_pages_total: int = 0  # of swap space
     host_pages_held: int = 0
-    preemptions: int = 0  # for want of pages ...
-    preemptions_by_swap: int = 0  # ... and of those, with their pages kept in host memory
-    requeued_by_restart: int = 0  # requests put back because the runners were replaced
-    swapped_out: int = 0  # pages that went to host memory ...
-    swapped_in: int = 0  # ... and came back
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_queries: int = 0  # tokens looked up in the prefix index, at first admissions
-    prefix_hits: int = 0  # of those, tokens that were there
-    finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
-    seconds_since_progress: float = 0.0  # 0 when idle
-    last_step_seconds: float = 0.0
-    draining: bool = False  # it takes no new requests
-    asleep: bool = False  # nor runs any: it has no pages
-    seconds_since_tick: float = 0.0  # since the scheduler's loop turned
-    generation: int = 0  # how often its scheduler was replaced
-    incarnation: str = ""  # unique to the life in which all this was counted
     page_size: int = 0
-    pages_cached: int = 0  # free, with content that can be found again
-    evictions: int = 0  # cached pages that were reused for new content
-    deferred: int = 0  # requests that wait, and may not run beside others yet, or at all
-    suspects: int = 0  # requests that were in flight when runners died, and are not cleared
-    spare_runners: int = 0  # ready to take over from a runner that dies
-    runner_restarts: int = 0
-    step_seconds: float = 0.0  # of all steps, in the runner
-    tokens_computed: int = 0  # of requests at their first admission: not in the cache ...
-    tokens_cached: int = 0  # ... and in it
-    rejected: dict[str, int] = field(default_factory=dict)  # reason -> requests not taken
-    failed: dict[str, int] = field(default_factory=dict)  # error code -> requests
-    grammars_loaded: int = 0  # in the runner
-    grammar_hits: int = 0  # rows that began with a grammar that the runner had ...
-    grammar_misses: int = 0  # ... and with one that it had to compile
-    grammar_failures: dict[str, int] = field(default_factory=dict)  # reason -> requests
-    spec_drafts: int = 0  # rows of steps with drafted tokens ...
-    spec_draft_tokens: int = 0  # ... and those tokens ...
-    spec_accepted_tokens: int = 0  # ... and of them the right ones ...
-    spec_accepted_by_position: dict[str, int] = field(default_factory=dict)  # ... by place, from 0
-    image_cache_bytes: int = 0  # of images' embeddings in the runner
-    image_cache_hits: int = 0  # images that began with embeddings that were there ...
-    images_encoded: int = 0  # ... and images that the tower computed
-    image_cache_evictions: int = 0  # embeddings that made room for others
-    histograms: dict[str, Histogram] = field(default_factory=dict)  # name in families.py -> it
-    cache_config: tuple[str, ...] = ()  # values of families.CACHE_LABELS
+    preemptions: int = counter(
+        "num_preemptions", "Requests put back for want of pages.", alias=True
+    )
+    preemptions_by_swap: int = counter(
+        "num_preemptions_by_swap", "Of those, requests whose pages went to host memory."
+    )
+    swapped_out: int = counter("swapped_out_pages", "KV pages that went to host memory.")
+    swapped_in: int = counter("swapped_in_pages", "KV pages that came back from it.")
+    disk_pages_read: int = counter("disk_pages_read", "KV pages read from files.")
+    disk_pages_written: int = counter("disk_pages_written", "KV pages written to files.")
+    disk_pages_unreadable: int = counter("disk_pages_unreadable", "Missing or broken.")
+    requeued_by_restart: int = counter(
+        "num_requests_requeued", "Requests put back because the runners were replaced."
+    )
+    prefix_queries: int = counter(
+        "prefix_cache_queries",
+        "Tokens looked up in the prefix index, at first admissions.",
+        alias=True,
+    )
+    prefix_hits: int = counter("prefix_cache_hits", "Of those, tokens that were there.", alias=True)
+    evictions: int = counter(
+        "kv_cache_evictions", "Pages whose content was given up for something new."
+    )
+    prompt_tokens: int = counter("prompt_tokens", "Prompt tokens taken in.", alias=True)
+    generation_tokens: int = counter("generation_tokens", "Tokens sampled.", alias=True)
+    # Tokens of requests at their first admission: not in the cache ...
+    tokens_computed: int = 0
+    # ... and in it.
+    tokens_cached: int = counter(
+        "prompt_tokens_cached",
+        "Tokens of admitted requests that were found in the cache.",
+        alias=True,
+    )
+    finished: dict[str, int] = counter(
+        "request_success",
+        "Requests that ended, by how.",
+        "finished_reason",
+        FINISH_REASONS,
+        alias=True,
+    )
+    failed: dict[str, int] = counter("request_failures", "Requests that failed.", "code", FAILURES)
+    rejected: dict[str, int] = counter(
+        "admission_rejections",
+        "Requests that the engine did not take.",
+        "reason",
+        REJECTIONS,
+        alias=True,
+    )
+    # Requests that wait, and may not run beside others yet, or at all.
+    deferred: int = 0
+    suspects: int = gauge("quarantine_suspects", "Requests on trial for a runner's death.")
+    spare_runners: int = gauge("spare_runners", "Spare runners that are ready.")
+    runner_restarts: int = counter("runner_restarts", "Times the runners were replaced.")
+    step_seconds: float = counter("step_seconds", "Time of the steps in the runners.", default=0.0)
+    last_step_seconds: float = 0.0
+    seconds_since_progress: float = gauge(
+        "engine_stalled_seconds",
+        "Since it finished a step, while it has work; 0 when idle.",
+        default=0.0,
+    )
+    # Since the scheduler's loop turned.
+    seconds_since_tick: float = 0.0
+    draining: bool = gauge("engine_draining", "1 while it takes no new requests.", default=False)
+    # It runs no requests, and has no pages.
+    asleep: bool = False
+    # How often its scheduler was replaced.
+    generation: int = 0
+    # A word of the life in which all this was counted.
+    incarnation: str = ""
+    grammars_loaded: int = gauge("grammars_loaded", "Compiled grammars in the runner.")
+    grammar_hits: int = counter(
+        "grammar_cache_hits", "Requests that began with a grammar that the runner had."
+    )
+    grammar_misses: int = counter(
+        "grammar_cache_misses", "Requests that began with a grammar that the runner had to compile."
+    )
+    grammar_failures: dict[str, int] = counter(
+        "grammar_failures",
+        "Requests that failed by their grammar: at its compilation, at a token, by a slow mask.",
+        "reason",
+        GRAMMAR_FAILURES,
+    )
+    image_cache_bytes: int = gauge("image_cache_bytes", "Embeddings of images and clips.")
+    image_cache_hits: int = counter("image_cache_hits", "Media begun with embeddings kept.")
+    images_encoded: int = counter("images_encoded", "Images and clips that were encoded.")
+    image_cache_evictions: int = counter(
+        "image_cache_evictions", "Embeddings of images and clips that made room for others."
+    )
+    spec_drafts: int = counter(
+        "spec_decode_num_drafts", "Drafts of requests that were verified in a step.", alias=True
+    )
+    spec_draft_tokens: int = counter(
+        "spec_decode_num_draft_tokens", "Tokens of those drafts.", alias=True
+    )
+    spec_accepted_tokens: int = counter(
+        "spec_decode_num_accepted_tokens", "Drafted tokens that were right.", alias=True
+    )
+    spec_accepted_by_position: dict[str, int] = counter(
+        "spec_decode_num_accepted_tokens_per_pos",
+        "Drafted tokens that were right, by their place in the draft.",
+        "position",
+        DRAFT_POSITIONS,
+        alias=True,
+    )
     adapters: AdapterStats = field(default_factory=AdapterStats)
-    disk_pages_read: int = 0  # from files ...
-    disk_pages_written: int = 0  # ... to them ...
-    disk_pages_unreadable: int = 0  # ... and that were to be read, and did not come
+    # By the name of the metric, of ENGINE_HISTOGRAMS.
+    histograms: dict[str, Histogram] = field(default_factory=dict)
+    # Values of CACHE_LABELS.
+    cache_config: tuple[str, ...] = ()
+
+
+def _histogram(
+    name: str, help: str, bounds: Bounds = (), *vllm: Bounds, alias: bool = True
+) -> Family:
+    return Family(
+        name=name,
+        kind="histogram",
+        help=help,
+        bounds=bounds,
+        alias=alias,
+        alias_bounds=vllm[0] if vllm else (),
+    )
+
+
+ITERATION_BOUNDS: Bounds = (1.0, *(float(2**power) for power in range(3, 15)))
+PREEMPTION_BOUNDS: Bounds = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
+MASK_BOUNDS: Bounds = (
+    *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005),
+    *(0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
+)
+LATENCIES = LATENCY_BOUNDS, VLLM_LATENCY_BOUNDS
+ENGINE_HISTOGRAMS = (
+    _histogram("request_prompt_tokens", "Prompt tokens of the requests that ended."),
+    _histogram("request_generation_tokens", "Output tokens of the requests that ended."),
+    _histogram("request_params_max_tokens", "The most tokens that they were to have."),
+    _histogram(
+        "request_prefill_kv_computed_tokens", "Tokens that were not in the cache at admission."
+    ),
+    _histogram(
+        "request_num_preemptions",
+        "Times that they were put back for want of pages.",
+        PREEMPTION_BOUNDS,
+    ),
+    _histogram(
+        "iteration_tokens_total",
+        "Tokens of a step: those of prompts, and those sampled.",
+        ITERATION_BOUNDS,
+    ),
+    _histogram(
+        "request_queue_time_seconds",
+        "From arrival in the engine to the first admission.",
+        *LATENCIES,
+    ),
+    _histogram("request_prefill_time_seconds", "From there to the first token.", *LATENCIES),
+    _histogram("request_decode_time_seconds", "From there to the last token.", *LATENCIES),
+    _histogram("request_inference_time_seconds", "From admission to the last token.", *LATENCIES),
+    _histogram(
+        "request_time_per_output_token_seconds",
+        "Decode time by tokens after the first.",
+        ITL_BOUNDS,
+        VLLM_ITL_BOUNDS,
+    ),
+    _histogram(
+        "step_transport_seconds",
+        "Of a step: to the runner and back, as far as the scheduler waited for it.",
+        ITL_BOUNDS,
+        alias=False,
+    ),
+    _histogram(
+        "grammar_compile_seconds", "Of a grammar, in the runner.", COMPILE_BOUNDS, alias=False
+    ),
+    _histogram(
+        "grammar_wait_seconds",
+        "Of a request, for its grammar, before the queue.",
+        COMPILE_BOUNDS,
+        alias=False,
+    ),
+    _histogram(
+        "grammar_mask_seconds", "Of a step's masks, in the runner.", MASK_BOUNDS, alias=False
+    ),
+    _histogram(
+        "adapter_load_seconds",
+        "Of a LoRA adapter, until the runner has it.",
+        LATENCY_BOUNDS,
+        alias=False,
+    ),
+    _histogram(
+        "image_encode_seconds", "Of an image or clip, in the tower.", COMPILE_BOUNDS, alias=False
+    ),
+)
+
+CACHE_LABELS = {  # our label of cache_config_info -> vLLM's
+    "page_size": "block_size",
+    "num_pages": "num_gpu_blocks",
+    "num_pages_override": "num_gpu_blocks_override",
+    "num_host_pages": "num_cpu_blocks",
+    "size_tokens": "kv_cache_size_tokens",
+    "max_concurrency": "kv_cache_max_concurrency",
+    "dtype": "cache_dtype",
+    "prefix_caching": "enable_prefix_caching",
+    "memory_utilization": "gpu_memory_utilization",
+    "memory_bytes": "kv_cache_memory_bytes",
+}
+CACHE_CONSTANTS = {  # vLLM's further labels: what Rayfin does not have
+    "prefix_caching_hash_algo": "sha256",
+    "is_attention_free": "False",
+    **dict.fromkeys(("kv_sharing_fast_prefill", "use_replayssm", "use_kda_recoverssm"), "False"),
+    **dict.fromkeys(
+        (
+            *("sliding_window", "kv_offloading_size", "kv_cache_layout", "prefix_match_unit"),
+            *("mamba_block_size", "mamba_page_size_padded", "skip_page_size_padded"),
+        ),
+        "None",
+    ),
+    **dict.fromkeys(("mamba_cache_dtype", "mamba_ssm_cache_dtype"), "auto"),
+    "mamba_cache_mode": "none",
+    "kv_offloading_backend": "native",
+}
+ASKED = Family(
+    name="engine_reported_timestamp_seconds",
+    kind="gauge",
+    help="When it was asked for its numbers, Unix time.",
+)
+LORA_INFO = Family(
+    name="lora_requests_info",
+    kind="gauge",
+    help="The time of the report; the labels name adapters of running and of waiting requests.",
+    labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    alias=True,
+    alias_only=True,
+)
+
+WAITING_REASONS = ("capacity", "deferred")
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+PAGE_STATES = ("held", "cached", "free")
+TOKEN_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+CACHE_TIERS = ("device", "host", "p2p", "disk", "external_unspecified")
+
+Read = Callable[[EngineStats], Value]
+
+
+def _derived(
+    kind: Literal["gauge", "counter"],
+    name: str,
+    help: str,
+    read: Read,
+    label: str = "",
+    words: tuple[str, ...] = (),
+    **more: Any,
+) -> tuple[Family, Read]:
+    labels = (label,) if label else ()
+    return Family(name=name, kind=kind, help=help, labels=labels, words=words, **more), read
+
+
+DERIVED: tuple[tuple[Family, Read], ...] = (
+    _derived(
+        "gauge",
+        "num_requests_waiting_by_reason",
+        "Of those, for room; until suspects of a runner's death were tried or grammars compiled.",
+        lambda s: {"capacity": s.waiting - s.deferred, "deferred": s.deferred},
+        "reason",
+        WAITING_REASONS,
+        alias=True,
+    ),
+    _derived(
+        "gauge",
+        "kv_cache_usage_perc",
+        "Share of the KV pages in use, 0-1.",
+        lambda s: s.pages_held / max(s.pages_total, 1),
+        alias=True,
+    ),
+    _derived(
+        "gauge",
+        "kv_cache_pages_by_state",
+        "Held by requests; free, with content that can be found again; free.",
+        lambda s: {
+            "held": s.pages_held,
+            "cached": s.pages_cached,
+            "free": s.pages_total - s.pages_held - s.pages_cached,
+        },
+        "state",
+        PAGE_STATES,
+    ),
+    _derived(
+        "gauge",
+        "swap_usage_perc",
+        "Share of the swap space in use, 0-1.",
+        lambda s: s.host_pages_held / max(s.host_pages_total, 1),
+    ),
+    _derived(
+        "gauge",
+        "engine_sleep_state",
+        "1 at the state that it is in; asleep is weights_offloaded, though they stay.",
+        lambda s: {"awake": not s.asleep, "weights_offloaded": s.asleep},
+        "sleep_state",
+        SLEEP_STATES,
+        alias=True,
+    ),
+    _derived(
+        "gauge",
+        "adapters_resident",
+        "LoRA adapters in the runner.",
+        lambda s: len(s.adapters.resident),
+    ),
+    _derived(
+        "counter",
+        "prompt_tokens_by_source",
+        "Tokens of admitted requests: computed, or found in the cache.",
+        lambda s: {"local_compute": s.tokens_computed, "local_cache_hit": s.tokens_cached},
+        "source",
+        TOKEN_SOURCES,
+        alias=True,
+    ),
+    _derived(
+        "counter",
+        "requests_moved",
+        "Requests handed back unfinished, for another engine to go on with.",
+        lambda s: s.finished.get("moved", 0),
+    ),
+    _derived(
+        "counter",
+        "corrupted_requests",
+        "Requests whose logits were not finite.",
+        lambda s: s.failed.get("numerical_error", 0),
+        alias=True,
+    ),
+    # vLLM's series are there, and stay at 0 where nothing can be counted.
+    _derived(
+        "counter",
+        "prompt_tokens_cached_by_source",
+        "Tokens of admitted requests found in the cache, by where they were.",
+        lambda s: {"device": s.tokens_cached},
+        "source",
+        CACHE_TIERS,
+        alias=True,
+        alias_only=True,
+    ),
+    *(
+        _derived(
+            "counter",
+            f"{cache}_cache_{what}",
+            "Always 0: there is no such cache.",
+            lambda s: 0,
+            alias=True,
+            alias_only=True,
+        )
+        for cache in ("external_prefix", "mm")
+        for what in ("queries", "hits")
+    ),
+    (
+        Family(
+            name="cache_config_info",
+            kind="gauge",
+            help="1; the labels say how the KV cache is laid out.",
+            labels=tuple(CACHE_LABELS),
+            alias=True,
+            alias_labels=tuple(CACHE_LABELS.values()),
+            alias_constants=tuple(CACHE_CONSTANTS.items()),
+        ),
+        lambda s: {s.cache_config: 1} if s.cache_config else {},
+    ),
+)
+"""Metrics that are no field of ``EngineStats``, and how they are read."""
+
+ENGINE_METRICS = (
+    *metrics_of(EngineStats, AdapterStats),
+    *(metric for metric, _ in DERIVED),
+    *(ASKED, LORA_INFO, RESTARTS),
+    *ENGINE_HISTOGRAMS,
+)
+
+
+def engine_report(engine: str, stats: EngineStats, at: float) -> CounterReport:
+    """Returns a scheduler's counters, zeros included, as of ``at`` in Unix time."""
+    report = CounterReport(stats.incarnation, engine)
+    report.put(ASKED, at)
+    report.put(LORA_INFO, {lora_labels(stats.adapters): at})
+    report.read(stats)
+    report.read(stats.adapters)
+    for metric, read in DERIVED:
+        report.put(metric, read(stats))
+    for metric in ENGINE_HISTOGRAMS:
+        if metric.name in stats.histograms:
+            report.put(metric, stats.histograms[metric.name])
+    return report
+
+
+def lora_labels(adapters: AdapterStats) -> tuple[str, ...]:
+    """The labels of vLLM's ``lora_requests_info``: the most adapters of a step, and names."""
+    return str(adapters.max_loras), ",".join(adapters.running), ",".join(adapters.waiting)

@@ -6,27 +6,18 @@ ingresses, and the next hub starts from one of them.
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from rayfin.actors.adapters.usage import AdapterStats
 from rayfin.actors.histogram import Histogram
-from rayfin.actors.metrics.engine_stats import EngineStats
-from rayfin.actors.metrics.families import (
-    CACHE_CONFIG,
-    ENGINE_ALIASES,
-    ENGINE_ASKED,
-    ENGINE_COUNTERS,
-    ENGINE_GAUGES,
-    ENGINE_HISTOGRAMS,
-    ENGINE_RESTARTS,
-    INGRESS_HEARD,
-    LORA_INFO,
-    Family,
-    Value,
-)
+from rayfin.actors.metric import Family, Word, declared
 
 Series = tuple[str, tuple[str, ...]]
-"""A family's name and its label values, without model_name and engine."""
+"""A metric's name and its label values, without model_name and engine."""
+
+Value = float | Mapping[Any, float] | Histogram
+"""A number, numbers by ``Word``, or a histogram."""
 
 Source = tuple[str, str]
 """Where a report comes from: engine and incarnation."""
@@ -34,7 +25,11 @@ Source = tuple[str, str]
 INGRESSES = ""
 """Stands for all ingresses together, in place of an engine's label."""
 
-OLDEST: Series = (INGRESS_HEARD.name, ())
+RESTARTS = Family(
+    name="engine_restarts",
+    kind="counter",
+    help="Times that an engine's scheduler was replaced, or the engine.",
+)
 
 MOST_KNOWN = 64
 """Incarnations whose last reports are kept; one that returns after so many others counts anew."""
@@ -47,6 +42,7 @@ class CounterReport:
     incarnation: str
     engine: str = INGRESSES
     gauges: dict[Series, float] = field(default_factory=dict)
+    earliest: dict[Series, float] = field(default_factory=dict)  # gauges that do not add up
     counters: dict[Series, float] = field(default_factory=dict)
     histograms: dict[Series, Histogram] = field(default_factory=dict)
 
@@ -57,6 +53,27 @@ class CounterReport:
     def is_before(self, other: "CounterReport") -> bool:
         """Whether this report is older than ``other`` of the same incarnation."""
         return any(self.counters.get(series, 0) < n for series, n in other.counters.items())
+
+    def put(self, metric: Family, value: Value) -> None:
+        """Adds the series of a metric, zeros included; words that it does not name are dropped."""
+        if isinstance(value, Histogram):
+            self.histograms[metric.name, ()] = value
+            return
+        gauges = self.earliest if metric.earliest else self.gauges
+        series = gauges if metric.kind == "gauge" else self.counters
+        if isinstance(value, Mapping):
+            word: Word
+            for word in metric.words or value:
+                labels = (word,) if isinstance(word, str) else word
+                series[metric.name, labels] = value.get(word, 0)
+        else:
+            series[metric.name, ()] = value
+
+    def read(self, counts: object) -> None:
+        """Adds what a dataclass declares."""
+        kind: Any = type(counts)
+        for name, metric in declared(kind):
+            self.put(metric, getattr(counts, name))
 
 
 @dataclass(slots=True)
@@ -84,9 +101,9 @@ class Ledger:
         if totals is None:
             totals = self.totals[report.engine] = CounterTotals()
             if report.engine != INGRESSES:
-                totals.counters[ENGINE_RESTARTS.name, ()] = 0
+                totals.counters[RESTARTS.name, ()] = 0
         elif last is None and report.engine != INGRESSES:
-            totals.counters[ENGINE_RESTARTS.name, ()] += 1
+            totals.counters[RESTARTS.name, ()] += 1
             self._replace(report.engine)
         for series, value in report.counters.items():
             grown = value - (last.counters.get(series, 0) if last else 0)
@@ -122,11 +139,11 @@ class Ledger:
         found: dict[Series, float] = {}
         for source in self._current:
             if source[0] == engine:
-                for series, value in self._last[source].gauges.items():
-                    if series == OLDEST:
-                        found[series] = min(value, found.get(series, value))
-                    else:
-                        found[series] = found.get(series, 0) + value
+                report = self._last[source]
+                for series, value in report.gauges.items():
+                    found[series] = found.get(series, 0) + value
+                for series, value in report.earliest.items():
+                    found[series] = min(value, found.get(series, value))
         return found
 
     def drop_gauges(self, engine: str) -> None:
@@ -150,32 +167,3 @@ class Ledger:
     def engines(self) -> list[str]:
         """The labels of all engines so far."""
         return [engine for engine in self.totals if engine != INGRESSES]
-
-
-def engine_report(engine: str, stats: EngineStats, at: float) -> CounterReport:
-    """Returns a scheduler's counters, zeros included, as of ``at`` in Unix time."""
-    report = CounterReport(stats.incarnation, engine, {(ENGINE_ASKED.name, ()): at})
-    for family in ENGINE_GAUGES:
-        report.gauges.update(_read(family, stats))
-    report.gauges[LORA_INFO.name, lora_labels(stats.adapters)] = at
-    for family in (*ENGINE_COUNTERS, *ENGINE_ALIASES):
-        report.counters.update(_read(family, stats))
-    if stats.cache_config:
-        report.gauges[CACHE_CONFIG.name, stats.cache_config] = 1
-    for family in ENGINE_HISTOGRAMS:
-        if family.name in stats.histograms:
-            report.histograms[family.name, ()] = stats.histograms[family.name]
-    return report
-
-
-def lora_labels(adapters: AdapterStats) -> tuple[str, ...]:
-    """The labels of vLLM's ``lora_requests_info``: the most adapters of a step, and names."""
-    return str(adapters.max_loras), ",".join(adapters.running), ",".join(adapters.waiting)
-
-
-def _read(family: Family, stats: EngineStats) -> dict[Series, float]:
-    assert family.read is not None
-    value: Value = family.read(stats)
-    if isinstance(value, float | int):
-        return {(family.name, ()): value}
-    return {(family.name, (label,)): value.get(label, 0) for label in family.values}

@@ -110,7 +110,7 @@ class Engine:
     ) -> None:
         self.config = config
         state = make_state(config)
-        lobby = Lobby(executor, clock, state.counters.observed.grammars.wait)
+        lobby = Lobby(executor, clock, state.counters.histograms["grammar_wait_seconds"])
         tier = make_tier(config, state, executor, clock)
         self.lifecycle = Lifecycle(state, make_preemption(config, state), lobby, clock, tier)
         self._clock = clock
@@ -447,7 +447,7 @@ class Engine:
         if result.grammars is not None:
             self.lifecycle.state.counters.grammars(result.grammars)
         if result.adapters is not None:
-            self.lifecycle.state.counters.adapters.observe(result.adapters)
+            self.lifecycle.state.counters.of_adapters.observe(result.adapters)
         if result.images is not None:
             self.lifecycle.state.counters.images(result.images)
         self._last_step = record.info

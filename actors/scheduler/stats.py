@@ -8,8 +8,7 @@ import numpy as np
 
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.messages import SchedulerInfo
-from rayfin.actors.metrics.engine_stats import EngineStats
-from rayfin.actors.metrics.families import CACHE_LABELS
+from rayfin.actors.metrics.engine_stats import CACHE_LABELS, EngineStats
 from rayfin.actors.metrics.snapshot import (
     FREE,
     KEPT,
@@ -31,7 +30,7 @@ def take_stats(
 ) -> EngineStats:
     """The counters, the sizes of all tables, and the fields ``of_engine``."""
     state, counters = lifecycle.state, lifecycle.state.counters
-    return EngineStats(
+    return counters.snapshot(
         running=len(state.running),
         waiting=len(state.waiting) + len(lifecycle.lobby) + len(lifecycle.tier),
         waiting_tokens=state.queue_limits.num_tokens,
@@ -46,21 +45,19 @@ def take_stats(
         evictions=state.tables.num_evicted,
         deferred=min(suspects, len(state.waiting)) + len(lifecycle.lobby) + len(lifecycle.tier),
         suspects=suspects,
-        histograms=counters.histograms(),
         cache_config=cache_config(config),
-        adapters=counters.adapters.stats(
+        adapters=counters.of_adapters.stats(
             config.max_loras,
             list(state.live.values()),
             loading=lifecycle.lobby.adapters_loading,
             requests_waiting=lifecycle.lobby.waiting_for_adapters,
         ),
-        **counters.totals(),
         **of_engine,
     )
 
 
 def cache_config(config: EngineConfig) -> tuple[str, ...]:
-    """The labels of ``cache_config_info``: the values of families.CACHE_LABELS."""
+    """The labels of ``cache_config_info``: the values of CACHE_LABELS."""
     tokens = config.num_pages * config.page_size
     values = {
         "page_size": config.page_size,

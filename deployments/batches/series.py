@@ -1,11 +1,12 @@
 """The metrics of batches."""
 
+from collections import Counter
 from collections.abc import Iterable
 
-from rayfin.actors.metrics.families import BATCH_LINES, OPEN_STATUSES
 from rayfin.actors.metrics.ledger import CounterReport
 from rayfin.deployments.batches.objects import StoredBatch
 from rayfin.deployments.batches.worker import WorkerCounts
+from rayfin.deployments.telemetry.ingress_counters import BatchCounters
 
 
 def add_series(
@@ -13,16 +14,16 @@ def add_series(
 ) -> None:
     """Adds what the folder's batches and the worker's counts say to a report."""
     open_batches = [batch for batch in batches if not batch.ended]
-    for status in OPEN_STATUSES:
-        number = sum(batch.status == status for batch in open_batches)
-        report.gauges["batches_open", (status,)] = number
-    waiting = sum(batch.total - batch.completed - batch.failed for batch in open_batches)
-    report.gauges["batch_lines_waiting", ()] = waiting
-    report.gauges["batch_seconds_behind", ()] = max(
-        (seconds_behind(batch, now) for batch in open_batches), default=0.0
+    report.read(
+        BatchCounters(
+            open=Counter(batch.status for batch in open_batches),
+            lines_waiting=sum(
+                batch.total - batch.completed - batch.failed for batch in open_batches
+            ),
+            seconds_behind=max((seconds_behind(batch, now) for batch in open_batches), default=0.0),
+            lines=counts.lines,
+        )
     )
-    for result in BATCH_LINES:
-        report.counters["batch_lines", (result,)] = counts.lines[result]
 
 
 def seconds_behind(batch: StoredBatch, now: float) -> float:

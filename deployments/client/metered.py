@@ -13,13 +13,14 @@ from rayfin.actors.messages import (
     TokenDelta,
     TokenLog,
 )
-from rayfin.actors.metrics.ledger import Ledger, engine_report
+from rayfin.actors.metrics.engine_stats import ENGINE_METRICS, engine_report
+from rayfin.actors.metrics.ledger import Ledger
 from rayfin.actors.metrics.render import render
 from rayfin.actors.metrics.snapshot import EngineSnapshot
 from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.client.pool import EnginePool
 from rayfin.deployments.telemetry.hub_client import HubClient
-from rayfin.deployments.telemetry.ingress_counters import IngressCounters
+from rayfin.deployments.telemetry.ingress_counters import INGRESS_METRICS, IngressCounters
 
 if TYPE_CHECKING:  # its packages are an extra
     from rayfin.deployments.telemetry.tracing import Tracing
@@ -91,7 +92,8 @@ class MeteredEngineClient:
         known.apply(self._counts.report(), now)
         for engine, stats in engines.items():
             known.apply(engine_report(engine, stats, asked), now)
-        return render(self._model_name, self._alias, known)
+        metrics = (*ENGINE_METRICS, *INGRESS_METRICS)
+        return await asyncio.to_thread(render, self._model_name, self._alias, known.copy(), metrics)
 
     @contextmanager
     def _meter(self, request: EngineRequest) -> Iterator[Callable[[TokenDelta], None]]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rayfin.deployments.generation.plan import NO_PLAN, OutputPlan
-from rayfin.deployments.telemetry.ingress_counters import OutputCounters
+from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 from rayfin.deployments.text.call_ids import make_call_id
 from rayfin.deployments.text.parsing.events import Event
 
@@ -67,20 +67,18 @@ class ParsedAnswer:
     def reasoning(self) -> str:
         return "".join(self._reasoning)
 
-    def count(self, counts: OutputCounters, unparsed: int) -> None:
+    def count(self, counts: IngressCounters, unparsed: int) -> None:
         """Counts the whole answer; ``unparsed`` calls of it became content."""
         choice, guidance = self.plan.choice, self.plan.guidance
         whole = len(self.whole_calls)
         named = "named" if choice.name is not None else "required"
-        counts.tool_called(named if choice.forced else "auto", whole)
-        for _ in range(unparsed):
-            counts.tool_call_unparsed()
-        for _ in range(len(self.calls) - whole):
-            counts.tool_call_cut()
-        counts.reasoned(self.reasoning_tokens)
+        counts.tool_calls[named if choice.forced else "auto"] += whole
+        counts.tool_calls_unparsed += unparsed
+        counts.tool_calls_cut += len(self.calls) - whole
+        counts.reasoning_tokens += self.reasoning_tokens
         budget = guidance.thinking.budget if guidance and guidance.thinking else None
         if budget is not None and self.reasoning_tokens >= budget:
-            counts.thinking_budget_spent()
+            counts.thinking_budgets_spent += 1
 
     def finish_reason(self, reason: str | None) -> str | None:
         """Returns OpenAI's reason: ``tool_calls`` if the answer stopped and holds calls.

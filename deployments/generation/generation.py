@@ -67,7 +67,7 @@ class Generation:
         caller: Caller = ANONYMOUS,
         plan: OutputPlan = NO_PLAN,
     ) -> None:
-        self._client, self._counts = service.client, service.counts.output
+        self._client, self._counts = service.client, service.counts
         self._quotas, self._tenant = service.quotas, caller.tenant
         self._replies = service.replies
         self.comment_seconds = service.replies.comment_seconds

@@ -179,7 +179,7 @@ async def plan_text(service: "OpenAIService", rules: AnswerRules, tenant: str = 
 
 def _counted(service: "OpenAIService", plan: OutputPlan) -> OutputPlan:
     if plan.kind:
-        service.counts.output.guided(plan.kind)
+        service.counts.guided_requests[plan.kind] += 1
     return plan
 
 

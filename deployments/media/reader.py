@@ -22,7 +22,7 @@ from rayfin.deployments.media.parts import A, MediaPart, read_part
 from rayfin.deployments.media.room import RecordingPlace, RecordingRoom
 from rayfin.deployments.media.settings import MediaSettings
 from rayfin.deployments.media.sound import Clips
-from rayfin.deployments.telemetry.image_counters import ImageCounters
+from rayfin.deployments.telemetry.ingress_counters import MediaCounters
 from rayfin.deployments.text.messages import media_of
 
 if TYPE_CHECKING:  # which import transformers, and an HTTP client
@@ -62,7 +62,7 @@ class MediaReader:
         self._threads = ThreadPoolExecutor(count, "media")
         self._recordings = ThreadPoolExecutor(count, "recordings")  # each may take many seconds
         self.room = RecordingRoom(self.settings.max_held_bytes)
-        self.counts = ImageCounters()
+        self.counts = MediaCounters()
         self._cache = _Processed(self.settings.cache_bytes)
 
     @property

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from rayfin.actors.metrics.engine_stats import EngineStats
-from rayfin.actors.metrics.ledger import Ledger, engine_report
+from rayfin.actors.metrics.engine_stats import ENGINE_METRICS, EngineStats, engine_report
+from rayfin.actors.metrics.ledger import Ledger
 from rayfin.actors.metrics.render import render
 
 ALIAS = "vllm"
@@ -50,7 +50,7 @@ def read_metrics(stats: EngineStats, model: str) -> list[Metric]:
     ledger = Ledger()
     now = time.time()
     ledger.apply(engine_report("offline", stats, now), now)
-    text = render(model, ALIAS, ledger).decode()
+    text = render(model, ALIAS, ledger, ENGINE_METRICS).decode()
     made: list[Metric] = []
     for family in text_string_to_metric_families(text):
         if family.type == "histogram":

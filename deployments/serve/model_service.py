@@ -43,7 +43,7 @@ from rayfin.deployments.serve.preflight import (
 )
 from rayfin.deployments.serve.server_args import ServerArgs
 from rayfin.deployments.telemetry.hub_client import HubClient
-from rayfin.deployments.telemetry.ingress_counters import IngressCounters
+from rayfin.deployments.telemetry.ingress_counters import INGRESS_METRICS, IngressCounters
 from rayfin.deployments.telemetry.request_log import RequestLog
 from rayfin.deployments.text.parsing.detect import Detected, detect
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -102,13 +102,12 @@ async def model_service(
     load = shared["load"]
     # Requests of the whole ingress are counted once.
     counts = IngressCounters(lambda: load.in_flight if place == 0 else 0)
-    counts.output.reads(*text.formats.names)
+    counts.reads(*text.formats.names)
     if text.media is not None:
-        counts.output.images = text.media.counts
+        counts.media = text.media.counts
     port = None if server.metrics_port is None else server.metrics_port + place
-    hub = HubSettings(
-        engine_prefix(context.app_name, model.deployment), name, server.metrics_alias, port
-    )
+    prefix = engine_prefix(context.app_name, model.deployment)
+    hub = HubSettings(prefix, name, server.metrics_alias, port, INGRESS_METRICS)
     link = HubClient(
         partial(start_hub, context.app_name, hub), ray.kill, lambda: adjust(counts.report())
     )
@@ -117,8 +116,8 @@ async def model_service(
         text.tokenizer,
         info.vocab_size,
         max_bytes=server.max_grammar_bytes,
-        on_verdict=counts.output.verdict,
-        on_restart=counts.output.warden_restarted,
+        on_verdict=counts.checked,
+        on_restart=counts.warden_restarted,
     )
     metered = MeteredEngineClient(client, counts, name, link, server.metrics_alias, tracing)
     service = OpenAIService(

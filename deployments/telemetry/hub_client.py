@@ -1,16 +1,13 @@
 """An ingress' connection to its application's metrics hub, which it starts if there is none.
 
 No request waits for the hub. Every few seconds the ingress reports its counters and gets the totals
-of all; if the hub dies, the next one starts from an ingress' totals. A scrape asks the hub, and
-returns its last text if the hub does not answer quickly.
+of all; if the hub dies, the next one starts from an ingress' totals. A scrape asks the hub; if that
+does not answer quickly, the ingress renders the totals itself.
 """
 
 import asyncio
-import itertools
 import logging
-import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import RayError
@@ -20,7 +17,6 @@ from rayfin.actors.timing import (
     HUB_REPORT_ANSWER_SECONDS,
     HUB_REPORT_SECONDS,
     INGRESS_SCRAPE_SECONDS,
-    SCRAPE_AGE_SECONDS,
 )
 
 logger = logging.getLogger(__name__)
@@ -28,13 +24,6 @@ logger = logging.getLogger(__name__)
 MISSES, STARTING_MISSES = 3, 12
 """Unanswered reports in a row after which a hub counts as hung and is killed. A new one, which has
 answered none yet, gets a minute to start."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Text:
-    number: int  # of the call
-    asked_at: float
-    text: bytes
 
 
 class HubClient:
@@ -59,19 +48,16 @@ class HubClient:
         self._report = report
         self._hub: Any = None
         self._misses, self._allowed = 0, STARTING_MISSES
-        self._calls = itertools.count(1)
-        self._text = _Text(0, -SCRAPE_AGE_SECONDS, b"")
         self._task = asyncio.create_task(self._run())
 
     async def scrape(self) -> bytes | None:
-        """Returns the text of all metrics, as of now or a moment ago, or None without a hub."""
+        """Returns the text of all metrics, or None if no hub answers at once."""
         if self._hub is None:
             return None
-        asking = asyncio.create_task(self._ask_text())
-        await asyncio.wait([asking], timeout=INGRESS_SCRAPE_SECONDS)
-        if asking.done() or time.monotonic() - self._text.asked_at > SCRAPE_AGE_SECONDS:
-            return await asking
-        return self._text.text  # the new text is for the next scrape
+        text: bytes | None = await self._ask(
+            lambda hub: hub.scrape.remote(self._report()), INGRESS_SCRAPE_SECONDS
+        )
+        return text
 
     def close(self) -> None:
         self._task.cancel()
@@ -88,11 +74,12 @@ class HubClient:
             await asyncio.sleep(HUB_REPORT_SECONDS)
 
     async def _send_report(self) -> None:
-        hub, number, now = self._hub, next(self._calls), time.monotonic()
-        answer = await self._ask(lambda hub: hub.report.remote(self._report()))
-        if answer is not None:
-            self.known, text = answer
-            self._keep(_Text(number, now, text))
+        hub = self._hub
+        known: Ledger | None = await self._ask(
+            lambda hub: hub.report.remote(self._report()), HUB_REPORT_ANSWER_SECONDS
+        )
+        if known is not None:
+            self.known = known
             self._misses, self._allowed = 0, MISSES
             return
         self._misses += 1
@@ -104,23 +91,11 @@ class HubClient:
             except Exception as error:  # any error of Ray
                 logger.warning("the metrics hub cannot be killed: %s", type(error).__name__)
 
-    async def _ask_text(self) -> bytes | None:
-        number, now = next(self._calls), time.monotonic()
-        text: bytes | None = await self._ask(lambda hub: hub.scrape.remote(self._report()))
-        if text is not None:
-            self._keep(_Text(number, now, text))
-        return text
-
-    def _keep(self, text: "_Text") -> None:
-        """Keeps the latest text: answers may overtake one another."""
-        if text.number > self._text.number:
-            self._text = text
-
-    async def _ask(self, ask: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Returns the hub's answer, or None; forgets the hub if it is dead."""
+    async def _ask(self, ask: Callable[[Any], Awaitable[Any]], seconds: float) -> Any:
+        """Returns the hub's answer within ``seconds``, or None; forgets the hub if it is dead."""
         hub = self._hub
         try:
-            async with asyncio.timeout(HUB_REPORT_ANSWER_SECONDS):
+            async with asyncio.timeout(seconds):
                 return await ask(hub)
         except TimeoutError:
             pass

@@ -10,8 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.messages import EngineRequest, Sampling, StopRules, TokenDelta
-from rayfin.actors.metrics.engine_stats import EngineStats
-from rayfin.actors.metrics.families import FINISH_REASONS
+from rayfin.actors.metrics.engine_stats import FINISH_REASONS, EngineStats
 from rayfin.deployments.client.metered import MeteredEngineClient
 from rayfin.deployments.client.pool import PoolEvents
 from rayfin.deployments.telemetry.ingress_counters import IngressCounters

@@ -240,7 +240,7 @@ class Lifecycle:
             self.state.waiting.push(request)
         self._returning.clear()
         self.forget_prefixes()
-        self.state.counters.adapters.restart()
+        self.state.counters.of_adapters.restart()
         self.state.runner_diff.clear()
         self.state.moves.clear()
         self.preemption.clear()

@@ -22,7 +22,9 @@ class StepPipeline:
         self._builder = StepBuilder(state)
         self._builder.restart(executor.epoch)
         self._in_flight: deque[tuple[StepRecord, PendingStep]] = deque()
-        self._overhead = StepOverheadTimer(clock, state.counters.observed.step_overhead)
+        self._overhead = StepOverheadTimer(
+            clock, state.counters.histograms["step_transport_seconds"]
+        )
 
     def __len__(self) -> int:
         return len(self._in_flight)

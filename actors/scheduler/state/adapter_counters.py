@@ -4,15 +4,17 @@ from collections.abc import Iterable
 
 from rayfin.actors.adapters.usage import AdapterStats, AdapterUsage
 from rayfin.actors.histogram import Histogram
-from rayfin.actors.metrics.families import LATENCY_BOUNDS
 from rayfin.actors.scheduler.state.request import Request
 
 
 class AdapterCounters:
-    """Counters from zero, and what is resident. One thread writes, any may read."""
+    """Counters from zero, and what is resident. One thread writes, any may read.
 
-    def __init__(self) -> None:
-        self.load = Histogram(LATENCY_BOUNDS)
+    ``load`` observes the seconds of each adapter that was read.
+    """
+
+    def __init__(self, load: Histogram) -> None:
+        self.load = load
         self._usage = AdapterUsage()
         self._failed = self._evicted = 0
 

@@ -7,21 +7,21 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from rayfin.actors.histogram import Histogram
-from rayfin.actors.metrics.engine_stats import EngineStats
-from rayfin.actors.metrics.families import (
+from rayfin.actors.metric import LATENCY_BOUNDS, VLLM_LATENCY_BOUNDS, Family
+from rayfin.actors.metrics.engine_stats import (
     CACHE_CONSTANTS,
     CACHE_LABELS,
     CACHE_TIERS,
-    FAMILIES,
+    ENGINE_METRICS,
     ITERATION_BOUNDS,
-    LATENCY_BOUNDS,
-    VLLM_LATENCY_BOUNDS,
-    Family,
+    EngineStats,
+    engine_report,
 )
-from rayfin.actors.metrics.ledger import Ledger, engine_report
+from rayfin.actors.metrics.ledger import Ledger
 from rayfin.actors.metrics.render import render
-from rayfin.deployments.telemetry.ingress_counters import IngressCounters
+from rayfin.deployments.telemetry.ingress_counters import INGRESS_METRICS, IngressCounters
 
+FAMILIES = (*ENGINE_METRICS, *INGRESS_METRICS)
 OURS = [family for family in FAMILIES if not family.alias_only]
 
 
@@ -45,7 +45,7 @@ def ledger() -> Ledger:
 
 
 def families(ledger: Ledger, alias: str | None = None) -> dict[str, Metric]:
-    text = render("m", alias, ledger).decode()
+    text = render("m", alias, ledger, FAMILIES).decode()
     return {found.name: found for found in text_string_to_metric_families(text)}
 
 
@@ -62,7 +62,7 @@ def test_every_family_is_told_with_its_labels(ledger: Ledger) -> None:
     found = families(ledger)
     assert set(found) == {f"rayfin_{family.name}" for family in OURS}
     for family in OURS:
-        base = {"model_name", "engine"} if family.engine else {"model_name"}
+        base = {"model_name", "engine"} if family in ENGINE_METRICS else {"model_name"}
         for sample in found[f"rayfin_{family.name}"].samples:
             assert set(sample.labels) - {"le"} == base | set(family.labels)
             assert sample.labels["model_name"] == "m"

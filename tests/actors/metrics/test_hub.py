@@ -3,9 +3,10 @@
 import threading
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
-from rayfin.actors.metrics.hub import Puller
+from rayfin.actors.metrics.hub import CONTENT_TYPE, Puller, listen
 
 LONG = 60.0  # seconds; only a failure waits so long
 
@@ -84,3 +85,18 @@ def test_it_pulls_without_being_asked(source: Source) -> None:
     source.gate.set()
     Puller(source.pull, 0.001).start()
     assert source.begun.wait(LONG)
+
+
+def test_the_port_tells_the_text_as_it_is_now() -> None:
+    texts = iter((b"one", b"two"))
+    server = listen(0, lambda: next(texts))
+    try:
+        for expected in (b"one", b"two"):
+            answer = httpx.get(f"http://127.0.0.1:{server.server_port}/metrics", timeout=60)
+            assert answer.content == expected and answer.headers["content-type"] == CONTENT_TYPE
+            assert "content-encoding" not in answer.headers
+        with pytest.raises(OSError, match="in use"):
+            listen(server.server_port, lambda: b"")
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -6,20 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfin.actors.histogram import Histogram
-from rayfin.actors.metrics.engine_stats import EngineStats
-from rayfin.actors.metrics.families import (
-    CACHE_CONFIG,
-    ENGINE_ALIASES,
-    ENGINE_ASKED,
-    ENGINE_COUNTERS,
-    ENGINE_GAUGES,
-    ENGINE_RESTARTS,
-    INGRESS_FAMILIES,
-    INGRESS_HEARD,
+from rayfin.actors.metrics.engine_stats import (
+    ASKED,
+    ENGINE_METRICS,
     LORA_INFO,
+    EngineStats,
+    engine_report,
 )
-from rayfin.actors.metrics.ledger import INGRESSES, MOST_KNOWN, CounterReport, Ledger, engine_report
-from rayfin.deployments.telemetry.ingress_counters import IngressCounters
+from rayfin.actors.metrics.ledger import INGRESSES, MOST_KNOWN, RESTARTS, CounterReport, Ledger
+from rayfin.deployments.telemetry.ingress_counters import INGRESS_METRICS, IngressCounters
 
 STEPS, WAIT = ("engine_steps", ()), ("wait", ())
 
@@ -30,7 +25,7 @@ def report(
     histogram = Histogram((1.0,))
     histogram.observe(0.5, waits)
     return CounterReport(
-        life, engine, {("running", ()): running}, {STEPS: steps}, {WAIT: histogram}
+        life, engine, {("running", ()): running}, {}, {STEPS: steps}, {WAIT: histogram}
     )
 
 
@@ -38,7 +33,7 @@ def test_reports_that_were_overtaken_or_are_nobodys_count_nothing() -> None:
     ledger = Ledger()
     for own in (report("a", 5, waits=5), report("a", 3, waits=3), report("", 0), report("a", 6)):
         ledger.apply(own, 0.0)
-    assert ledger.totals["0"].counters == {STEPS: 6, (ENGINE_RESTARTS.name, ()): 0}
+    assert ledger.totals["0"].counters == {STEPS: 6, (RESTARTS.name, ()): 0}
 
 
 class Machine:
@@ -87,12 +82,12 @@ def test_another_life_of_an_engine_is_a_restart() -> None:
     restarts = []
     for life in ("a", "a", "b", "b", "c"):
         ledger.apply(report(life, 1, running=3), 0.0)
-        restarts.append(ledger.totals["0"].counters[ENGINE_RESTARTS.name, ()])
+        restarts.append(ledger.totals["0"].counters[RESTARTS.name, ()])
         assert ledger.gauges("0") == {("running", ()): 3}  # of the present life alone
     assert restarts == [0, 0, 1, 1, 2]
     ledger.apply(report("i", 1, INGRESSES), 0.0)
     ledger.apply(report("j", 1, INGRESSES), 0.0)
-    assert (ENGINE_RESTARTS.name, ()) not in ledger.totals[INGRESSES].counters
+    assert (RESTARTS.name, ()) not in ledger.totals[INGRESSES].counters
 
 
 def test_gauges_of_ingresses_add_up_while_they_are_heard_of() -> None:
@@ -135,9 +130,9 @@ def test_the_ledger_does_not_grow_with_lives() -> None:
 
 
 def test_ingresses_are_as_fresh_as_the_one_that_was_heard_of_least_lately() -> None:
-    ledger, heard = Ledger(), (INGRESS_HEARD.name, ())
+    ledger, heard = Ledger(), ("reported", ())
     for life, at in (("a", 30.0), ("b", 20.0), ("c", 40.0)):
-        ledger.apply(CounterReport(life, INGRESSES, {heard: at, ("running", ()): 1}), 0.0)
+        ledger.apply(CounterReport(life, INGRESSES, {("running", ()): 1}, {heard: at}), 0.0)
     assert ledger.gauges(INGRESSES) == {heard: 20.0, ("running", ()): 3}
 
 
@@ -146,13 +141,15 @@ def test_an_engine_reports_every_series_though_it_is_zero() -> None:
     report = engine_report("3", stats, 7.5)
     assert report.engine == "3" and report.incarnation == "x"
     expected = {
-        (family.name, (value,) if value else ())
-        for family in (*ENGINE_GAUGES, *ENGINE_COUNTERS, *ENGINE_ALIASES)
-        for value in family.values or ("",)
+        (metric.name, (word,) if word else ())
+        for metric in ENGINE_METRICS
+        if metric.kind != "histogram" and metric not in (RESTARTS, LORA_INFO)
+        for word in metric.words or ("",)
+        if metric.name != "cache_config_info"
     }
-    config, lora = (CACHE_CONFIG.name, ("4", "8")), (LORA_INFO.name, ("0", "", ""))
-    asked = (ENGINE_ASKED.name, ())
-    assert {*report.gauges, *report.counters} == {*expected, config, asked, lora}
+    config, lora = ("cache_config_info", ("4", "8")), (LORA_INFO.name, ("0", "", ""))
+    asked = (ASKED.name, ())
+    assert {*report.gauges, *report.counters} == {*expected, config, lora}
     assert report.gauges[asked] == 7.5
     assert report.gauges[config] == 1
     assert report.gauges["kv_cache_pages_by_state", ("free",)] == 8
@@ -160,11 +157,12 @@ def test_an_engine_reports_every_series_though_it_is_zero() -> None:
 
 def test_an_ingress_reports_every_series_though_it_is_zero() -> None:
     report = IngressCounters().report()
-    named = {name for name, _ in {**report.gauges, **report.counters, **report.histograms}}
-    assert named == {family.name for family in INGRESS_FAMILIES}
-    for family in INGRESS_FAMILIES:
-        for value in family.values:
-            assert report.counters[family.name, (value,)] == 0
+    numbers = {**report.gauges, **report.earliest, **report.counters}
+    named = {name for name, _ in {**numbers, **report.histograms}}
+    assert named == {metric.name for metric in INGRESS_METRICS}
+    for metric in INGRESS_METRICS:
+        for word in metric.words:
+            assert numbers[metric.name, (word,) if isinstance(word, str) else word] == 0
 
 
 def test_words_outside_the_closed_sets_make_no_series() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rayfin.actors.metrics.families import CACHE_LABELS
+from rayfin.actors.metrics.engine_stats import CACHE_LABELS
 from rayfin.actors.metrics.snapshot import FREE, KEPT, SHARED, EngineSnapshot
 from rayfin.actors.scheduler.inbox import EngineCall
 from rayfin.actors.scheduler.stats import MOST_SHOWN

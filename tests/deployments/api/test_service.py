@@ -15,7 +15,7 @@ from rayfin.deployments.api.app import build_api
 from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.keys import ApiKeys
-from rayfin.deployments.telemetry.ingress_counters import IngressCounters
+from rayfin.deployments.telemetry.ingress_counters import INGRESS_METRICS, IngressCounters
 
 pytestmark = pytest.mark.anyio
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -120,7 +120,7 @@ async def test_metrics_of_all_are_one_text(
         async def metrics(own: OpenAIService = own) -> bytes:
             ledger = Ledger()
             ledger.apply(own.counts.report(), 0.0)
-            return render(own.model_names[0], "vllm", ledger)
+            return render(own.model_names[0], "vllm", ledger, INGRESS_METRICS)
 
         own.client.metrics = metrics  # type: ignore[method-assign]
     text = (await both.get("/metrics")).text

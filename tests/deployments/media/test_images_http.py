@@ -378,7 +378,7 @@ async def test_images_and_refusals_are_counted(tiny: VisionModel) -> None:
     with pytest.raises(InvalidRequest):
         await reader.read([{"role": "user", "content": [GOOD] * 4}], "messages")
     assert (reader.counts.images.count, reader.counts.images.sum) == (1, 2)
-    assert reader.counts.counters()["image_refusals", ("too_many_images",)] == 1
+    assert reader.counts.refusals["too_many_images"] == 1
 
 
 async def test_prompt_logprobs_and_truncation_are_refused(client: httpx.AsyncClient) -> None:

@@ -1,31 +1,29 @@
 """What an ingress counts of guided requests, tool calls and thoughts."""
 
-import pytest
-
-from rayfin.actors.metrics.families import (
+from rayfin.actors.metrics.ledger import Series
+from rayfin.deployments.telemetry.ingress_counters import (
     GUIDED_KINDS,
     IMAGE_REFUSALS,
-    INGRESS_FAMILIES,
+    INGRESS_METRICS,
     TOOL_CHOICES,
     VERDICTS,
+    IngressCounters,
 )
-from rayfin.actors.metrics.ledger import Series
-from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 
-NEW = {family.name: family for family in INGRESS_FAMILIES}
+NEW = {family.name: family for family in INGRESS_METRICS}
 
 
 def test_calls_are_counted_under_their_labels() -> None:
     counts = IngressCounters()
-    counts.output.guided("json")
-    counts.output.verdict("too_complex")
-    counts.output.warden_restarted()
-    counts.output.tool_called("required", 2)
-    counts.output.tool_call_unparsed()
-    counts.output.tool_call_cut()
-    counts.output.reasoned(7)
-    counts.output.thinking_budget_spent()
-    counts.output.reads("hermes", None)
+    counts.guided_requests["json"] += 1
+    counts.grammar_verdicts["too_complex"] += 1
+    counts.warden_restarts += 1
+    counts.tool_calls["required"] += 2
+    counts.tool_calls_unparsed += 1
+    counts.tool_calls_cut += 1
+    counts.reasoning_tokens += 7
+    counts.thinking_budgets_spent += 1
+    counts.reads("hermes", None)
     report = counts.report()
     expected: dict[Series, float] = {
         ("guided_requests", ("json",)): 1,
@@ -49,22 +47,21 @@ def test_every_label_is_there_from_the_start() -> None:
         ("tool_calls", TOOL_CHOICES),
         ("image_refusals", IMAGE_REFUSALS),
     ):
-        assert NEW[name].values == words
+        assert NEW[name].words == words
         assert {labels[0] for found, labels in report.counters if found == name} == set(words)
 
 
 def test_a_word_of_no_label_makes_no_series() -> None:
     counts = IngressCounters()
-    with pytest.raises(KeyError):
-        counts.output.guided("get_weather")
+    counts.guided_requests["get_weather"] += 1
     assert counts.report().counters == IngressCounters().report().counters
 
 
 def test_images() -> None:
     counts = IngressCounters()
-    counts.output.images.images.observe(2)
-    counts.output.images.refused("invalid_image")
-    counts.output.images.refused("context_length_exceeded")
+    counts.media.images.observe(2)
+    counts.media.refused("invalid_image")
+    counts.media.refused("context_length_exceeded")
     report = counts.report()
     assert report.histograms["request_images", ()].sum == 2
     refused = {labels[0]: n for (name, labels), n in report.counters.items() if "refusals" in name}

@@ -5,8 +5,9 @@ import pytest
 from harness import Harness, make_harness
 from rayfin.actors.adapters.usage import AdapterStats, AdapterUsage
 from rayfin.actors.errors import RunnerGroupFailed
+from rayfin.actors.histogram import Histogram
 from rayfin.actors.messages import AdapterRef, EngineRequest
-from rayfin.actors.metrics.ledger import lora_labels
+from rayfin.actors.metrics.engine_stats import lora_labels
 from rayfin.actors.scheduler.state.adapter_counters import AdapterCounters
 
 
@@ -52,7 +53,7 @@ def test_an_engine_without_adapters_says_so() -> None:
 
 
 def test_news_of_the_runner() -> None:
-    counters = AdapterCounters()
+    counters = AdapterCounters(Histogram(()))
     counters.observe(AdapterUsage(("a", "b"), 300, (0.5, 0.25), 1, 0))
     counters.observe(AdapterUsage(("b", "c"), 250, (0.25,), 0, 1))
     stats = counters.stats(4, [], loading=0, requests_waiting=0)
@@ -67,7 +68,7 @@ def test_news_of_the_runner() -> None:
 
 def test_a_runner_that_is_replaced_holds_none() -> None:
     h = make_harness(max_loras=2)
-    h.engine.lifecycle.state.counters.adapters.observe(AdapterUsage(("a",), 10))
+    h.engine.lifecycle.state.counters.of_adapters.observe(AdapterUsage(("a",), 10))
     assert of(h).resident == {"a"}
     h.engine.replace_runners(RunnerGroupFailed("planted"))
     assert of(h).resident == frozenset()

@@ -5,8 +5,7 @@ import pytest
 from harness import make_harness
 from rayfin.actors.errors import ContextLengthExceeded, Overloaded, RayfinError, RequestHandedBack
 from rayfin.actors.messages import ImageUsage
-from rayfin.actors.metrics.engine_stats import EngineStats
-from rayfin.actors.metrics.families import ENGINE_HISTOGRAMS
+from rayfin.actors.metrics.engine_stats import ENGINE_HISTOGRAMS, EngineStats
 
 R, P, T = 4, 11, 7  # requests, one after the other; tokens of each prompt and each output
 

@@ -6,7 +6,7 @@ from harness import make_harness
 from rayfin.actors.errors import RunnerGroupFailed
 from rayfin.actors.histogram import Histogram
 from rayfin.actors.messages import StepResult
-from rayfin.actors.metrics.families import ITL_BOUNDS
+from rayfin.actors.metric import ITL_BOUNDS
 from rayfin.actors.scheduler.state.step_overhead import StepOverheadTimer
 
 

@@ -338,7 +338,7 @@ async def test_calls_and_thoughts_are_counted(
     http: httpx.AsyncClient, service: OpenAIService
 ) -> None:
     reply = await whole(http)
-    counters = service.counts.output.counters()
+    counters = service.counts.report().counters
     assert counters["tool_calls", ("auto",)] == 2
     tokens = reply["usage"]["completion_tokens_details"]["reasoning_tokens"]
     assert counters["reasoning_tokens", ()] == tokens
@@ -418,7 +418,7 @@ async def test_a_budget_of_thought(
     await whole(http, tools=None, thinking_token_budget=budget)
     thinking = guidance(engine).thinking
     assert (thinking.budget, thinking.close_ids) == (budget, (marked.added_ids["</think>"],))
-    assert service.counts.output.counters()["thinking_budgets_spent", ()] == 1
+    assert service.counts.thinking_budgets_spent == 1
     await whole(http, tools=None, thinking_token_budget=-1)
     assert guidance(engine) is None
 
