@@ -4,11 +4,11 @@ They are a function of the response's state and are not stored: a client that st
 (``starting_after``) gets the same events with the same numbers.
 """
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from rayfin.deployments.api.responses.output import OutputItem, OutputKind, ResponsePiece
+from rayfin.deployments.api.responses.output import OutputItem, OutputKind, Piece
 from rayfin.deployments.api.responses.replies import (
     ArgumentsDeltaEvent,
     ArgumentsDoneEvent,
@@ -78,20 +78,6 @@ def events_from(state: ResponseState, number: int) -> Iterator[ResponseStreamEve
         yield _of_response(state, LAST[state.status], number)
 
 
-async def follow(
-    state: ResponseState, number: int = 0
-) -> AsyncGenerator[ResponseStreamEvent, None]:
-    """Yields the events as they happen, from ``number`` to the last one."""
-    while True:
-        done, changed = state.done, state.changed()
-        for event in list(events_from(state, number)):
-            yield event
-            number = event.sequence_number + 1
-        if done:
-            return
-        await changed.wait()
-
-
 def sse(event: ResponseStreamEvent) -> str:
     return f"event: {event.type}\ndata: {event.model_dump_json()}\n\n"
 
@@ -137,15 +123,16 @@ def _of_item(state: ResponseState, index: int, place: int, number: int) -> Respo
     return PartEvent(**names, part=whole.part())
 
 
-def _delta(item: OutputItem, index: int, piece: ResponsePiece, number: int) -> ResponseStreamEvent:
+def _delta(item: OutputItem, index: int, piece: Piece, number: int) -> ResponseStreamEvent:
+    text, logprobs = piece
     names: dict[str, Any] = {
         "sequence_number": number,
         "output_index": index,
         "item_id": item.id,
-        "delta": piece.text,
+        "delta": text,
     }
     if item.kind == "function_call":
         return ArgumentsDeltaEvent(type=ARGUMENTS_DELTA, **names)
     if item.kind == "reasoning":
         return ReasoningDeltaEvent(type=REASONING_DELTA, **names)
-    return TextDeltaEvent(type=TEXT_DELTA, **names, logprobs=piece.logprobs)
+    return TextDeltaEvent(type=TEXT_DELTA, **names, logprobs=logprobs)

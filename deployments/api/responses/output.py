@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from rayfin.deployments.api.responses.items import item_id
 from rayfin.deployments.api.responses.replies import (
@@ -21,23 +21,8 @@ OutputKind = Literal["reasoning", "message", "function_call"]
 PREFIXES: dict[OutputKind, str] = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 
 
-@dataclass(slots=True, frozen=True)
-class ResponsePiece:
-    """What one event added to an item."""
-
-    text: str  # of a function call: of its arguments
-    logprobs: list[ChatTokenLogprob] = field(default_factory=list)  # where asked for
-
-
-class OutputMark(NamedTuple):
-    """A place in an output. What comes after it can be sent and applied to a copy."""
-
-    items: int = 0
-    pieces: int = 0  # of the last item
-    closed: bool = False  # the last item is
-
-
-START = OutputMark()
+Piece = tuple[str, list[ChatTokenLogprob]]
+"""What one event added to an item: text (of a call: of its arguments), and log probabilities."""
 
 
 @dataclass(slots=True)
@@ -48,25 +33,24 @@ class OutputItem:
     id: str
     call_id: str = ""  # of a function call
     name: str = ""
-    pieces: list[ResponsePiece] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
     closed: bool = False
     ended: bool = False  # the call is whole; one that broke off is closed only
 
     @property
     def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces)
+        return "".join(text for text, _ in self.pieces)
 
     @property
     def logprobs(self) -> list[ChatTokenLogprob]:
-        return [entry for piece in self.pieces for entry in piece.logprobs]
+        return [entry for _, logprobs in self.pieces for entry in logprobs]
 
-    def copy(self, since: int = 0) -> "OutputItem":
-        """Returns a copy with the pieces from number ``since`` on."""
-        return replace(self, pieces=self.pieces[since:])
+    def copy(self) -> "OutputItem":
+        return replace(self, pieces=self.pieces.copy())
 
     def close(self) -> None:
         if not self.pieces:
-            self.pieces.append(ResponsePiece(""))  # each "done" event follows a "delta"
+            self.pieces.append(("", []))  # each "done" event follows a "delta"
         self.closed = True
 
     def status(self, response: Status) -> ItemStatus:
@@ -112,13 +96,8 @@ class ResponseOutput:
     def __init__(self, items: Sequence[OutputItem] = ()) -> None:
         self.items = list(items)
 
-    @property
-    def mark(self) -> OutputMark:
-        """Where the output stands."""
-        if not self.items:
-            return START
-        last = self.items[-1]
-        return OutputMark(len(self.items), len(last.pieces), last.closed)
+    def copy(self) -> "ResponseOutput":
+        return ResponseOutput([item.copy() for item in self.items])
 
     def append(
         self,
@@ -142,42 +121,26 @@ class ResponseOutput:
                 self.items[-1].ended = True
                 self.close()
             elif event.kind == "content" and (event.text or waiting):
-                self._item("message").pieces.append(ResponsePiece(event.text, waiting))
+                self._item("message").pieces.append((event.text, waiting))
                 waiting = []
             elif event.kind == "reasoning" and event.text:
-                self._item("reasoning").pieces.append(ResponsePiece(event.text))
+                self._item("reasoning").pieces.append((event.text, []))
             elif event.kind == "arguments" and event.text:
-                self._item("function_call").pieces.append(ResponsePiece(event.text))
+                self._item("function_call").pieces.append((event.text, []))
         last = self.items[-1] if self.items else None
         if waiting and last is not None and last.kind == "message" and not last.closed:
-            last.pieces.append(ResponsePiece("", waiting))
+            last.pieces.append(("", waiting))
 
     def complete(self) -> None:
         """Makes the output one that may end: it has an item, and the last one has a piece."""
         last = self.items[-1] if self.items else self._open("message")
         if not last.pieces:
-            last.pieces.append(ResponsePiece(""))
+            last.pieces.append(("", []))
 
     def close(self) -> None:
         """Closes the last item."""
         if self.items and not self.items[-1].closed:
             self.items[-1].close()
-
-    def since(self, mark: OutputMark) -> list[OutputItem]:
-        """Returns what was added after ``mark``, with the item that was then the last one."""
-        if not mark.items:
-            return [item.copy() for item in self.items]
-        first, *rest = self.items[mark.items - 1 :]
-        return [first.copy(mark.pieces), *(item.copy() for item in rest)]
-
-    def apply(self, mark: OutputMark, items: Sequence[OutputItem]) -> None:
-        """Replaces what comes after ``mark`` by ``items``, which ``since`` returned."""
-        added = [item.copy() for item in items]
-        if mark.items:
-            last, more = self.items[mark.items - 1], added.pop(0)
-            last.pieces[mark.pieces :] = more.pieces
-            last.closed, last.ended = more.closed, more.ended
-        self.items[mark.items :] = added
 
     def _item(self, kind: OutputKind) -> OutputItem:
         """Returns the open item of a kind; opens it if another one is the last."""

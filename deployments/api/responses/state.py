@@ -8,10 +8,11 @@ import time
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 from rayfin.actors.errors import Overloaded
 from rayfin.deployments.api.responses.items import addresses_of, texts_of
-from rayfin.deployments.api.responses.output import START, OutputItem, OutputMark, ResponseOutput
+from rayfin.deployments.api.responses.output import ResponseOutput
 from rayfin.deployments.api.responses.replies import (
     IncompleteDetails,
     InputTokensDetails,
@@ -37,20 +38,12 @@ SCHEMA_GROWTH = 8  # bytes of memory for each character of a schema's JSON
 DONE: frozenset[Status] = frozenset({"completed", "incomplete", "cancelled", "failed"})
 
 
-@dataclass(slots=True, frozen=True)
-class Change:
-    """How a response stands, and what its output has become since a mark."""
-
-    since: OutputMark
-    output: list[OutputItem]
-    status: Status
-    started: bool
-    output_tokens: int
-    reasoning_tokens: int
-    cached_tokens: int
-    error: ResponseError | None
-    ended_at: int | None
-    raw: list[RawMessage]
+GROWS = (
+    *("version", "status", "started", "error", "ended_at", "raw"),
+    *("output_tokens", "reasoning_tokens", "cached_tokens"),
+)
+Progress = dict[str, Any]
+"""Fields that change while a response runs: its output, and those that GROWS names."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +60,7 @@ class ResponseState:
     input_tokens: int
     status: Status = "queued"
     output: ResponseOutput = field(default_factory=ResponseOutput)
+    version: int = 0  # grows with each change
     started: bool = False  # the engine has given a first token
     output_tokens: int = 0
     reasoning_tokens: int = 0  # of these
@@ -104,6 +98,7 @@ class ResponseState:
         self.output_tokens, self.cached_tokens = output_tokens, cached_tokens
         self.reasoning_tokens = reasoning_tokens
         self.output.append(events, logprobs, call_ids)
+        self.version += 1
         self._notify()
 
     def finish(self, status: Status, error: ResponseError | None = None) -> None:
@@ -112,6 +107,7 @@ class ResponseState:
             if self.started and status != "failed":
                 self.output.complete()
             self.status, self.error, self.ended_at = status, error, int(time.time())
+            self.version += 1
             self._notify()
 
     def fail(self, error: Exception) -> None:
@@ -126,33 +122,19 @@ class ResponseState:
     def snapshot(self) -> "ResponseState":
         """Returns a copy that can be sent; it has no task."""
         state = copy(self)
-        state.output = ResponseOutput(self.output.since(START))
+        state.output = self.output.copy()
         state.task, state._changed = None, None
         return state
 
-    def change(self, since: OutputMark = START) -> Change:
-        """Returns the state now, with the output after ``since``."""
-        return Change(
-            since=since,
-            output=self.output.since(since),
-            status=self.status,
-            started=self.started,
-            output_tokens=self.output_tokens,
-            reasoning_tokens=self.reasoning_tokens,
-            cached_tokens=self.cached_tokens,
-            error=self.error,
-            ended_at=self.ended_at,
-            raw=self.raw,
-        )
+    def progress(self) -> Progress:
+        """Returns what may have changed, as it is now."""
+        return {"output": self.output.copy(), **{name: getattr(self, name) for name in GROWS}}
 
-    def apply(self, change: Change) -> None:
+    def apply(self, progress: Progress) -> None:
         """Brings a copy up to date."""
         if not self.done:
-            self.output.apply(change.since, change.output)
-            self.status, self.started, self.error = change.status, change.started, change.error
-            self.output_tokens, self.cached_tokens = change.output_tokens, change.cached_tokens
-            self.reasoning_tokens = change.reasoning_tokens
-            self.ended_at, self.raw = change.ended_at, change.raw
+            for name, value in progress.items():
+                setattr(self, name, value)
             self._notify()
 
     def changed(self) -> asyncio.Event:
@@ -210,8 +192,8 @@ class ResponseState:
         texts += itertools.chain.from_iterable(map(texts_of, items))
         texts += itertools.chain.from_iterable(map(addresses_of, items))
         pieces = [piece for item in self.output.items for piece in item.pieces]
-        texts += [piece.text for piece in pieces]
-        logprobs = sum(1 + len(entry.top_logprobs) for piece in pieces for entry in piece.logprobs)
+        texts += [text for text, _ in pieces]
+        logprobs = sum(1 + len(entry.top_logprobs) for _, found in pieces for entry in found)
         texts += [message.message for message in self.raw]
         tokens = TOKEN * sum(len(message.tokens) for message in self.raw)
         overhead = (

@@ -5,19 +5,16 @@ import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from rayfin.actors.errors import EngineUnavailable, InvalidRequest, NotFound, Overloaded
 from rayfin.actors.timing import RESPONSE_OWNER_SECONDS, RESPONSE_STORE_POLL_SECONDS
-from rayfin.deployments.api.responses.output import OutputMark
-from rayfin.deployments.api.responses.state import Change, ResponseState
+from rayfin.deployments.api.responses.state import Progress, ResponseState
 from rayfin.deployments.http.tenant_store import TenantStore
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 128 * 2**20
 MAX_AGE = 24 * 3600.0  # seconds
-
-Order = tuple[Literal["cancel", "forget"], str]
 
 
 @dataclass(slots=True)
@@ -25,15 +22,15 @@ class _Owner:
     """An ingress replica that runs responses."""
 
     seen: float
-    orders: list[Order] = field(default_factory=list)
+    unwanted: list[str] = field(default_factory=list)  # ids of its responses
     ordered: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class ResponseStore:
     """Responses by id, in the memory of one process; bounded as a ``TenantStore`` is.
 
-    The ingress replica that runs a response (its owner) sends copies, which all replicas read. An
-    owner polls ``orders`` for what others want done with its responses. Lives in one event loop.
+    The ingress replica that runs a response (its owner) sends snapshots, which all replicas read.
+    An owner polls for those of its responses that others want ended. Lives in one event loop.
     """
 
     def __init__(
@@ -72,11 +69,11 @@ class ResponseStore:
         self._owner_of[state.id] = owner
         self._seen(owner)
 
-    def grow(self, response_id: str, tenant: str, change: Change) -> None:
-        """Applies a change that the owner reports; ignores a response that was deleted."""
+    def grow(self, response_id: str, tenant: str, progress: Progress) -> None:
+        """Takes over what the owner reports; ignores a response that was deleted."""
         state = self._states.get(response_id, tenant)
         if state is not None:
-            state.apply(change)
+            state.apply(progress)
         if state is None or state.done:
             self._owner_of.pop(response_id, None)
         if state is not None and state.done:
@@ -90,19 +87,17 @@ class ResponseStore:
         """
         return self._find(response_id, tenant, param).snapshot()
 
-    async def changes(
-        self, response_id: str, tenant: str, since: OutputMark, status: str
-    ) -> Change:
-        """Returns what has happened since ``since`` and ``status``; waits a while for it.
+    async def progress(self, response_id: str, tenant: str, version: int) -> Progress:
+        """Returns how a response stands; waits a while for what comes after ``version``.
 
         Raises:
             NotFound: the tenant has no such response, or no longer.
         """
         state = self._find(response_id, tenant)
-        if not state.done and state.output.mark == since and state.status == status:
+        if not state.done and state.version == version:
             await _set_within(state.changed(), RESPONSE_STORE_POLL_SECONDS)
             state = self._find(response_id, tenant)
-        return state.change(since)
+        return state.progress()
 
     def remove(self, response_id: str, tenant: str) -> None:
         """Deletes a response; its owner ends it if it runs."""
@@ -110,7 +105,7 @@ class ResponseStore:
         if state is None:
             return
         self._states.remove(state)
-        self._order(response_id, "forget")
+        self._end(response_id)
         self._owner_of.pop(response_id, None)
         state.finish("cancelled")  # wakes those who wait for changes
 
@@ -121,17 +116,17 @@ class ResponseStore:
             NotFound: the tenant has no such response.
         """
         if not self._find(response_id, tenant).done:
-            self._order(response_id, "cancel")
+            self._end(response_id)
 
-    async def orders(self, owner: str) -> list[Order]:
-        """Returns what an owner is to do, in order; waits a while for something."""
+    async def unwanted(self, owner: str) -> list[str]:
+        """Returns the ids of an owner's responses that are to end; waits a while for some."""
         replica = self._seen(owner)
-        if not replica.orders:
+        if not replica.unwanted:
             await _set_within(replica.ordered, RESPONSE_STORE_POLL_SECONDS)
         replica.ordered.clear()
-        orders, replica.orders = replica.orders, []
+        ids, replica.unwanted = replica.unwanted, []
         self._seen(owner)
-        return orders
+        return ids
 
     def _find(self, response_id: str, tenant: str, param: str = "response_id") -> ResponseState:
         """Returns the stored state; a response whose owner is gone has failed."""
@@ -144,10 +139,11 @@ class ResponseStore:
             self._states.settle(state)
         return state
 
-    def _order(self, response_id: str, kind: Literal["cancel", "forget"]) -> None:
+    def _end(self, response_id: str) -> None:
+        """Tells the owner of a response to end it."""
         if (owner := self._owner_of.get(response_id)) is not None:
             replica = self._owners[owner]
-            replica.orders.append((kind, response_id))
+            replica.unwanted.append(response_id)
             replica.ordered.set()
 
     def _seen(self, owner: str) -> _Owner:

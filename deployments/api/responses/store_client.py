@@ -3,17 +3,16 @@
 import asyncio
 import contextvars
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 from rayfin.actors.errors import RayfinError
 from rayfin.actors.timing import RESPONSE_STORE_RETRY_SECONDS
-from rayfin.deployments.api.responses.events import follow
-from rayfin.deployments.api.responses.output import START
+from rayfin.deployments.api.responses.events import events_from
 from rayfin.deployments.api.responses.replies import ResponseStreamEvent
 from rayfin.deployments.api.responses.state import ResponseState
 from rayfin.deployments.api.responses.store import ResponseStore
-from rayfin.deployments.http.sse import cancelled
 
 logger = logging.getLogger("rayfin.http")
 
@@ -91,35 +90,38 @@ class ResponseStoreClient:
     ) -> AsyncGenerator[ResponseStreamEvent, None]:
         """Yields the events of a state that ``get`` returned, from that number to the last."""
         here = self._running.get(state.id) is state
-        reading = None if here else asyncio.create_task(self._read_or_fail(state))
-        try:
-            async for event in follow(state, number):
+        while True:
+            done, changed = state.done, state.changed()
+            for event in list(events_from(state, number)):
                 yield event
-        finally:
-            if reading is not None:
-                await cancelled(reading)
+                number = event.sequence_number + 1
+            if done:
+                return
+            try:
+                await (changed.wait() if here else self._read(state))
+            except RayfinError as error:  # deleted, or the store is gone
+                state.fail(error)
 
     async def settle(self, state: ResponseState) -> None:
         """Reports the end of a response that ran here, stored or not."""
         if state.id not in self._running:
             return
+        if (report := self._reports.pop(state.id, None)) is not None:
+            report.cancel()
         try:
-            if (report := self._reports.get(state.id)) is not None:
-                await asyncio.shield(report)
-            else:
-                await self._call("grow", state.id, state.tenant, state.change())
+            await self._call("grow", state.id, state.tenant, state.progress())
         except RayfinError as error:
             logger.warning("The response %s could not be stored: %s", state.id, error)
         finally:
             self._running.pop(state.id, None)
-            self._reports.pop(state.id, None)
 
     async def cancel(self, state: ResponseState) -> None:
         """Ends a background response on any replica, and brings ``state`` up to date."""
         if self._running.get(state.id) is state:
             return await self._cancel(state)
         await self._call("cancel", state.id, state.tenant)
-        await self._read(state)
+        while not state.done:
+            await self._read(state)
 
     async def remove(self, state: ResponseState) -> None:
         """Deletes a response, and ends it if it runs."""
@@ -135,51 +137,40 @@ class ResponseStoreClient:
             self._send("remove", state.id, state.tenant)
 
     def close(self) -> None:
-        """Stops polling for orders; other replicas then see what runs here as failed."""
+        """Stops polling; other replicas then see what runs here as failed."""
         if self._listening is not None:
             self._listening.cancel()
 
     async def _report(self, state: ResponseState) -> None:
-        """Sends changes to the end, each as soon as the store has taken the one before."""
-        sent = START
+        """Sends snapshots on the way, with pauses: each one is the whole output."""
         while True:
-            done, changed, mark = state.done, state.changed(), state.output.mark
-            change = state.change(sent)
+            changed, began = state.changed(), time.monotonic()
             try:
-                await self._remote("grow", state.id, state.tenant, change)
-                sent = mark
+                await self._remote("grow", state.id, state.tenant, state.progress())
             except RayfinError as error:
                 logger.warning("The response %s could not be stored: %s", state.id, error)
-            if done:
-                return
+            took = time.monotonic() - began
+            await asyncio.sleep(min(9 * took, RESPONSE_STORE_RETRY_SECONDS))
             await changed.wait()
 
     async def _read(self, copy: ResponseState) -> None:
-        """Brings a copy up to date until its response has ended."""
-        while not copy.done:
-            since = copy.output.mark
-            copy.apply(await self._call("changes", copy.id, copy.tenant, since, copy.status))
-
-    async def _read_or_fail(self, copy: ResponseState) -> None:
-        try:
-            await self._read(copy)
-        except RayfinError as error:  # deleted, or the store is gone
-            copy.fail(error)
+        """Brings a copy up to date when its response has changed, or after a while."""
+        copy.apply(await self._call("progress", copy.id, copy.tenant, copy.version))
 
     async def _cancel(self, state: ResponseState) -> None:
         await _cancel_task(state)
         await self.settle(state)  # if it had not started
 
     async def _listen(self) -> None:
-        """Carries out the orders of other replicas."""
+        """Ends what other replicas want ended; a response with a client goes on, but unstored."""
         while True:
             try:
-                for kind, response_id in await self._remote("orders", self._owner):
+                for response_id in await self._remote("unwanted", self._owner):
                     state = self._running.get(response_id)
-                    if kind == "forget":
-                        self._drop(response_id)
-                    elif state is not None:
+                    if state is not None and state.task is not None:
                         await self._cancel(state)
+                    else:
+                        self._drop(response_id)
             except RayfinError as error:
                 logger.warning("The store of responses does not answer: %s", error)
                 await asyncio.sleep(RESPONSE_STORE_RETRY_SECONDS)

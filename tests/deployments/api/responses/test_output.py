@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rayfin.deployments.api.responses.events import events_from
-from rayfin.deployments.api.responses.output import START
 from rayfin.deployments.api.responses.replies import FunctionCallItem, Response, Status
 from rayfin.deployments.api.responses.state import ResponseState
 from rayfin.deployments.text.parsing.events import Event
@@ -223,11 +222,11 @@ def test_a_copy_that_follows(deltas: list[list[Event]], end: Status, data: st.Da
     written: list[Any] = []
 
     def sync() -> None:
-        change = pickle.dumps(state.change(copy.output.mark))
+        progress = pickle.dumps(state.progress())
         for _ in range(data.draw(st.integers(1, 2))):
-            copy.apply(pickle.loads(change))
+            copy.apply(pickle.loads(progress))
         written.extend(events_from(copy, len(written)))
-        assert copy.output.mark == state.output.mark
+        assert copy.version == state.version
         assert copy.response() == state.response()
 
     for delta in deltas:
@@ -238,18 +237,18 @@ def test_a_copy_that_follows(deltas: list[list[Event]], end: Status, data: st.Da
     sync()
     assert written == list(events_from(state, 0))
     again = state_of()
-    again.apply(state.change(START))
+    again.apply(state.progress())
     assert again.response() == state.response()
 
 
-def test_a_change_shares_nothing_with_its_state() -> None:
+def test_a_snapshot_shares_nothing_with_its_state() -> None:
     state = state_of()
     add(state, [TEXT])
-    change, snapshot = state.change(), state.snapshot()
+    progress, snapshot = state.progress(), state.snapshot()
     copy = state_of()
-    copy.apply(change)
+    copy.apply(progress)
     add(state, [Event("content", "!")])
-    assert [item.text for item in change.output] == ["look"]
+    assert [item.text for item in progress["output"].items] == ["look"]
     assert [item.text for item in copy.output.items] == ["look"]
     assert [item.text for item in snapshot.output.items] == ["look"]
     assert [item.text for item in state.output.items] == ["look!"]

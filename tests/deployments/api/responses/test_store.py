@@ -52,7 +52,7 @@ def held(store: ResponseStore, *names: str) -> list[str]:
 
 
 def settle(store: ResponseStore, state: ResponseState) -> None:
-    store.grow(state.id, state.tenant, state.change())
+    store.grow(state.id, state.tenant, state.progress())
 
 
 def test_a_tenant_sees_its_own() -> None:
