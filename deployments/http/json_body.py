@@ -1,4 +1,8 @@
-"""The body of a request as a JSON object, with everything refused that would fail later."""
+"""The body of a request as a JSON object, with everything refused that would fail later.
+
+Python's parser reads it, because pydantic_core's keeps the last of two equal keys and reads 1e999
+as infinity.
+"""
 
 import asyncio
 import json
@@ -22,7 +26,6 @@ MAX_KEYS = 2**16  # of all objects together
 MAX_ITEMS = 2**19  # members and elements of all objects and arrays together
 LARGE = 256 * 1024  # bytes from which parsing leaves the event loop
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
-SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 async def read_json(request: Request) -> dict[str, Any]:
@@ -124,25 +127,13 @@ def _refuse_number(literal: str) -> NoReturn:
     ) from None
 
 
-def _check_surrogates(value: object) -> None:
-    level: list[object] = [value]
-    while level:
-        if any(_has_surrogate(item) for item in level):
-            raise InvalidRequest(
-                "A string holds half of a surrogate pair.", None, "invalid_unicode"
-            )
-        level = [child for item in level for child in _children(item)]
-
-
-def _has_surrogate(item: object) -> bool:
-    texts = [item] if isinstance(item, str) else item.keys() if isinstance(item, dict) else ()
-    return any(SURROGATE.search(text) for text in texts)
-
-
-def _children(item: object) -> list[Any]:
-    if isinstance(item, dict):
-        return list(item.values())
-    return item if isinstance(item, list) else []
+def _check_surrogates(value: dict[str, Any]) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(
+            "A string holds half of a surrogate pair.", None, "invalid_unicode"
+        ) from None
 
 
 def _too_many(what: str, most: int) -> InvalidRequest:
