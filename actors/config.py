@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Any, get_args
 
 from rayfin.actors.code_version import code_version, grammar_version
-from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.errors import InvalidConfig, NoRoomNow
 from rayfin.actors.settings.choices import (
     CHOICES,
     OPTIONAL_CHOICES,
@@ -33,16 +33,12 @@ from rayfin.actors.settings.choices import (
     Runner,
     SchedulerName,
 )
-from rayfin.actors.settings.kept_pages import page_folder, require_disk
+from rayfin.actors.settings.kept_pages import page_folder, require_disk, resolve_host_pages
 from rayfin.actors.settings.kept_states import draft_states, resolve_snapshots
-from rayfin.actors.settings.lora_limits import loras_in_step, require_one_device
-from rayfin.actors.settings.own_drafts import chosen_speculation
+from rayfin.actors.settings.lora_limits import least_adapters, loras_in_step, require_one_device
 from rayfin.actors.settings.spare_runners import require_spares
-from rayfin.actors.settings.swap_space import resolve_host_pages
-from rayfin.actors.settings.tenant_weights import parse_weights
 from rayfin.actors.settings.uncut import ANY, Uncut
-from rayfin.actors.settings.what_fits import too_long
-from rayfin.actors.speculation import SpeculativeConfig, read_speculation
+from rayfin.actors.speculation import SpeculativeConfig, chosen_speculation, read_speculation
 from rayfin.cache.page_files import PageFolder
 
 DECIDE_TOKENS = (
@@ -596,4 +592,65 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         clip_tokens=facts.clip_tokens,
         embeds_size=facts.embeds_size,
         uncut=replace(facts.uncut, room=limits.max_batch_tokens - limits.max_decoding_batch),
+    )
+
+
+def parse_weights(text: str | None) -> dict[str, float]:
+    """``tenant_weights`` as shares by tenant: 'gold=4,free=1' is {"gold": 4.0, "free": 1.0}.
+
+    Raises:
+        InvalidConfig: not pairs of a name and a number over 0, or a name twice.
+    """
+    weights: dict[str, float] = {}
+    for part in text.split(",") if text else []:
+        name, equals, value = (piece.strip() for piece in part.rpartition("="))
+        try:
+            weight = float(value)
+        except ValueError:
+            weight = math.nan
+        if not equals or not name or not 0 < weight < math.inf:
+            raise InvalidConfig(
+                f"tenant_weights must be like 'gold=4,free=1' with numbers over 0, got {part!r}",
+                "tenant_weights",
+            )
+        if name in weights:
+            raise InvalidConfig(f"tenant_weights names {name!r} twice", "tenant_weights")
+        weights[name] = weight
+    return weights
+
+
+def too_long(args: EngineArgs, facts: ModelFacts, wanted: int, available: int) -> InvalidConfig:
+    """Names what would fit: settings with the longest request that each makes room for.
+
+    Args:
+        wanted: tokens of the longest request.
+        available: bytes for pages.
+
+    Returns:
+        A NoRoomNow where ``available`` was measured, and not set by ``args``.
+    """
+    size, page, saved = args.page_size, facts.page_bytes, facts.int4_saves
+    needed = -(-wanted // size)
+    pages = max(args.num_pages or available // page, 0)
+    ways = [("max_model_len {}", pages * size)]
+    for name, smaller in facts.smaller_pages if args.num_pages is None else ():
+        ways.append((f"kv_cache_dtype {name!r} for {{}}", available // smaller * size))
+    if args.num_pages is None and args.kv_cache_memory is None and saved:
+        longest = (available + saved) // page * size
+        ways.append((f"quantization 'int4' ({saved:,} bytes less) for {{}}", longest))
+    if args.num_pages is None and args.kv_cache_memory is None and facts.adapter_bytes:
+        least, saved = least_adapters(args, facts.adapter_bytes, facts.device)
+        ways.append(
+            (f"{least} ({saved:,} bytes less) for {{}}", (available + saved) // page * size)
+        )
+    more = f"memory_utilization for {needed * page - available:,} bytes more"
+    fixed = args.num_pages or args.kv_cache_memory
+    if fixed:
+        more = f"num_pages {needed}" if args.num_pages else f"kv_cache_memory {needed * page}"
+    clip = facts.clip_tokens  # does not count in max_model_len
+    fits = [way.format(min(longest, wanted) - clip) for way, longest in ways if longest > clip]
+    return (InvalidConfig if fixed else NoRoomNow)(
+        f"a request of {wanted} tokens needs {needed} pages ({needed * page:,} bytes), {pages} "
+        f"fit. What fits: {'; '.join([*fits, more])}",
+        "max_model_len",
     )

@@ -3,9 +3,12 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NoReturn, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_type_hints
 
 from rayfin.actors.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from rayfin.actors.config import EngineArgs, ModelFacts
 
 Method = Literal["ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"]
 
@@ -165,3 +168,21 @@ def _check_method(given: Mapping[str, Any]) -> None:
 
 def _refuse(rule: str) -> NoReturn:
     raise InvalidConfig(f"{FIELD} {rule}", FIELD)
+
+
+def chosen_speculation(args: "EngineArgs", facts: "ModelFacts") -> SpeculativeConfig | None:
+    """Who drafts in an engine of these settings: what they say, or ``ngram`` on one CPU device.
+
+    An n-gram costs a lookup. A step has a draft only where it gains time, and no token changes. So
+    it is on wherever it needs no memory: recurrent layers would keep states for drafts, and ranks
+    measure no times. On a GPU steps with drafts leave the CUDA graphs. Without the compiled kernels
+    the last bits of a logit depend on how many tokens a step computes.
+    """
+    if args.sets_speculation:
+        return args.speculation
+    alone = args.tensor_parallel_size * args.pipeline_parallel_size == 1
+    decodes = bool(facts.page_bytes) and not facts.state_bytes and not facts.whole_prompts
+    decodes = decodes and facts.fixed_bits and not facts.pools
+    if facts.device != "cpu" or args.scheduler != "v1" or not alone or not decodes:
+        return None
+    return SpeculativeConfig(method="ngram")

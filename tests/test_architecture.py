@@ -30,7 +30,6 @@ MAY_IMPORT_RAY = {
     "actors/scheduler/runner_group.py",
     "actors/supervision/adoption.py",
     "actors/supervision/ahead.py",
-    "actors/supervision/death_watch.py",
     "actors/supervision/placement.py",
     "actors/supervision/supervisor.py",
 }

@@ -1,15 +1,22 @@
 """Everything that one ingress answers, as an ASGI application."""
 
+import asyncio
 from collections.abc import Mapping
 
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 from starlette.middleware import Middleware
 
 from rayfin import __version__
+from rayfin.actors.metrics.render import merged
 from rayfin.deployments.api.adapters import add_adapter_routes
 from rayfin.deployments.api.admin.routes import Operated, add_admin_routes
-from rayfin.deployments.api.anthropic.routes import add_message_routes
-from rayfin.deployments.api.audio.routes import add_audio_routes
+from rayfin.deployments.api.anthropic.bodies import MessagesRequest, PromptBody
+from rayfin.deployments.api.anthropic.messages import MessagesAdapter, prompt_of
+from rayfin.deployments.api.anthropic.replies import TokenCount
+from rayfin.deployments.api.anthropic.tools import answer_rules
+from rayfin.deployments.api.audio.adapter import TranscriptionAdapter
+from rayfin.deployments.api.audio.form import Task, read_form
 from rayfin.deployments.api.models import add_model_routes
 from rayfin.deployments.api.openai.bodies import (
     BatchChatRequest,
@@ -23,7 +30,6 @@ from rayfin.deployments.api.openai.tokenize import add_tokenize_routes
 from rayfin.deployments.api.openapi import add_openapi
 from rayfin.deployments.api.responses.routes import add_response_routes
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
-from rayfin.deployments.api.status import add_status_routes
 from rayfin.deployments.api.web.routes import add_web_routes
 from rayfin.deployments.batches.folder import BatchFolder
 from rayfin.deployments.batches.routes import add_batch_routes
@@ -35,9 +41,10 @@ from rayfin.deployments.http.errors import add_error_handlers
 from rayfin.deployments.http.idempotency import Idempotency
 from rayfin.deployments.http.json_body import ignored_header, read_body, read_json, validate
 from rayfin.deployments.http.layers import arrange, settings_layers
-from rayfin.deployments.http.request_meter import RequestMeter
 from rayfin.deployments.pooling.routes import add_pooling_routes
-from rayfin.deployments.telemetry.load import LoadCounter
+from rayfin.deployments.telemetry.load import LoadCounter, RequestMeter
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def build_api(
@@ -139,3 +146,80 @@ def add_completion_routes(app: FastAPI, models: ServedModels) -> None:
         if "messages" in value:
             return await chat(request, validate(value, ChatCompletionRequest))
         return await complete(request, validate(value, CompletionRequest))
+
+
+def add_message_routes(app: FastAPI, models: ServedModels) -> None:
+    @app.post("/v1/messages")
+    async def create(request: Request) -> Response:
+        body = await read_body(request, MessagesRequest)
+        headers = ignored_header(body.ignored_fields())
+        service = await models.resolve_model(request, body.model)
+        return await GenerationRoute(MessagesAdapter(service, body)).answer(request, headers)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count(request: Request, response: Response) -> TokenCount:
+        body = await read_body(request, PromptBody)
+        service = await models.resolve_model(request, body.model)
+        response.headers.update(ignored_header(body.ignored_fields()))
+        answer_rules(body)  # checks the fields that leave the prompt as it is
+        prompt = await prompt_of(service, body, any_length=True)
+        return TokenCount(input_tokens=len(prompt.chat.ids))
+
+
+def add_audio_routes(app: FastAPI, models: ServedModels) -> None:
+    """Adds the routes of models that hear."""
+
+    async def answer(request: Request, task: Task) -> Response:
+        async def check(name: str | None) -> None:
+            _, media = await models.resolve_hearing(request, name)
+            media.room.check()
+
+        if not models.max_upload_bytes:
+            await check(None)  # which says what the first model does instead
+        form = await read_form(request, task, models.max_upload_bytes, check)
+        service, media = await models.resolve_hearing(request, form.model)
+        adapter = TranscriptionAdapter(service, media, form)
+        del form  # with the file, which the adapter forgets once it is read
+        return await GenerationRoute(adapter).answer(request, {})
+
+    @app.post("/v1/audio/transcriptions")
+    async def transcriptions(request: Request) -> Response:
+        return await answer(request, "transcribe")
+
+    @app.post("/v1/audio/translations")
+    async def translations(request: Request) -> Response:
+        return await answer(request, "translate")
+
+
+def add_status_routes(app: FastAPI, models: ServedModels) -> None:
+    @app.get("/health")
+    @app.get("/ping")  # SageMaker's name for it
+    @app.post("/ping")
+    async def health() -> Response:
+        """Returns 200 if every model is healthy."""
+        for service in models.services:
+            await service.client.check_health()
+        return Response()
+
+    @app.get("/live")
+    async def live() -> Response:
+        """Returns 200 if this process answers; the engines do not matter."""
+        return Response()
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        return {"server_load": models.first.load.in_flight}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        texts = await asyncio.gather(*(service.client.metrics() for service in models.services))
+        return Response(merged(texts), media_type=METRICS_TYPE)
+
+    @app.get("/")
+    async def root() -> Response:
+        paths = {getattr(route, "path", "/") for route in app.routes} - {"/"}
+        return JSONResponse({"name": "Rayfin", "version": __version__, "endpoints": sorted(paths)})

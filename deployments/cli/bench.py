@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from rayfin.deployments.bench.client import OpenLoop
     from rayfin.deployments.bench.datasets import Dataset, Pace
     from rayfin.deployments.bench.measures import Figures, Timeline
+    from rayfin.deployments.bench.workload import Job
+    from rayfin.deployments.offline.engines import OfflineEngine
 
 DATASETS = (
     *("random", "shared-prefix", "prefix_repetition", "lengths", "trace", "timed_trace"),
@@ -184,7 +187,6 @@ def throughput(
       rayfin bench throughput --model ./my-model --requests 64 --executor ray
     """
     from rayfin.deployments.bench.datasets import dataset_of, load
-    from rayfin.deployments.bench.offline import run_offline
     from rayfin.deployments.bench.workload import varied
 
     settings = with_trace(settings)
@@ -223,7 +225,6 @@ def latency(
     Example:
       rayfin bench latency --model ./my-model --dtype bfloat16
     """
-    from rayfin.deployments.bench.offline import run_offline
     from rayfin.deployments.bench.workload import Lengths, random_jobs
 
     prompts, outputs = Lengths(prompt_tokens, prompt_tokens), Lengths(output_tokens, output_tokens)
@@ -372,6 +373,36 @@ class _Engine:
 
     def __exit__(self, *_: object) -> None:
         self._engine.close()
+
+
+def run_offline(engine: "OfflineEngine", jobs: "Sequence[Job]") -> "list[Timeline]":
+    """Runs all jobs at once, greedily and to their full lengths; arrival times are ignored."""
+    import numpy as np
+
+    from rayfin.actors.messages import EngineRequest, Sampling, StopRules
+    from rayfin.deployments.bench.measures import Timeline
+
+    requests = [
+        EngineRequest(
+            f"bench-{key}",
+            np.array(job.prompt, np.int32),
+            Sampling(),
+            StopRules(job.output_tokens),
+            key=key,
+        )
+        for key, job in enumerate(jobs)
+    ]
+    start = time.perf_counter()
+    timelines = [Timeline(start, len(job.prompt)) for job in jobs]
+    for deltas in engine.run(requests):
+        now = time.perf_counter()
+        keys, counts = np.unique(deltas.keys, return_counts=True)
+        for key, count in zip(keys.tolist(), counts.tolist(), strict=True):
+            timelines[key].add(now, count)
+        for ended in deltas.ended:
+            if ended.error is not None:
+                timelines[ended.key].error = str(ended.error)
+    return timelines
 
 
 def with_trace(settings: dict[str, Any]) -> dict[str, Any]:

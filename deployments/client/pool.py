@@ -35,9 +35,10 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.metrics.snapshot import EngineSnapshot
-from rayfin.actors.supervision.progress import check_progress
 from rayfin.actors.timing import (
     APPLICATION_END_SECONDS,
+    ENGINE_STALL_SECONDS,
+    ENGINE_STALL_STEPS,
     REGISTRY_REFRESH_SECONDS,
     REGISTRY_SEARCH_SECONDS,
     REPLAY_PAUSE_SECONDS,
@@ -45,7 +46,6 @@ from rayfin.actors.timing import (
 from rayfin.deployments.client.connection import Deltas, EngineConnection
 from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.client.replay import Replay
-from rayfin.deployments.client.request_overhead import RequestOverheadTimer
 from rayfin.deployments.client.routing import PrefixAware, Router
 from rayfin.deployments.client.waiting_room import WaitingRoom
 
@@ -464,3 +464,38 @@ async def _next(deltas: Deltas) -> TokenDelta:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def check_progress(stats: EngineStats) -> None:
+    """Raises if an engine has requests and makes no progress. A busy engine that steps is healthy.
+
+    Raises:
+        EngineUnavailable: it has stalled.
+    """
+    patience = max(ENGINE_STALL_SECONDS, ENGINE_STALL_STEPS * stats.last_step_seconds)
+    if stats.seconds_since_progress > patience:
+        raise EngineUnavailable(
+            f"no step finished for {stats.seconds_since_progress:.0f} s with "
+            f"{stats.running + stats.waiting} requests in the engine"
+        )
+
+
+class RequestOverheadTimer:
+    """One request at one engine; ``sent`` in seconds of the ingress' clock.
+
+    The engine's last message has its own time to the first token. The ingress subtracts that from
+    its own: the rest is the way there, the wait for the engine's loop, and the way back. As in NTP,
+    durations of two clocks are compared, never times.
+    """
+
+    def __init__(self, sent: float) -> None:
+        self._sent = sent
+        self._first: float | None = None
+
+    def observe(self, delta: TokenDelta, now: float) -> float | None:
+        """Records a delta that arrived at ``now``; returns the seconds at the last one, or None."""
+        if self._first is None and delta.tokens:
+            self._first = now
+        if self._first is None or delta.finish_reason is None or delta.first_token is None:
+            return None
+        return max(0.0, self._first - self._sent - delta.first_token)

@@ -17,7 +17,7 @@ def top_logprobs(
     values: torch.Tensor,
     numbers: torch.Tensor,
 ) -> None:
-    """`rayfin.kernels.sampling.logprobs.top_logprobs` for the rows that want it, in place.
+    """`rayfin.kernels.sampling.sample.top_logprobs` for the rows that want it, in place.
 
     Args:
         logits: [S, V] any float dtype, before temperature and filters.

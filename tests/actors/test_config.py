@@ -11,12 +11,12 @@ from rayfin.actors.config import (
     EngineArgs,
     EngineConfig,
     ModelFacts,
+    parse_weights,
     resolve,
     resolve_limits,
     resolve_model_len,
 )
 from rayfin.actors.errors import InvalidConfig, NoRoomNow
-from rayfin.actors.settings.tenant_weights import parse_weights
 
 PAGE_BYTES = 1000
 

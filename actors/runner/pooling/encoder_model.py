@@ -18,7 +18,7 @@ from rayfin.actors.messages import Int32Array
 from rayfin.actors.runner.models.recurrent import RecurrentLayers
 from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
-from rayfin.kernels.attention.segments import segment_attention
+from rayfin.kernels.attention.torch_backend import segment_attention
 
 ATTENTION = "rayfin_encoder"
 SEGMENTS = "rayfin_segments"  # the attribute of an attention module that holds the segments

@@ -16,7 +16,7 @@ from rayfin.actors.messages import (
     SchedulerInfo,
 )
 from rayfin.actors.runner.step.request_slots import RequestSlots
-from rayfin.kernels.sampling.logprobs import top_logprobs
+from rayfin.kernels.sampling.sample import top_logprobs
 
 ROWS_AT_ONCE = 256
 """Positions of a prompt scored together: bounds the memory, rows x vocabulary x fp32."""

@@ -29,8 +29,7 @@ from rayfin.deployments.api.audio.replies import (
     TranscriptDone,
     VerboseTranscript,
 )
-from rayfin.deployments.api.audio.segments import Segment, segments
-from rayfin.deployments.api.audio.subtitles import srt, vtt
+from rayfin.deployments.api.audio.segments import Segment, segments, srt, vtt
 from rayfin.deployments.api.audio.whisper import whisper_prompt
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Deltas, Generation

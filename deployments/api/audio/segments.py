@@ -4,6 +4,7 @@ Source of the form of answers: Radford et al., 2022, "Robust Speech Recognition 
 Supervision", section 2.3: a token for its begin stands before a segment, one for its end behind it.
 """
 
+import html
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -121,3 +122,38 @@ def _text(tokens: Iterable[int], speech: "SpeechPrompts", tokenizer: Tokenizer) 
 def _compression(text: str) -> float:
     written = text.encode()
     return len(written) / len(zlib.compress(written))
+
+
+# Segments as files of subtitles: SubRip, and WebVTT (https://www.w3.org/TR/webvtt1).
+
+
+def srt(segments: Sequence[Segment]) -> str:
+    """A file of SubRip."""
+    return "".join(
+        f"{number}\n{_span(own, ',')}\n{_line(own.text).replace('-->', '->')}\n\n"
+        for number, own in enumerate(segments, 1)
+    )
+
+
+def vtt(segments: Sequence[Segment]) -> str:
+    """A file of WebVTT, whose text has characters of markup escaped."""
+    cues = (
+        f"{_span(own, '.')}\n{html.escape(_line(own.text), quote=False)}\n\n" for own in segments
+    )
+    return "WEBVTT\n\n" + "".join(cues)
+
+
+def _line(text: str) -> str:
+    """The text without line breaks: an empty line would end it."""
+    return " ".join(text.split())
+
+
+def _span(segment: Segment, point: str) -> str:
+    return f"{_time(segment.start, point)} --> {_time(segment.end, point)}"
+
+
+def _time(seconds: float, point: str) -> str:
+    whole = round(seconds * 1000)
+    minutes, rest = divmod(whole, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:02}:{minutes:02}:{rest // 1000:02}{point}{rest % 1000:03}"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from rayfin.actors.supervision import death_watch
-from rayfin.actors.supervision.death_watch import DeathWatch
+from rayfin.actors.supervision import supervisor
+from rayfin.actors.supervision.supervisor import DeathWatch
 
 LONG = 60.0  # seconds; only a failure waits so long
 SHORT = 0.02
@@ -35,7 +35,7 @@ class Actor:
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(death_watch, "PULSE_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor, "PULSE_SECONDS", 0.0)
 
 
 async def is_over(waiting: Awaitable[Any]) -> bool:

@@ -1,7 +1,7 @@
 """The way between ingress and engine, from what each of them has measured."""
 
 from rayfin.actors.messages import TokenDelta
-from rayfin.deployments.client.request_overhead import RequestOverheadTimer
+from rayfin.deployments.client.pool import RequestOverheadTimer
 
 
 def reported(first_token: float | None) -> TokenDelta:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from audio_models import RATE, tone
-from rayfin.deployments.media.cuts import cut_at_quiet
+from rayfin.deployments.media.sound import cut_at_quiet
 
 
 def test_a_short_one_stays_whole() -> None:

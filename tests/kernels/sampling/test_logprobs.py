@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rayfin.kernels.sampling.logprobs import top_logprobs
+from rayfin.kernels.sampling.sample import top_logprobs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

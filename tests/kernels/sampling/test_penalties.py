@@ -3,8 +3,13 @@
 import torch
 
 from rayfin.kernels.reference import penalised
-from rayfin.kernels.sampling.filters import add_bias, allow_only, forbid
-from rayfin.kernels.sampling.penalties import UsedTokens, apply_penalties
+from rayfin.kernels.sampling.filters import (
+    UsedTokens,
+    add_bias,
+    allow_only,
+    apply_penalties,
+    forbid,
+)
 
 ROWS, VOCABULARY = 4, 12
 

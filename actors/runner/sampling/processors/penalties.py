@@ -9,7 +9,7 @@ import torch
 from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.sampling.processors.base import Rows, float_tensor, token_pairs
 from rayfin.actors.runner.sampling.processors.device_rules import DeviceRules, TokenCounts
-from rayfin.kernels.sampling.penalties import UsedTokens, apply_penalties
+from rayfin.kernels.sampling.filters import UsedTokens, apply_penalties
 from rayfin.kernels.staging import to_device
 
 

@@ -16,8 +16,8 @@ from rayfin.deployments.api.audio.adapter import AT_ONCE
 from rayfin.deployments.api.audio.heard import HeardText
 from rayfin.deployments.api.audio.joined import JoinedText
 from rayfin.deployments.generation import generation
-from rayfin.deployments.media.cuts import cut_at_quiet
 from rayfin.deployments.media.room import RecordingRoom
+from rayfin.deployments.media.sound import cut_at_quiet
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.anyio

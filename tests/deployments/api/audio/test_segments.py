@@ -2,8 +2,7 @@
 
 import pytest
 
-from rayfin.deployments.api.audio.segments import Segment, spans
-from rayfin.deployments.api.audio.subtitles import srt, vtt
+from rayfin.deployments.api.audio.segments import Segment, spans, srt, vtt
 
 LENGTH = 3.0
 A, B, C = 1, 2, 3

@@ -18,8 +18,8 @@ from rayfin.actors.messages import EngineRequest, TokenDelta
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.api.audio.segments import spans
 from rayfin.deployments.generation.quotas import TokenQuotas
-from rayfin.deployments.media.cuts import cut_at_quiet
 from rayfin.deployments.media.settings import MediaSettings
+from rayfin.deployments.media.sound import cut_at_quiet
 from rayfin.deployments.text.tokenizer import Tokenizer
 from whisper_models import FIRST_TIME, IDS, PAGE_SIZE, POSITIONS, RATE, WhisperOracle
 
