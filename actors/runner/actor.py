@@ -30,7 +30,6 @@ from rayfin.actors.runner.spare import (
     maps_weights,
     plan_spares,
 )
-from rayfin.actors.runner.step.step_socket import StepSocket
 from rayfin.actors.runner.step_turns import StepTurns
 from rayfin.actors.timing import (
     ADAPTER_FETCH_PAUSE_SECONDS,
@@ -38,6 +37,7 @@ from rayfin.actors.timing import (
     RUNNER_LEASE_SECONDS,
     STEP_OVERTAKEN_SECONDS,
 )
+from rayfin.actors.transport.steps import StepSocket
 
 logger = logging.getLogger(__name__)
 

@@ -52,10 +52,9 @@ from rayfin.actors.processes.lifeline import Lifeline
 from rayfin.actors.processes.logs import set_up
 from rayfin.actors.processes.registry import NAMESPACE
 from rayfin.actors.scheduler import status_line
-from rayfin.actors.scheduler.client_links import ClientLinks
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.faults.runner_pinger import RunnerPinger
-from rayfin.actors.scheduler.inbox import WAKE, ClientMessage, EngineCall
+from rayfin.actors.scheduler.inbox import WAKE, ClientLinks, ClientMessage, EngineCall
 from rayfin.actors.scheduler.runner_group import RunnerGroup
 from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS, Subscriptions
 from rayfin.actors.timing import (
@@ -293,7 +292,7 @@ class SchedulerActor:
     @ray.method(concurrency_group="control")
     def attach(self, client: str) -> Seat:
         """Returns how the client gets its tokens: by ``subscribe``, or past Ray by a socket where
-        both are on one machine (client_links.py); also renews its lease.
+        both are on one machine (inbox.py); also renews its lease.
 
         Raises:
             EngineUnavailable: there are ``MAX_CLIENTS`` clients.

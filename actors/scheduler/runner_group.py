@@ -1,8 +1,8 @@
 """The runners of one engine, and the only file that knows how a step reaches them.
 
-An only runner on the scheduler's machine gets its steps by a socket (step_link.py). Otherwise the
-channel is plain Ray: a SchedulerInfo is the argument of an actor call, and the call's object ref
-stands for the step until its StepResult is fetched. With two steps in flight the transport is
+An only runner on the scheduler's machine gets its steps by a socket (transport/steps.py). Otherwise
+the channel is plain Ray: a SchedulerInfo is the argument of an actor call, and the call's object
+ref stands for the step until its StepResult is fetched. With two steps in flight the transport is
 hidden behind the step before. Several ranks get one shared ref, and the first rank of the last
 stage answers; for one rank a ``ray.put`` costs more than it saves (docs/design.md).
 
@@ -49,7 +49,6 @@ from rayfin.actors.runner.parallel.rank import group_size
 from rayfin.actors.runner.spare import RunnerState, SparePlan
 from rayfin.actors.scheduler.faults.spare_runners import SpareRunners
 from rayfin.actors.scheduler.faults.watchdog import Watchdog
-from rayfin.actors.scheduler.step_link import StepLink, open_link
 from rayfin.actors.settings.spare_runners import seats
 from rayfin.actors.timing import (
     MODEL_LOAD_SECONDS,
@@ -60,6 +59,7 @@ from rayfin.actors.timing import (
     STEP_RESEND_SECONDS,
     WAIT_SLICE_SECONDS,
 )
+from rayfin.actors.transport.steps import StepLink, open_link
 
 logger = logging.getLogger(__name__)
 

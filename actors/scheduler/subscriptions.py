@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.messages import TokenDeltas
-from rayfin.actors.processes.local_socket import SocketWriter, packed
+from rayfin.actors.transport.channel import Channel
 
 logger = logging.getLogger(__name__)
 
@@ -24,25 +24,25 @@ class _Subscription:
     last_call: float
     seat: int | None = None
     messages: queue.SimpleQueue[TokenDeltas | None] = field(default_factory=queue.SimpleQueue)
-    writer: SocketWriter | None = None  # of the client's socket, which gets all messages
+    channel: Channel | None = None  # the client's socket, which gets all messages
 
     def send(self, message: TokenDeltas) -> None:
-        if self.writer is None:
+        if self.channel is None:
             self.messages.put(message)
         else:
-            self.writer.write(packed(message))
+            self.channel.send(message)
 
     def end(self) -> None:
         """Ends the ``read`` after what was sent."""
         self.messages.put(None)
-        if self.writer is not None:
-            self.writer.end()
+        if self.channel is not None:
+            self.channel.end()
 
     def break_off(self) -> None:
         """Ends the ``read``; a socket whose client reads nothing keeps nothing for it."""
         self.messages.put(None)
-        if self.writer is not None:
-            self.writer.close()
+        if self.channel is not None:
+            self.channel.close()
 
 
 class Subscriptions:
@@ -80,13 +80,13 @@ class Subscriptions:
             raise EngineUnavailable(f"the engine has {MAX_CLIENTS} clients and takes no more")
         return subscription.seat
 
-    def link(self, client: str, writer: SocketWriter) -> bool:
+    def link(self, client: str, channel: Channel) -> bool:
         """Has all further messages of a client written to its socket; False if it is no client."""
         with self._lock:
             subscription = self._by_client.get(client)
             if subscription is None or self._closing:
                 return False
-            subscription.writer = writer
+            subscription.channel = channel
             return True
 
     def renew(self, client: str) -> None:
@@ -130,7 +130,7 @@ class Subscriptions:
         while True:
             if due is not None and seconds is not None and (now := self._clock()) >= due:
                 due = now + seconds
-                if subscription.writer is None:
+                if subscription.channel is None:
                     yield beat()
                 else:
                     subscription.send(beat())

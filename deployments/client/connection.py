@@ -31,12 +31,13 @@ from rayfin.actors.timing import (
     ENGINE_SILENT_SECONDS,
     HEARTBEAT_SECONDS,
     LINK_DRAIN_SECONDS,
+    LINK_WELCOME_SECONDS,
     MAX_RECONNECT_SECONDS,
     RECONNECT_SECONDS,
     SILENCE_TICK_SECONDS,
 )
+from rayfin.actors.transport.async_channel import AsyncChannel, open_channel
 from rayfin.deployments.client.deltas import split_deltas
-from rayfin.deployments.client.engine_link import EngineLink, open_link
 from rayfin.deployments.client.lease_renewal import Renewal
 from rayfin.deployments.client.routing import Candidate
 
@@ -150,7 +151,7 @@ class _Attachment:
     def __init__(self, client: str = "", group: str = "") -> None:
         self.client = client
         self.group = group  # the concurrency group of its subscription
-        self.link: EngineLink | None = None
+        self.link: AsyncChannel | None = None
         self.silence = _Silence()
         self._by_ray: set[int] = set()  # keys of requests that went by Ray beside a link
 
@@ -180,7 +181,7 @@ class _Attachment:
         if not self.link.open or not (requests or aborts or stopped):
             return
         try:
-            self.link.send(requests, aborts, stopped)
+            self.link.send((requests, aborts, stopped))
         except Exception:
             if not requests:
                 raise
@@ -188,7 +189,7 @@ class _Attachment:
             self._by_ray.update(request.key for request in requests)
             scheduler.submit.remote(self.client, requests, [], [])
             if aborts or stopped:
-                self.link.send([], aborts, stopped)
+                self.link.send(([], aborts, stopped))
 
     def ended(self, key: int) -> None:
         """A request has ended."""
@@ -402,11 +403,16 @@ class EngineConnection:
         address = await self._attach()
         attached = self._attached
         try:
-            attached.link = await open_link(address, attached.client, self._hear, self._doubt)
-        except ConnectionRefusedError as error:
-            logger.warning("Ray carries the messages of engine %s: %s", self.name, error)
+            if address:
+                attached.link = await open_channel(
+                    address, self._hear, self._doubt, LINK_WELCOME_SECONDS, attached.client
+                )
+        except (TimeoutError, ConnectionAbortedError):  # the name may be linked, or be so still
+            logger.warning("Ray carries the messages of engine %s: no welcome", self.name)
             self.scheduler.unsubscribe.remote(attached.client)
             await self._attach()
+        except OSError as error:  # the engine is on another machine, say
+            logger.debug("Ray carries the messages of engine %s: %s", self.name, error)
         self._refusal = ""
         self._suspect = False
         self.state = "connected"

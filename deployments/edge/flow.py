@@ -232,7 +232,7 @@ class ProxyFlow:
         scope["extensions"] = {**scope.get("extensions", {}), OFFER: offer}
         exchange = _Exchange(receive, send, self._seconds, asked=not _awaits_continue(scope))
         number = None
-        if self._landing is not None and (address := await self._landing.address()) is not None:
+        if self._landing is not None and (address := self._landing.address()):
             number = self._landing.expect(exchange)
             offer[LANE] = (address, number)
         if _is_short(scope) and (body := await exchange.short_body()) is not None:
@@ -249,7 +249,7 @@ class _Landed:
     """An answer's pieces that have come by a lane."""
 
     def __init__(self) -> None:
-        self.waiting: deque[tuple[int, bytes]] = deque()  # to be passed on
+        self.waiting: deque[tuple[int, Any]] = deque()  # to be passed on
         self.news = asyncio.Event()  # one has come
         self.started = False  # the first one has gone to the client
         self.complete = False  # the last one has come
@@ -325,7 +325,7 @@ class _Exchange:
         self._begun.set()
         await self._pass_on(message, _cost(message))
 
-    def arrived(self, kind: int, data: bytes) -> bool:
+    def arrived(self, kind: int, data: Any) -> bool:
         """A piece of the answer came by a lane; returns False for the start of a second answer.
 
         Serve tries another replica where it cannot tell whether the first has the request.
@@ -395,7 +395,7 @@ class _Exchange:
         kind, data = landed.waiting.popleft()
         if kind == lane.START:
             landed.started = True
-            await self._pass_on({**lane.read_start(data), WINDOWED: True}, EXTRA)
+            await self._pass_on({**data, WINDOWED: True}, EXTRA)
             return False
         if kind == lane.CUT:
             return True

@@ -4,7 +4,6 @@ By Serve and by a lane: those that Serve carries are tested with lanes off.
 """
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ async def refusal(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"no"})
 
 
-HEADERS = json.dumps([200, []]).encode()  # what a piece of the kind START holds
+START = {"type": "http.response.start", "status": 200, "headers": []}
 
 
 class Client:
@@ -53,7 +52,7 @@ async def test_pieces_leave_together_up_to_a_bound() -> None:
     """A reader that is slow must take each message in time, so none is long."""
     client = Client()
     exchange = exchange_with(client)
-    exchange.arrived(lane.START, HEADERS)
+    exchange.arrived(lane.START, START)
     for _ in range(200):
         exchange.arrived(lane.BODY, PIECE)
     exchange.arrived(lane.END, b"")
@@ -66,8 +65,8 @@ async def test_pieces_leave_together_up_to_a_bound() -> None:
 async def test_the_end_of_a_second_answer_does_not_end_the_first() -> None:
     client = Client()
     exchange = exchange_with(client)
-    assert exchange.arrived(lane.START, HEADERS)
-    assert not exchange.arrived(lane.START, HEADERS)
+    assert exchange.arrived(lane.START, START)
+    assert not exchange.arrived(lane.START, START)
     ends = asyncio.create_task(exchange.send({PASSED: True, "type": "http.response.start"}))
     for _ in range(20):
         await asyncio.sleep(0)
@@ -80,10 +79,10 @@ async def test_the_end_of_a_second_answer_does_not_end_the_first() -> None:
 async def test_an_answer_that_broke_off_before_its_start_left_is_begun_again() -> None:
     client = Client()
     exchange = exchange_with(client)
-    exchange.arrived(lane.START, HEADERS)
+    exchange.arrived(lane.START, START)
     exchange.arrived(lane.BODY, b"first")
     exchange.lost()
-    assert exchange.arrived(lane.START, HEADERS)
+    assert exchange.arrived(lane.START, START)
     exchange.arrived(lane.END, b"second")
     await asyncio.wait_for(exchange.send({PASSED: True, "type": ""}), PATIENCE)
     assert len(client.taken) == 2 and client.body == b"second"
@@ -93,7 +92,7 @@ async def test_an_answer_that_serve_has_begun_takes_no_pieces() -> None:
     client = Client()
     exchange = exchange_with(client)
     await exchange.send({"type": "http.response.start", "status": 200, "headers": []})
-    assert not exchange.arrived(lane.START, HEADERS)
+    assert not exchange.arrived(lane.START, START)
     await exchange.send({"type": "http.response.body", "body": b"whole"})
     assert len(client.taken) == 2 and client.body == b"whole"
 
@@ -104,13 +103,13 @@ async def test_a_second_answer_that_comes_too_late_does_not_hold_the_client(
 ) -> None:
     """Serve hears of a disconnect, by which it ends the second; its end does not wait."""
     exchange = exchange_with(Client())
-    exchange.arrived(lane.START, HEADERS)
+    exchange.arrived(lane.START, START)
     if sent:
         for _ in range(20):
             await asyncio.sleep(0)
     if lost_first:
         exchange.lost()
-    assert not exchange.arrived(lane.START, HEADERS)
+    assert not exchange.arrived(lane.START, START)
     if not lost_first:
         exchange.lost()
     heard = await asyncio.wait_for(exchange.receive(), PATIENCE)

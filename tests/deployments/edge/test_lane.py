@@ -9,6 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from rayfin.actors.transport import channel
+from rayfin.actors.transport.async_channel import AsyncChannel
+from rayfin.actors.transport.channel import Acceptor
 from rayfin.deployments.edge import flow, lane
 from rayfin.deployments.edge.flow import BODY, LANE, OFFER, ProxyFlow, ReplicaFlow
 from rayfin.deployments.edge.lane import Landing, Lane, Lanes
@@ -26,11 +29,11 @@ class Collected:
     """A stream of a landing that keeps what arrives."""
 
     def __init__(self) -> None:
-        self.pieces: list[tuple[int, bytes]] = []
+        self.pieces: list[tuple[int, Any]] = []
         self.news = asyncio.Event()
         self.broken = False
 
-    def arrived(self, kind: int, data: bytes) -> bool:
+    def arrived(self, kind: int, data: Any) -> bool:
         if kind == lane.START and self.pieces:
             return False
         self.pieces.append((kind, data))
@@ -53,7 +56,7 @@ def piece(data: bytes, *, more: bool = True) -> dict[str, Any]:
 
 async def connected() -> tuple[Landing, Lane]:
     landing = Landing()
-    found = await Lanes().find(await landing.address())
+    found = await Lanes().find(landing.address())
     assert found is not None
     return landing, found
 
@@ -61,6 +64,11 @@ async def connected() -> tuple[Landing, Lane]:
 async def until_broken(own: Lane) -> None:
     while not own.broken:
         await asyncio.sleep(0)
+
+
+def break_off(own: Lane) -> None:
+    """Closes a lane as a process that dies does."""
+    own._channel._transport.close()
 
 
 async def settle() -> None:
@@ -74,8 +82,9 @@ async def test_what_streams_say_in_one_turn_is_one_write() -> None:
     streams = [Collected() for _ in range(32)]
     numbers = [landing.expect(stream) for stream in streams]
     writes: list[bytes] = []
-    through = own._transport.write
-    own._transport = type("Counted", (), {"write": lambda _, data: writes.append(data)})()
+    through = own._channel._transport.write
+    counted = type("Counted", (), {"write": lambda _, data: writes.append(data)})()
+    own._channel._transport = counted
     for at, number in enumerate(numbers):
         own.put(number, START)
         own.put(number, piece(b"%d" % at))
@@ -88,7 +97,7 @@ async def test_what_streams_say_in_one_turn_is_one_write() -> None:
         await stream.until(3)
         kinds = [kind for kind, _ in stream.pieces]
         assert kinds == [lane.START, lane.BODY, lane.END]
-        assert lane.read_start(stream.pieces[0][1]) == START
+        assert stream.pieces[0][1] == START
         assert stream.pieces[1][1] == b"%d" % at
 
 
@@ -109,42 +118,30 @@ async def test_a_number_that_names_no_stream_reaches_none() -> None:
     assert len(stream.pieces) == 2
 
 
-@pytest.mark.parametrize("of_the_proxy", [True, False])
-async def test_a_process_of_another_user_is_not_let_in(
-    of_the_proxy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor does a replica send to another user's proxy. The replica looks first."""
-    user = os.getuid()
-    users = iter([user, user + 1] if of_the_proxy else [user + 1, user])
-    monkeypatch.setattr(os, "getuid", lambda: next(users, user))
-    address, lanes = await Landing().address(), Lanes()
-    assert await lanes.find(address) is None
-    assert lanes._refused == {address}
-    assert await lanes.find(address) is None  # and is not tried again
+async def test_a_process_of_another_user_is_not_talked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of ``Acceptor`` have the other end."""
+    address, user = Landing().address(), os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    assert await Lanes().find(address) is None
 
 
-async def test_a_lane_whose_peer_has_gone_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(connected: Any) -> bool:
-        if isinstance(connected, socket.socket):  # the replica's
-            return True
-        raise OSError
-
-    monkeypatch.setattr(lane, "same_user", gone)
-    assert await Lanes().find(await Landing().address()) is None
+async def test_a_proxy_that_closes_gets_no_answers() -> None:
+    assert await Lanes().find(Acceptor(lambda connected: None, "closes").address()) is None
 
 
 async def test_a_proxy_that_says_nothing_gets_no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve carries them; a later request tries again."""
     monkeypatch.setattr(lane, "LANE_WELCOME_SECONDS", 0.05)
-    monkeypatch.setattr(lane, "WELCOME", b"")
-    address, lanes = await Landing().address(), Lanes()
-    assert await lanes.find(address) is None
-    monkeypatch.setattr(lane, "WELCOME", b"\1")
-    assert await lanes.find(address) is not None
+    landing, lanes = Landing(), Lanes()
+    with monkeypatch.context() as silent:
+        silent.setattr(AsyncChannel, "send", lambda channel, message: None)
+        assert await lanes.find(landing.address()) is None
+    monkeypatch.setattr(lane, "LANE_WELCOME_SECONDS", PATIENCE)
+    assert await lanes.find(landing.address()) is not None
 
 
 async def test_requests_at_once_share_one_connection() -> None:
-    address, lanes = await Landing().address(), Lanes()
+    address, lanes = Landing().address(), Lanes()
     found = await asyncio.gather(*(lanes.find(address) for _ in range(8)))
     assert found[0] is not None and len(set(found)) == 1 and not lanes._connecting
 
@@ -160,21 +157,20 @@ async def test_without_file_descriptors_a_later_request_tries_again(
             raise OSError(errno.EMFILE, "too many open files")
 
     landing, lanes = Landing(), Lanes()
-    monkeypatch.setattr(lane, "socket", Full())
-    assert await landing.address() is None
-    monkeypatch.setattr(lane, "socket", socket)
-    address = await landing.address()
-    assert address is not None
-    monkeypatch.setattr(lane, "socket", Full())
-    assert await lanes.find(address) is None
-    monkeypatch.setattr(lane, "socket", socket)
+    with monkeypatch.context() as full:
+        full.setattr(channel, "socket", Full())
+        assert not landing.address()
+    address = landing.address()
+    with monkeypatch.context() as full:
+        full.setattr(channel, "socket", Full())
+        assert await lanes.find(address) is None
     assert await lanes.find(address) is not None
 
 
 async def test_of_two_answers_to_a_request_the_first_is_taken() -> None:
     """Serve may send a request to a second replica, with the same number."""
     landing = Landing()
-    address = await landing.address()
+    address = landing.address()
     first, second = await Lanes().find(address), await Lanes().find(address)
     assert first is not None and second is not None
     stream = Collected()
@@ -186,7 +182,7 @@ async def test_of_two_answers_to_a_request_the_first_is_taken() -> None:
     second.put(number, piece(b"", more=False))
     second.cut(number)
     await settle()
-    second.close()
+    break_off(second)
     await settle()
     assert len(stream.pieces) == 1 and not stream.broken
     first.put(number, piece(b"first", more=False))
@@ -196,7 +192,7 @@ async def test_of_two_answers_to_a_request_the_first_is_taken() -> None:
 
 async def test_a_lane_that_breaks_is_replaced_and_both_ends_hear_of_it() -> None:
     landing, lanes = Landing(), Lanes()
-    address = await landing.address()
+    address = landing.address()
     own = await lanes.find(address)
     assert own is not None and own is await lanes.find(address)
     begun, other = Collected(), Collected()
@@ -206,7 +202,7 @@ async def test_a_lane_that_breaks_is_replaced_and_both_ends_hear_of_it() -> None
     own.watch(number, lambda: heard.append(True))
     own.put(number, START)
     await begun.until(1)
-    own.close()
+    break_off(own)
     await asyncio.wait_for(until_broken(own), PATIENCE)
     await begun.until(2)
     assert begun.broken and not other.broken and heard == [True]
@@ -277,7 +273,7 @@ async def test_a_replica_that_dies_cuts_its_answers_off(listening: Any) -> None:
         serving = asyncio.create_task(replica(scope, receive, asyncio.Queue[Any]().put))
         await asyncio.wait_for(read.wait(), PATIENCE)
         (own,) = replica._lanes._lanes.values()
-        own.close()
+        break_off(own)
         serving.cancel()
         raise RuntimeError
 

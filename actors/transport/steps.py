@@ -1,26 +1,52 @@
 """Steps to an engine's only runner by a socket, where both are on one machine.
 
-``actors/runner/step/step_socket.py`` is the runner's end. What became of a runner whose socket
-breaks is not known here: its steps are sent again by Ray, which says so, and a runner runs no step
-twice.
+What became of a runner whose socket breaks is not known here: its steps are sent again by Ray,
+which says so, and a runner runs no step twice.
 """
 
 import logging
-import select
 import socket
-from typing import Any
+from collections.abc import Callable
 
 from rayfin.actors.errors import CallLost, Fenced, RayfinError, RunnerGroupFailed, StepMissing
 from rayfin.actors.messages import SchedulerInfo, StepResult
-from rayfin.actors.processes.local_socket import (
-    READ_BYTES,
-    SocketWriter,
-    Unpacker,
-    connect,
-    packed,
-)
+from rayfin.actors.transport.channel import Acceptor, Channel, connect
 
 logger = logging.getLogger(__name__)
+
+Answer = StepResult | RayfinError | str
+"""A step's result, or why it failed: other errors in one line, as they may not pickle."""
+
+
+class StepSocket:
+    """The runner's end: runs the steps of each connection in a thread, in order.
+
+    Args:
+        run: a step; called from several threads where a scheduler takes over from another.
+    """
+
+    def __init__(self, run: Callable[[SchedulerInfo], StepResult]) -> None:
+        self._run = run
+        self._acceptor = Acceptor(self._serve, "steps")
+
+    def address(self) -> str:
+        """Returns what one scheduler connects to, once; empty where there are no such sockets."""
+        return self._acceptor.address()
+
+    def _serve(self, connected: socket.socket) -> None:
+        channel = Channel(connected)
+        for info in channel:
+            channel.send((info.epoch, info.step, self._answer(info)))
+
+    def _answer(self, info: SchedulerInfo) -> Answer:
+        try:
+            return self._run(info)
+        except RayfinError as error:
+            return error
+        except Exception as error:
+            logger.exception("step %d failed", info.step)
+            line = next(iter(str(error).strip().splitlines()), "")
+            return f"{type(error).__name__}: {line}"
 
 
 class StepLink:
@@ -32,15 +58,11 @@ class StepLink:
 
     def __init__(self, connected: socket.socket) -> None:
         self.broken = False
-        self._socket = connected
-        self._writer = SocketWriter(connected)
-        self._unpacker = Unpacker()
-        self._answers: dict[tuple[int, int], Any] = {}  # by epoch and step
-        self._readable = select.poll()
-        self._readable.register(connected, select.POLLIN)
+        self._channel = Channel(connected)
+        self._answers: dict[tuple[int, int], Answer] = {}  # by epoch and step
 
     def takes(self, info: SchedulerInfo) -> bool:
-        """Whether it can carry the step.
+        """Returns whether it can carry the step.
 
         Ray counts the references to arrays of images and embeddings, so it must carry them.
         """
@@ -49,12 +71,10 @@ class StepLink:
     def send(self, info: SchedulerInfo) -> None:
         """Sends a step without waiting; one that cannot be packed breaks the link."""
         try:
-            data = packed(info)
+            self._channel.send(info)
         except Exception:
             logger.exception("step %d goes by Ray", info.step)
             self.close()
-            return
-        self._writer.write(data)
 
     def answer(self, info: SchedulerInfo, seconds: float) -> StepResult:
         """Waits for the result of a step; steps are asked for in the order of their sending.
@@ -71,29 +91,26 @@ class StepLink:
         answer = self._answers.pop(wanted)
         # A step that is sent again may be answered twice. One behind it may have an answer already:
         # that it came too early.
-        for older in [own for own in self._answers if own < wanted]:
+        for older in [known for known in self._answers if known < wanted]:
             del self._answers[older]
         return _result(answer)
 
     def close(self) -> None:
         self.broken = True
-        self._writer.close()
-        self._socket.close()
+        self._channel.close()
 
     def _receive(self, seconds: float) -> None:
         if self.broken:
             raise CallLost("the runner's socket is closed")
-        if not self._readable.poll(1000 * seconds):
-            raise TimeoutError
         try:
-            data = self._socket.recv(READ_BYTES)
-            for epoch, step, answer in self._unpacker.feed(data):
-                self._answers[epoch, step] = answer
+            epoch, step, answer = self._channel.receive(seconds)
+        except TimeoutError:
+            raise
         except Exception as error:  # the connection broke, or bytes that are no message
             logger.warning("the runner's socket: %s", error)
-            data = b""
-        if not data:
             self.close()
+        else:
+            self._answers[epoch, step] = answer
 
 
 def open_link(address: str) -> StepLink | None:
@@ -101,15 +118,13 @@ def open_link(address: str) -> StepLink | None:
     if not address:
         return None
     try:
-        connected = connect(address)
+        return StepLink(connect(address))
     except OSError as error:
         logger.debug("Ray carries the steps: %s", error)
         return None
-    connected.setblocking(True)
-    return StepLink(connected)
 
 
-def _result(answer: StepResult | RayfinError | str) -> StepResult:
+def _result(answer: Answer) -> StepResult:
     match answer:
         case Fenced():
             raise answer

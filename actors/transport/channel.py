@@ -15,6 +15,7 @@ import logging
 import os
 import pickle
 import secrets
+import select
 import socket
 import struct
 import sys
@@ -28,6 +29,9 @@ from rayfin.actors.timing import ACCEPT_PAUSE_SECONDS, TOKEN_SECONDS
 
 logger = logging.getLogger(__name__)
 
+WELCOME = None
+"""What the end that listens says first where the other one waits for it."""
+
 NAME_BYTES = 16
 TOKEN_BYTES = 32
 MAX_TOKENS = 1_024
@@ -38,49 +42,31 @@ READ_BYTES = 256 * 1024
 PEER = struct.Struct("iII")  # what Linux says of a peer: process, user, group
 
 
-def listen() -> tuple[socket.socket, str] | None:
-    """Returns a socket that listens, and its name; None where this system has no such sockets."""
-    if sys.platform != "linux":
-        return None
-    name = f"rayfin-{secrets.token_hex(NAME_BYTES)}"
-    listener: socket.socket | None = None
-    try:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(f"\0{name}")
-        listener.listen()
-    except OSError as error:
-        logger.warning("Ray carries all messages: %s", error)
-        if listener is not None:
-            listener.close()
-        return None
-    return listener, name
-
-
 def connect(address: str) -> socket.socket:
-    """Returns a socket that is connected to the process which has given this address.
+    """Returns a socket, which does not block, connected to the process that gave the address.
 
     Args:
-        address: of ``Acceptor.address``; it opens one connection.
+        address: of ``Acceptor.address``.
 
     Raises:
         OSError: it is on another machine, or another user's.
     """
     name, _, token = address.partition("/")
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        made.setblocking(False)
-        made.connect(f"\0{name}")  # at once, or never
-        if not same_user(made):
+        connected.setblocking(False)
+        connected.connect(f"\0{name}")  # at once, or never
+        if not same_user(connected):
             raise PermissionError(errno.EACCES, "another user listens there")
-        made.send(token.encode())  # a new socket holds it
+        connected.send(token.encode())  # a new socket holds it
     except OSError:
-        made.close()
+        connected.close()
         raise
-    return made
+    return connected
 
 
-def same_user(connected: Any) -> bool:
-    """Whether the process at the other end of a socket is of this one's user.
+def same_user(connected: socket.socket) -> bool:
+    """Returns whether the process at the other end of a socket is of this one's user.
 
     Raises:
         OSError: the other end has gone.
@@ -125,57 +111,81 @@ class Unpacker:
             del held[:at]
 
 
-def messages_of(connected: socket.socket) -> Iterator[Any]:
-    """Yields what arrives, until the other end closes; for a thread of its own.
+class Channel:
+    """One end of a connection, for threads: any may send, one receives.
 
-    Raises:
-        OSError: the connection broke.
-    """
-    unpacker = Unpacker()
-    while data := connected.recv(READ_BYTES):
-        yield from unpacker.feed(data)
-
-
-class SocketWriter:
-    """Writes to a socket, and waits for no reader: what it does not take yet is kept.
-
-    Thread-safe, in the order of the calls. A thread writes what is kept, and ends with it.
+    ``send`` waits for no reader: what the socket does not take yet is kept, in the order of the
+    calls. A thread writes it, and ends with it.
     """
 
     def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(True)
         self._socket = connected
-        self._lock = threading.Lock()
+        self._readable = select.poll()
+        self._readable.register(connected, select.POLLIN)
+        self._unpacker = Unpacker()
+        self._arrived: deque[Any] = deque()
+        self._lock = threading.Lock()  # of what follows
         self._kept: deque[bytes | memoryview] = deque()
         self._writing = False  # the thread is there
         self._over = False  # nothing more is written
 
-    def write(self, data: bytes) -> None:
+    def send(self, message: Any) -> None:
+        """Sends a message; one behind the end is dropped.
+
+        Raises:
+            Exception: it cannot be packed, and nothing was sent.
+        """
+        data = packed(message)
         with self._lock:
             if self._over:
                 return
-            if not self._writing:
-                try:
-                    taken = self._socket.send(data, socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    taken = 0
-                except OSError as error:  # the other end has gone, say
-                    self._fail(error)
-                    return
-                if taken == len(data):
-                    return
-                self._kept.append(memoryview(data)[taken:])
-                writer = threading.Thread(target=self._write_kept, name="writer", daemon=True)
-                try:
-                    writer.start()
-                except RuntimeError as error:  # the system has no more threads
-                    self._fail(error)
-                    return
-                self._writing = True
-            else:
+            if self._writing:
                 self._kept.append(data)
+                return
+            try:
+                taken = self._socket.send(data, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                taken = 0
+            except OSError as error:  # the other end has gone, say
+                self._fail(error)
+                return
+            if taken < len(data):
+                self._kept.append(memoryview(data)[taken:])
+                self._start_writing()
+
+    def receive(self, seconds: float | None = None) -> Any:
+        """Returns the next message.
+
+        Raises:
+            TimeoutError: none has come in so many seconds.
+            EOFError: the other end has closed.
+            OSError: the connection broke.
+            Exception: bytes that are no message.
+        """
+        while not self._arrived:
+            if not self._readable.poll(None if seconds is None else 1000 * seconds):
+                raise TimeoutError
+            if not (data := self._socket.recv(READ_BYTES)):
+                raise EOFError("the other end has closed")
+            self._arrived.extend(self._unpacker.feed(data))
+        return self._arrived.popleft()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields what arrives, until the other end closes.
+
+        Raises:
+            OSError: the connection broke.
+        """
+        while True:
+            try:
+                message = self.receive()
+            except EOFError:
+                return
+            yield message
 
     def end(self) -> None:
-        """The other end reads what has been written, then the end."""
+        """Has the other end read what was sent, then the end."""
         with self._lock:
             self._over = True
             if not self._writing:
@@ -185,6 +195,15 @@ class SocketWriter:
         """Breaks the connection off."""
         with self._lock:
             self._break_off()
+
+    def _start_writing(self) -> None:
+        writer = threading.Thread(target=self._write_kept, name="writer", daemon=True)
+        try:
+            writer.start()
+        except RuntimeError as error:  # the system has no more threads
+            self._fail(error)
+            return
+        self._writing = True
 
     def _write_kept(self) -> None:
         while True:
@@ -223,20 +242,23 @@ class Acceptor:
     Args:
         serve: gets a connected socket, which is closed when it returns.
         name: of its threads.
+        once: whether an address opens one connection, else any number of them.
     """
 
-    def __init__(self, serve: Callable[[socket.socket], None], name: str) -> None:
+    def __init__(
+        self, serve: Callable[[socket.socket], None], name: str, *, once: bool = True
+    ) -> None:
         self._serve = serve
         self._name = name
-        found = listen()
-        self._listens_at = "" if found is None else found[1]
+        self._once = once
+        self._listens_at = ""
         self._tokens: deque[bytes] = deque(maxlen=MAX_TOKENS)
         self._lock = threading.Lock()  # of the tokens
-        if found is not None:
-            self._start(self._accept, found[0])
+        if sys.platform == "linux":
+            self._listen()
 
     def address(self) -> str:
-        """Returns what one process connects to, once; empty where there are no such sockets.
+        """Returns what one process connects to; empty where there are no such sockets.
 
         It is a secret: with it a process of this user can run code in this one.
         """
@@ -246,6 +268,21 @@ class Acceptor:
         with self._lock:
             self._tokens.append(token.encode())
         return f"{self._listens_at}/{token}"
+
+    def _listen(self) -> None:
+        name = f"rayfin-{secrets.token_hex(NAME_BYTES)}"
+        listener: socket.socket | None = None
+        try:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener.bind(f"\0{name}")
+            listener.listen()
+        except OSError as error:
+            logger.warning("Ray carries all messages: %s", error)
+            if listener is not None:
+                listener.close()
+            return
+        self._listens_at = name
+        self._start(self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -268,17 +305,17 @@ class Acceptor:
                 logger.exception("a connection is closed")
 
     def _invited(self, connected: socket.socket) -> bool:
-        """Reads the token, as bytes and no more of them; whether it was given, and is new."""
+        """Reads the token, as bytes and no more of them; returns whether it was given."""
         connected.settimeout(TOKEN_SECONDS)
         shown = connected.recv(TOKEN_BYTES, socket.MSG_WAITALL)
         connected.settimeout(None)
         with self._lock:
             known = [token for token in self._tokens if hmac.compare_digest(token, shown)]
-            for token in known:
+            for token in known if self._once else ():
                 self._tokens.remove(token)
         if not known:
             logger.warning("a process of this user that was not invited has tried to connect")
         return bool(known)
 
-    def _start(self, work: Callable[[socket.socket], None], own: socket.socket) -> None:
-        threading.Thread(target=work, args=(own,), name=self._name, daemon=True).start()
+    def _start(self, work: Callable[[socket.socket], None], on: socket.socket) -> None:
+        threading.Thread(target=work, args=(on,), name=self._name, daemon=True).start()

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayfin.actors.processes.local_socket import (
+from rayfin.actors.transport.channel import (
     SIZE,
     TOKEN_BYTES,
     Acceptor,
-    SocketWriter,
+    Channel,
     Unpacker,
     connect,
-    messages_of,
     packed,
 )
 
@@ -31,8 +30,6 @@ LARGE = bytes(4 << 20)  # more than a socket holds
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     ends = socket.socketpair()
-    for end in ends:
-        end.settimeout(PATIENCE)
     yield ends
     for end in ends:
         end.close()
@@ -57,54 +54,58 @@ def test_a_writer_waits_for_no_reader_and_keeps_the_order(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     ours, theirs = pair
-    writer = SocketWriter(ours)
+    writer = Channel(ours)
     sent = ["first", LARGE, "second", LARGE, "third"]
     for message in sent:
-        writer.write(packed(message))  # returns, though nothing is read
+        writer.send(message)  # returns, though nothing is read
     writer.end()
-    writer.write(packed("too late"))
-    assert list(messages_of(theirs)) == sent
+    writer.send("too late")
+    assert list(Channel(theirs)) == sent
     writer.close()
 
 
 def test_a_writer_that_is_closed_keeps_nothing(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
-    writer = SocketWriter(ours)
+    writer = Channel(ours)
     for _ in range(3):
-        writer.write(packed(LARGE))
+        writer.send(LARGE)
     writer.close()
-    writer.write(packed("more"))
-    assert list(messages_of(theirs)) == []
+    writer.send("more")
+    assert list(Channel(theirs)) == []
     assert not writer._kept
 
 
 def test_a_reader_that_has_gone_is_no_error(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
-    writer = SocketWriter(ours)
+    writer = Channel(ours)
     theirs.close()
     for _ in range(3):
-        writer.write(packed("lost"))
+        writer.send("lost")
     writer.end()
 
 
 def echo(connected: socket.socket) -> None:
-    for message in messages_of(connected):
-        connected.sendall(packed(("heard", message)))
+    channel = Channel(connected)
+    for message in channel:
+        channel.send(("heard", message))
 
 
 def test_each_that_connects_is_served() -> None:
     acceptor = Acceptor(echo, "echo")
-    ends = [connect(acceptor.address()) for _ in range(3)]
+    sockets = [connect(acceptor.address()) for _ in range(3)]
+    ends = [Channel(connected) for connected in sockets]
     for number, end in enumerate(ends):
-        end.settimeout(PATIENCE)
-        end.sendall(packed(number))
-    assert [next(messages_of(end)) for end in ends] == [("heard", n) for n in range(3)]
-    ends[0].sendall(SIZE.pack(1) + b"?")  # no message: this one is closed, the others are not
-    assert list(messages_of(ends[0])) == []
-    ends[1].sendall(packed("still"))
-    assert next(messages_of(ends[1])) == ("heard", "still")
-    for end in ends:
-        end.close()
+        end.send(number)
+    assert [end.receive(PATIENCE) for end in ends] == [("heard", n) for n in range(3)]
+    with pytest.raises(TimeoutError):
+        ends[0].receive(0.01)
+    sockets[0].sendall(SIZE.pack(1) + b"?")  # no message: this one is closed, the others are not
+    with pytest.raises(EOFError):
+        ends[0].receive(PATIENCE)
+    ends[1].send("still")
+    assert ends[1].receive(PATIENCE) == ("heard", "still")
+    for connected in sockets:
+        connected.close()
 
 
 @pytest.mark.parametrize("of_the_caller", [True, False])
@@ -156,7 +157,7 @@ def test_nothing_is_read_of_a_process_that_was_not_invited(token: str) -> None:
 
     def read(connected: socket.socket) -> None:
         taken.set()
-        list(messages_of(connected))
+        list(Channel(connected))
 
     acceptor = Acceptor(read, "guarded")
     name, _, good = acceptor.address().partition("/")
@@ -175,9 +176,19 @@ def test_nothing_is_read_of_a_process_that_was_not_invited(token: str) -> None:
     assert not HARM.is_set()
 
 
+def test_an_address_for_many_opens_many_connections() -> None:
+    acceptor = Acceptor(echo, "many", once=False)
+    address = acceptor.address()
+    for number in range(3):
+        with connect(address) as connected:
+            channel = Channel(connected)
+            channel.send(number)
+            assert channel.receive(PATIENCE) == ("heard", number)
+
+
 def test_one_that_was_invited_is_read() -> None:
     HARM.clear()
-    acceptor = Acceptor(lambda connected: list(messages_of(connected)) and None, "open")
+    acceptor = Acceptor(lambda connected: list(Channel(connected)) and None, "open")
     with connect(acceptor.address()) as end:
         end.sendall(packed(Bomb()))
         assert HARM.wait(PATIENCE)
@@ -187,7 +198,7 @@ class Failing:
     """A socket whose ``send`` fails otherwise than because its peer has gone."""
 
     def __init__(self, real: socket.socket) -> None:
-        self.shutdown = real.shutdown
+        self.shutdown, self.setblocking, self.fileno = real.shutdown, real.setblocking, real.fileno
 
     def send(self, data: bytes, flags: int) -> int:
         raise OSError(errno.ENOBUFS, "no memory for it")
@@ -198,8 +209,8 @@ def test_a_writer_that_fails_lets_the_reader_know(
 ) -> None:
     ours, _ = pair
     failing: Any = Failing(ours)
-    SocketWriter(failing).write(packed("lost"))
-    assert list(messages_of(ours)) == []  # it would wait
+    Channel(failing).send("lost")
+    assert list(Channel(ours)) == []  # it would wait
 
 
 def test_a_writer_without_a_thread_breaks_off(
@@ -209,12 +220,12 @@ def test_a_writer_without_a_thread_breaks_off(
         raise RuntimeError("can't start new thread")
 
     ours, theirs = pair
-    writer = SocketWriter(ours)
+    writer = Channel(ours)
     with monkeypatch.context() as without:
         without.setattr(threading.Thread, "start", no_threads)
-        writer.write(packed(LARGE))
-    writer.write(packed("after it"))
-    assert list(messages_of(theirs)) == list(messages_of(ours)) == []
+        writer.send(LARGE)
+    writer.send("after it")
+    assert list(Channel(theirs)) == list(writer) == []
 
 
 def test_a_system_without_such_sockets_has_no_address(monkeypatch: pytest.MonkeyPatch) -> None:

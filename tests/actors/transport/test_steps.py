@@ -14,11 +14,10 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import CallLost, EngineUnavailable, Fenced, RunnerGroupFailed, StepMissing
 from rayfin.actors.media.media_input import MediaInput
 from rayfin.actors.messages import NewRequest, Sampling, SchedulerInfo, StepResult
-from rayfin.actors.processes.local_socket import Acceptor
-from rayfin.actors.runner.step.step_socket import StepSocket
 from rayfin.actors.scheduler import runner_group as group
 from rayfin.actors.scheduler.faults.watchdog import Watchdog
-from rayfin.actors.scheduler.step_link import StepLink, open_link
+from rayfin.actors.transport.channel import Acceptor
+from rayfin.actors.transport.steps import StepLink, StepSocket, open_link
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="names without files are Linux's")
 PATIENCE = 30.0  # seconds; only a failure waits so long
