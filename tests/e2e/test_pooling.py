@@ -105,10 +105,10 @@ def pid_of(kind: str, vectors: Any) -> int:
 @pytest.mark.parametrize(
     "victims",
     [
-        ["runner"],
+        [],
         pytest.param(
             ["runner", "scheduler", "ingress"],
-            marks=pytest.mark.thorough(reason="test_batches.py kills all of them"),
+            marks=pytest.mark.thorough(reason="test_faults.py and test_batches.py kill them"),
         ),
     ],
 )
