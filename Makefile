@@ -58,6 +58,9 @@ $(BIN)/auditwheel:
 observe: $(SERVING)  ## start Debian's Prometheus beside `make serve`, on port 9090 (ARGS="--port 9091")
 	$(BIN)/python k8s/prometheus/observe.py $(ARGS)
 
+# Bytecode of tests is kept: pytest takes a third of the collection to rewrite their assertions.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Whole files go to two processes, longest first: tests/support/run_order.py.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --no-loadscope-reorder --durations=10
 
