@@ -74,9 +74,18 @@ FOR_EVER = 1e9  # seconds, for leases
 class StubRunner:
     """Always returns the same token, at no cost."""
 
-    def start(self, config: EngineConfig, epoch: int) -> None: ...
+    def __init__(self) -> None:
+        self.next_step = (0, 0)  # epoch and number
+
+    def start(self, config: EngineConfig, epoch: int) -> None:
+        self.next_step = (epoch, 0)
+
+    def begin(self, info: SchedulerInfo) -> bool:
+        """Queues no step ahead."""
+        return False
 
     def execute(self, info: SchedulerInfo) -> StepResult:
+        self.next_step = (info.epoch, info.step + 1)
         tokens = np.where(info.last_pos >= 0, 7, NO_TOKEN).astype(np.int32)
         tokens = np.repeat(tokens[:, None], info.num_steps, 1)
         return StepResult(info.epoch, info.step, tokens, num_steps=info.num_steps)
@@ -121,7 +130,12 @@ class Unguarded:
     num_suspects = 0
 
     def __init__(self, quarantine: Any) -> None:
-        self._scheduler, self.depth = quarantine._scheduler, quarantine._steps_in_flight
+        self._scheduler, self._steps_in_flight = quarantine._scheduler, quarantine._steps_in_flight
+
+    @property
+    def depth(self) -> int:
+        depth: int = self._steps_in_flight()
+        return depth
 
     def check(self, source: EngineRequest) -> None: ...
 
