@@ -17,7 +17,7 @@ from rayfin.deployments.guidance.grammar import Grammar
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
 from rayfin.deployments.guidance.thinking import call_marks, make_thinking
 from rayfin.deployments.guidance.tool_choice import KNOWN_TOOLS, FunctionTool, ToolChoice
-from rayfin.deployments.guidance.verdicts import GrammarChecker, InlineChecker, looks_plain
+from rayfin.deployments.guidance.verdicts import GrammarChecker, InlineChecker
 from rayfin.deployments.text.parsing.detect import Detected
 from rayfin.deployments.text.parsing.format import IdStyle, ToolGuidance
 from rayfin.deployments.text.parsing.thought import thought_start
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from rayfin.deployments.text.parsing.parser import OutputParser
 
 MANY_TOOLS = 32  # from which on their rules are made off the event loop
-LONG_FORM = 4096  # bytes, from which on the warden makes the grammar of a form
-SHORT_FORM = 1024  # bytes, up to which it never does
+LONG_FORM = 2048  # bytes, from which on the warden makes the grammar of a form
 MOST_REFUSED = 2  # schemas of functions, before all are given up
 UNENFORCED = "x-rayfin-unenforced"
 LONGEST_HEADER = 4096  # bytes; proxies refuse the headers of an answer beyond 8 KiB or so
@@ -56,9 +55,7 @@ class AnswerRules:
     def long_form(self) -> StructuredOutputs | None:
         """The form of the answer, if its grammar is made in another process."""
         form = self.structured
-        if form is None or (size := size_up_to(form, LONG_FORM)) <= SHORT_FORM:
-            return None
-        return form if size > LONG_FORM or not looks_plain(form) else None
+        return form if form is not None and size_up_to(form, LONG_FORM) > LONG_FORM else None
 
     @property
     def grammar_param(self) -> str:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.structured_outputs import StructuredOutputs
+from rayfin.deployments.guidance.fields import KINDS
 from rayfin.deployments.guidance.gbnf import gbnf_to_lark
 from rayfin.deployments.guidance.json_text import JsonStyle, json_style, json_text
 from rayfin.deployments.guidance.lark import literal, regex, rewrite_schemas
@@ -22,10 +22,8 @@ from rayfin.deployments.guidance.schema.lint import (
     parse_json,
 )
 from rayfin.deployments.guidance.structural_tag import structural_tag_to_lark
-from rayfin.deployments.text.checks import wrong_type
 
 NAMES = tuple(field.name for field in fields(StructuredOutputs))
-KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,6 +69,7 @@ def make_grammar(
     """Returns the grammar of an answer of this form. It is not compiled here.
 
     Args:
+        outputs: as ``fields`` has checked it: one kind, of the right type.
         param: the path of the schema, pattern or grammar. The default is the path of ``outputs``.
         special_tokens: ids by text, of the tokens that grammars and structural tags may name.
         max_bytes: of the schema, pattern or grammar.
@@ -80,13 +79,7 @@ def make_grammar(
             ``invalid_type``, ``invalid_schema``, ``unsupported_schema``, ``unsatisfiable_schema``
             or ``schema_too_complex``.
     """
-    kinds = [kind for kind in KINDS if getattr(outputs, kind) is not None]
-    if len(kinds) != 1:
-        which = f"got {', '.join(kinds)}" if kinds else "got none"
-        raise InvalidRequest(
-            f"{param} must have exactly one of {', '.join(KINDS)}, {which}.", param
-        )
-    kind = kinds[0]
+    kind = next(kind for kind in KINDS if getattr(outputs, kind) is not None)
     alone = param == "structured_outputs"
     path = f"{param}.{kind}" if alone else param
     around = param if alone or not param.endswith(f".{kind}") else param.rpartition(".")[0]
@@ -99,17 +92,11 @@ def make_grammar(
 def _from_json(asked: _Asked) -> tuple[str, Sequence[str]]:
     schema = asked.value
     if isinstance(schema, str):
-        schema = parse_json(_some(schema, asked.path), asked.path, asked.max_bytes)
-    elif not isinstance(schema, Mapping | bool):
-        raise wrong_type("an object", schema, asked.path)
+        schema = parse_json(schema, asked.path, asked.max_bytes)
     return _schema_grammar(schema, asked)
 
 
 def _from_json_object(asked: _Asked) -> tuple[str, Sequence[str]]:
-    if asked.value is not True:
-        if not isinstance(asked.value, bool):
-            raise wrong_type("true", asked.value, asked.path)
-        raise InvalidRequest(f"{asked.path} must be true.", asked.path)
     return _schema_grammar({"type": "object"}, asked)
 
 
@@ -119,22 +106,15 @@ def _schema_grammar(schema: Any, asked: _Asked) -> tuple[str, Sequence[str]]:
 
 
 def _from_regex(asked: _Asked) -> tuple[str, Sequence[str]]:
-    pattern = _some(asked.value, asked.path)
-    check_text(pattern, asked.path)
-    part = parse(pattern, asked.path, max_length=asked.max_bytes)
+    check_text(asked.value, asked.path)
+    part = parse(asked.value, asked.path, max_length=asked.max_bytes)
     return f"start: {regex(write(part, edges=False))}", ()
 
 
 def _from_choice(asked: _Asked) -> tuple[str, Sequence[str]]:
     choices, path = asked.value, asked.path
-    if not isinstance(choices, list | tuple):
-        raise wrong_type("a list of strings", choices, path)
-    if not choices:
-        raise InvalidRequest(f"{path} must not be empty.", path)
     check_count(len(choices), MAX_CHOICES, "choices", path)
     for i, choice in enumerate(choices):
-        if not isinstance(choice, str):
-            raise wrong_type("a string", choice, f"{path}[{i}]")
         check_text(choice, f"{path}[{i}]")
         check_literal(choice, f"{path}[{i}]")
     check_size("".join(choices), path, asked.max_bytes)
@@ -142,7 +122,7 @@ def _from_choice(asked: _Asked) -> tuple[str, Sequence[str]]:
 
 
 def _from_grammar(asked: _Asked) -> tuple[str, Sequence[str]]:
-    text = _some(asked.value, asked.path)
+    text = asked.value
     if "::=" in text:
         lark = gbnf_to_lark(
             text, asked.path, special_tokens=asked.special_tokens, max_bytes=asked.max_bytes
@@ -154,7 +134,7 @@ def _from_grammar(asked: _Asked) -> tuple[str, Sequence[str]]:
 def _from_structural_tag(asked: _Asked) -> tuple[str, Sequence[str]]:
     tag = asked.value
     if isinstance(tag, str):
-        tag = parse_json(_some(tag, asked.path), asked.path, asked.max_bytes)
+        tag = parse_json(tag, asked.path, asked.max_bytes)
     return structural_tag_to_lark(
         tag,
         asked.path,
@@ -162,14 +142,6 @@ def _from_structural_tag(asked: _Asked) -> tuple[str, Sequence[str]]:
         style=asked.style,
         max_bytes=asked.max_bytes,
     )
-
-
-def _some(text: Any, path: str) -> str:
-    if not isinstance(text, str):
-        raise wrong_type("a string", text, path)
-    if not text.strip():
-        raise InvalidRequest(f"{path} must not be empty.", path)
-    return text
 
 
 _MAKERS: dict[str, Callable[[_Asked], tuple[str, Sequence[str]]]] = {

@@ -11,7 +11,7 @@ import random
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
@@ -297,19 +297,6 @@ def is_plain(text: str) -> bool:
         return False
     refs: dict[str, set[str]] = {}  # of each place of definitions, those that it names
     return all(_walk_schema(whole, "", refs)) and not _recurs(refs)
-
-
-def looks_plain(form: StructuredOutputs) -> bool:
-    """Whether the grammar of a form will be plain, as far as is seen without making it."""
-    if form.whitespace_pattern is not None:
-        return False
-    if not isinstance(form.json, Mapping):
-        return form.json_object is not None or form.choice is not None
-    refs: dict[str, set[str]] = {}
-    try:
-        return all(_walk_schema(form.json, "", refs)) and not _recurs(refs)
-    except RecursionError:
-        return False
 
 
 def _walk_schema(value: Any, place: str, refs: dict[str, set[str]]) -> Iterator[bool]:

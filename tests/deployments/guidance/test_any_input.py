@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from call_walks import byte_tokenizer, tokens_of
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.guidance.calls import make_call_rules
-from rayfin.deployments.guidance.fields import asked_format
-from rayfin.deployments.guidance.grammar import make_grammar
+from rayfin.deployments.guidance.fields import asked_format, read_structured_outputs
+from rayfin.deployments.guidance.grammar import Grammar, make_grammar
 from rayfin.deployments.guidance.schema import keywords
 from rayfin.deployments.guidance.tool_choice import declared_tools, read_tool_choice
 from rayfin.deployments.guidance.verdicts import is_plain
@@ -67,14 +66,17 @@ def refused_or_done(work: Callable[[], Any]) -> Any:
         return None
 
 
+def grammar_of(**fields: Any) -> Grammar:
+    form = read_structured_outputs(fields, "structured_outputs")
+    return make_grammar(form.outputs, form.param)
+
+
 @SETTINGS
 @given(documents(KEYWORDS), st.sampled_from([None, False, True]), st.booleans())
 def test_schemas(schema: Any, strict: bool | None, closed: bool) -> None:
     for written in (schema, None if schema is None else json.dumps(schema)):
-        outputs = StructuredOutputs(
-            json=written, strict=strict, disable_additional_properties=closed
-        )
-        grammar = refused_or_done(partial(make_grammar, outputs))
+        options = {"strict": strict, "disable_additional_properties": closed}
+        grammar = refused_or_done(partial(grammar_of, json=written, **options))
         if grammar is not None:
             is_plain(grammar.text)
             json.loads(grammar.text)
@@ -93,7 +95,7 @@ def test_patterns_and_grammars(kind: str, start: str, text: str) -> None:
     given: dict[str, Any] = {kind: start + text if kind == "grammar" else text}
     if kind == "whitespace_pattern":
         given["json_object"] = True
-    refused_or_done(lambda: make_grammar(StructuredOutputs(**given)))
+    refused_or_done(partial(grammar_of, **given))
 
 
 TYPES = [
@@ -129,7 +131,7 @@ old_tags = st.fixed_dictionaries(
 @SETTINGS
 @given(st.one_of(formats.map(lambda own: {"format": own}), old_tags, documents(MEMBERS)))
 def test_structural_tags(tag: Any) -> None:
-    refused_or_done(lambda: make_grammar(StructuredOutputs(structural_tag=tag)))
+    refused_or_done(partial(grammar_of, structural_tag=tag))
 
 
 FIELDS = ["type", "json_schema", "schema", "name", "strict", "format", "json", "regex", "choice"]

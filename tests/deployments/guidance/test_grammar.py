@@ -10,7 +10,8 @@ import pytest
 from byte_matcher import accepts, compile_error, vocabulary
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.structured_outputs import StructuredOutputs
-from rayfin.deployments.guidance.grammar import KINDS, make_grammar
+from rayfin.deployments.guidance.fields import KINDS, read_structured_outputs
+from rayfin.deployments.guidance.grammar import make_grammar
 from rayfin.deployments.guidance.verdicts import judge
 
 CHAIN = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(400)} | {"d400": {}}
@@ -26,7 +27,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("json_object false", {"json_object": False}, "invalid_value", ".json_object"),
     ("json_object text", {"json_object": "yes"}, "invalid_type", ".json_object"),
     ("empty json", {"json": ""}, "invalid_value", ".json"),
-    ("blank json", {"json": " \n"}, "invalid_value", ".json"),
+    ("blank json", {"json": " \n"}, "invalid_schema", ".json"),
     ("empty grammar", {"grammar": ""}, "invalid_value", ".grammar"),
     ("empty tag", {"structural_tag": {}}, "invalid_value", ".structural_tag"),
     ("empty choice", {"choice": []}, "invalid_value", ".choice"),
@@ -112,7 +113,8 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
 def test_bad_forms_are_refused_at_once(fields: dict[str, Any], code: str, path: str) -> None:
     started = time.process_time()
     with pytest.raises(InvalidRequest) as caught:
-        make_grammar(StructuredOutputs(**fields))
+        form = read_structured_outputs(fields, "structured_outputs")
+        make_grammar(form.outputs, form.param)
     assert time.process_time() - started < 1
     assert (caught.value.code, caught.value.param) == (code, f"structured_outputs{path}")
     assert len(caught.value.message) <= 400

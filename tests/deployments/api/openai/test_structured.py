@@ -93,7 +93,7 @@ async def test_rules_that_leave_no_token_are_the_clients_mistake(
 
 
 WORDS = [f"{number} of many words" for number in range(120)]
-HARD = {"properties": {"a": {"enum": WORDS[:60]}, "b": {"pattern": "^a*$"}}, "nullable": True}
+HARD = {"properties": {"a": {"enum": WORDS}, "b": {"pattern": "^a*$"}}, "nullable": True}
 
 
 @pytest.mark.parametrize("path", PATHS)
