@@ -294,10 +294,10 @@ PIXELS_SECONDS = 10.0  # for an image's arrays to come from the object store of 
 TEMPLATE_SECONDS = 2.0
 INLINE_TEMPLATE_SECONDS = 0.1
 
-# Grammars: what the process that checks them allows (deployments/guidance/warden.py). A child that
-# has said nothing for so long is killed. On a busy machine one that has not computed yet for
-# GRAMMAR_CHECK_CPU_SECONDS gets more time, because its grammar is not to blame. It has a share of
-# the processor for GRAMMAR_SHORT_SECONDS of processor time, which suffice for nearly all, or for
+# Grammars: what the process that checks them allows (deployments/guidance/grammar_check.py). A
+# child that has said nothing for so long is killed. On a busy machine one that has not computed
+# yet for GRAMMAR_CHECK_CPU_SECONDS gets more time, because its grammar is not to blame. It has a
+# share of the processor for GRAMMAR_SHORT_SECONDS of processor time, which suffice for nearly all, or for
 # GRAMMAR_SHORT_MOST_SECONDS. Then it computes while the processor is idle, until after
 # GRAMMAR_IDLE_SECONDS another child begins the check again with a share.
 
@@ -310,9 +310,9 @@ GRAMMAR_STARVED_SECONDS = 8.0
 GRAMMAR_CPU_LIMIT_SECONDS = 3
 GRAMMAR_MASK_SECONDS = 0.25  # processor time of one mask
 GRAMMAR_QUICK_SECONDS = 0.005  # of one that compiles within a step, beside its forward
-WARDEN_SPARE_SECONDS = 2.0  # a child that has answered waits for the next grammar
-WARDEN_REAP_SECONDS = 0.05  # it looks for ended children, while a grammar waits for their end
-WARDEN_TICK_SECONDS = 0.5  # the helper says that it lives, while it has work
-WARDEN_SILENT_SECONDS = 3.0  # then it is replaced
-WARDEN_START_SECONDS = 60.0  # the vocabulary of a large tokenizer takes seconds
-WARDEN_RESTART_PAUSE_SECONDS = 0.5  # after a helper that did not start
+CHECKER_SPARE_SECONDS = 2.0  # a child that has answered waits for the next grammar
+CHECKER_REAP_SECONDS = 0.05  # it looks for ended children, while a grammar waits for their end
+CHECKER_TICK_SECONDS = 0.5  # the helper says that it lives, while it has work
+CHECKER_SILENT_SECONDS = 3.0  # then it is replaced
+CHECKER_START_SECONDS = 60.0  # the vocabulary of a large tokenizer takes seconds
+CHECKER_RESTART_PAUSE_SECONDS = 0.5  # after a helper that did not start

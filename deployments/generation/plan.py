@@ -12,12 +12,12 @@ from rayfin.actors.guidance import Guidance
 from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.guidance.build import answer_grammar, build_guidance
 from rayfin.deployments.guidance.calls import arguments_grammar, make_call_rules
+from rayfin.deployments.guidance.compile_check import GrammarChecker, InlineChecker
 from rayfin.deployments.guidance.fields import size_up_to
 from rayfin.deployments.guidance.grammar import Grammar
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
 from rayfin.deployments.guidance.thinking import call_marks, make_thinking
 from rayfin.deployments.guidance.tool_choice import KNOWN_TOOLS, FunctionTool, ToolChoice
-from rayfin.deployments.guidance.verdicts import GrammarChecker, InlineChecker
 from rayfin.deployments.text.parsing.detect import Detected
 from rayfin.deployments.text.parsing.format import IdStyle, ToolGuidance
 from rayfin.deployments.text.parsing.thought import thought_start
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rayfin.deployments.text.parsing.parser import OutputParser
 
 MANY_TOOLS = 32  # from which on their rules are made off the event loop
-LONG_FORM = 2048  # bytes, from which on the warden makes the grammar of a form
+LONG_FORM = 2048  # bytes, from which on the checker makes the grammar of a form
 MOST_REFUSED = 2  # schemas of functions, before all are given up
 UNENFORCED = "x-rayfin-unenforced"
 LONGEST_HEADER = 4096  # bytes; proxies refuse the headers of an answer beyond 8 KiB or so
@@ -65,7 +65,7 @@ class AnswerRules:
 
 @dataclass(slots=True, frozen=True)
 class OutputPlan:
-    """Made by an API's adapter, after the warden has checked the grammars."""
+    """Made by an API's adapter, after the checker has checked the grammars."""
 
     guidance: Guidance | None = None  # of all choices
     make_parser: "Callable[[], OutputParser] | None" = None  # a parser for each choice
@@ -120,8 +120,8 @@ async def plan_answers(
         InvalidRequest: a field that this model cannot follow, or a grammar that is refused.
         Overloaded: too many unknown grammars wait.
     """
-    most = service.warden.max_bytes
-    answer = await _long_answer(service.warden, rules, tenant)
+    most = service.checker.max_bytes
+    answer = await _long_answer(service.checker, rules, tenant)
 
     async def make(rules: AnswerRules) -> OutputPlan:
         work = partial(
@@ -136,7 +136,7 @@ async def plan_answers(
         )
         return await asyncio.to_thread(work) if rules.take_long else work()
 
-    plan = await _allowed(make, service.warden, service.formats, rules, tenant)
+    plan = await _allowed(make, service.checker, service.formats, rules, tenant)
     return _counted(service, plan)
 
 
@@ -168,10 +168,10 @@ async def plan_text(service: "OpenAIService", rules: AnswerRules, tenant: str = 
     Raises:
         InvalidRequest, Overloaded: as :func:`plan_answers`.
     """
-    most = service.warden.max_bytes
-    answer = await _long_answer(service.warden, rules, tenant)
+    most = service.checker.max_bytes
+    answer = await _long_answer(service.checker, rules, tenant)
     plan = make_plan(Detected(), service.tokenizer, rules, max_grammar_bytes=most, answer=answer)
-    return _counted(service, await _checked(service.warden, plan, rules, tenant))
+    return _counted(service, await _checked(service.checker, plan, rules, tenant))
 
 
 def _counted(service: "OpenAIService", plan: OutputPlan) -> OutputPlan:

@@ -16,7 +16,7 @@ from rayfin.deployments.client.adapter_client import AdapterClient
 from rayfin.deployments.client.engine_client import EngineClient
 from rayfin.deployments.embeds.read import EmbedsReader
 from rayfin.deployments.generation.quotas import TokenQuotas
-from rayfin.deployments.guidance.verdicts import GrammarChecker, InlineChecker
+from rayfin.deployments.guidance.compile_check import GrammarChecker, InlineChecker
 from rayfin.deployments.http.idempotency import AnswerStore
 from rayfin.deployments.http.layers import HttpSettings
 from rayfin.deployments.media.reader import MediaReader
@@ -66,11 +66,11 @@ class OpenAIService:
     adapters: AdapterNames | None = None  # None: requests name no LoRA adapter
     media: MediaReader | None = None  # of a model that reads images, or hears
     embeds: EmbedsReader | None = None  # with --enable-prompt-embeds
-    warden: GrammarChecker = None  # type: ignore[assignment]  # None: grammars compile in this process
+    checker: GrammarChecker = None  # type: ignore[assignment]  # None: grammars compile in this process
 
     def __post_init__(self) -> None:
-        if self.warden is None:
-            self.warden = InlineChecker(self.tokenizer)
+        if self.checker is None:
+            self.checker = InlineChecker(self.tokenizer)
 
     @property
     def reads(self) -> MediaKind | None:

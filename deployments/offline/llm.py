@@ -22,9 +22,9 @@ from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
 from rayfin.deployments.client.deltas import WholeDeltas, split_deltas
 from rayfin.deployments.generation.plan import NO_PLAN, AnswerRules, OutputPlan, plan_offline
+from rayfin.deployments.guidance.compile_check import InlineChecker
 from rayfin.deployments.guidance.fields import read_structured_outputs
 from rayfin.deployments.guidance.tool_choice import declared_tools, read_tool_choice
-from rayfin.deployments.guidance.verdicts import InlineChecker
 from rayfin.deployments.media.settings import MediaSettings, media_sources, read_limits
 from rayfin.deployments.offline.arguments import (
     UseTqdm,

@@ -108,7 +108,7 @@ class BatchDeployment:
             await asyncio.gather(task, return_exceptions=True)
         for service in getattr(self, "_services", ()):
             service.client.close()
-            service.warden.close()
+            service.checker.close()
             if service.adapters is not None:
                 service.adapters.close()
 

@@ -91,7 +91,7 @@ class IngressDeployment:
             service.client.close()
             if service.adapters is not None:
                 service.adapters.close()
-            service.warden.close()
+            service.checker.close()
             if service.tracing is not None:
                 await asyncio.to_thread(service.tracing.close)
 

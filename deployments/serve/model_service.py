@@ -29,7 +29,7 @@ from rayfin.deployments.client.pool import EnginePool, Patience
 from rayfin.deployments.client.waiting_room import WaitingRoom, starter
 from rayfin.deployments.embeds.read import EmbedsReader
 from rayfin.deployments.generation.service import OpenAIService
-from rayfin.deployments.guidance.warden import Warden
+from rayfin.deployments.guidance.grammar_check import ProcessChecker
 from rayfin.deployments.media.reader import MediaReader
 from rayfin.deployments.media.sound import audio_off
 from rayfin.deployments.requests.build import sampling_defaults
@@ -112,7 +112,7 @@ async def model_service(
         partial(start_hub, context.app_name, hub), ray.kill, lambda: adjust(counts.report())
     )
     info = await _first_info(client)
-    warden = Warden(
+    checker = ProcessChecker(
         text.tokenizer,
         info.vocab_size,
         max_bytes=server.max_grammar_bytes,
@@ -129,7 +129,7 @@ async def model_service(
         **text.fields(),
         template_defaults=server.default_chat_template_kwargs or {},
         tracing=tracing,
-        warden=warden,
+        checker=checker,
         settings=model.shown(),
         request_log=_request_log(server, text.tokenizer),
         **shared,
@@ -140,7 +140,7 @@ async def model_service(
 
     client.events.limits_changed = limit
     if text.recipe is None:
-        warden.start()  # its process loads the vocabulary beside the first requests
+        checker.start()  # its process loads the vocabulary beside the first requests
     return service
 
 

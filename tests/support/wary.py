@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 
-from rayfin.deployments.guidance.verdicts import InlineChecker, Verdict
+from rayfin.deployments.guidance.compile_check import InlineChecker, Verdict
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 
 class Wary(InlineChecker):
-    """Refuses grammars that hold all of some words, as a warden whose limits they meet."""
+    """Refuses grammars that hold all of some words, as a checker whose limits they meet."""
 
     def __init__(self, tokenizer: Tokenizer, *words: str) -> None:
         super().__init__(tokenizer)

@@ -23,7 +23,7 @@ from rayfin.deployments.api.app import build_api
 from rayfin.deployments.api.responses.store import ResponseStore
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
 from rayfin.deployments.generation.service import OpenAIService
-from rayfin.deployments.guidance.verdicts import InlineChecker
+from rayfin.deployments.guidance.compile_check import InlineChecker
 from rayfin.deployments.http.keys import ApiKeys
 
 pytestmark = pytest.mark.anyio
@@ -328,7 +328,7 @@ async def test_leaving_ends_the_wait_for_a_grammar(
             finally:
                 said.append("ends")
 
-    service.warden = Endless(service.tokenizer)
+    service.checker = Endless(service.tokenizer)
     api = build_api(service, responses=ResponseStoreClient(store=ResponseStore()))
     sent = await leave(api, path, {"model": "tiny", **body}, 0)
     assert sent[0]["status"] == 499

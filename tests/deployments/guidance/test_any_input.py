@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from call_walks import byte_tokenizer, tokens_of
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.guidance.calls import make_call_rules
+from rayfin.deployments.guidance.compile_check import is_plain
 from rayfin.deployments.guidance.fields import asked_format, read_structured_outputs
 from rayfin.deployments.guidance.grammar import Grammar, make_grammar
 from rayfin.deployments.guidance.schema import keywords
 from rayfin.deployments.guidance.tool_choice import declared_tools, read_tool_choice
-from rayfin.deployments.guidance.verdicts import is_plain
 from rayfin.deployments.text.parsing.rows import TOOL_FORMATS
 from rayfin.deployments.text.tokenizer import Tokenizer
 

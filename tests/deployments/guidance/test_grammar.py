@@ -10,9 +10,9 @@ import pytest
 from byte_matcher import accepts, compile_error, vocabulary
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.structured_outputs import StructuredOutputs
+from rayfin.deployments.guidance.compile_check import judge
 from rayfin.deployments.guidance.fields import KINDS, read_structured_outputs
 from rayfin.deployments.guidance.grammar import make_grammar
-from rayfin.deployments.guidance.verdicts import judge
 
 CHAIN = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(400)} | {"d400": {}}
 DEEP: dict[str, Any] = {}

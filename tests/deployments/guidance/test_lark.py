@@ -5,8 +5,8 @@ import pytest
 from byte_matcher import MARKS, accepts, compile_error, vocabulary
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.structured_outputs import StructuredOutputs
+from rayfin.deployments.guidance.compile_check import judge
 from rayfin.deployments.guidance.grammar import Grammar, make_grammar
-from rayfin.deployments.guidance.verdicts import judge
 
 GOOD = [
     ("strings", 'start: "a" "b"i\n', ["ab", "aB"], ["a"]),

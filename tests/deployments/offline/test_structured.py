@@ -10,7 +10,7 @@ import pytest
 
 from rayfin import LLM, SamplingParams, StructuredOutputs
 from rayfin.actors.errors import InvalidRequest, NoTokenLeft
-from rayfin.deployments.guidance import verdicts
+from rayfin.deployments.guidance import compile_check
 
 SCHEMA = {
     "type": "object",
@@ -74,9 +74,9 @@ def test_each_prompt_may_have_its_own(llm: LLM) -> None:
 
 def test_a_grammar_compiles_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     judged: list[str] = []
-    judge = verdicts.judge
+    judge = compile_check.judge
     monkeypatch.setattr(
-        verdicts, "judge", lambda own, text: (judged.append(text), judge(own, text))[1]
+        compile_check, "judge", lambda own, text: (judged.append(text), judge(own, text))[1]
     )
     params = SamplingParams(structured_outputs={"regex": "once"}, max_tokens=8)
     for _ in range(2):

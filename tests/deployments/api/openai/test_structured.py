@@ -56,7 +56,7 @@ async def test_a_form_becomes_a_grammar(
 async def test_the_engine_hears_which_grammars_are_quick(
     http: httpx.AsyncClient, engine: Any, monkeypatch: pytest.MonkeyPatch, path: str, most: int
 ) -> None:
-    monkeypatch.setattr("rayfin.deployments.guidance.verdicts.GRAMMAR_QUICK_SECONDS", most)
+    monkeypatch.setattr("rayfin.deployments.guidance.compile_check.GRAMMAR_QUICK_SECONDS", most)
     for _ in range(2):
         response = await http.post(path, json={**PATHS[path], "guided_json": SCHEMA})
         assert response.status_code == 200, response.text
@@ -102,7 +102,7 @@ HARD = {"properties": {"a": {"enum": WORDS}, "b": {"pattern": "^a*$"}}, "nullabl
     [({"pattern": "^a*$"}, 0), ({"enum": WORDS[:60]}, 0), ({"enum": WORDS * 3}, 1), (HARD, 1)],
     ids=lambda value: str(value)[:40],
 )
-async def test_the_warden_makes_grammars_that_take_long(
+async def test_the_checker_makes_grammars_that_take_long(
     http: httpx.AsyncClient,
     engine: Any,
     service: OpenAIService,
@@ -112,13 +112,13 @@ async def test_the_warden_makes_grammars_that_take_long(
     makes: int,
 ) -> None:
     made = []
-    form = service.warden.form
+    form = service.checker.form
 
     async def spy(*form_and_path: Any) -> Grammar:
         made.append(await form(*form_and_path))
         return made[-1]
 
-    monkeypatch.setattr(service.warden, "form", spy)
+    monkeypatch.setattr(service.checker, "form", spy)
     outputs = StructuredOutputs(json=schema)
     response = await http.post(path, json={**PATHS[path], "structured_outputs": {"json": schema}})
     assert response.status_code == 200, response.text

@@ -450,7 +450,7 @@ async def test_schemas_that_cannot_be_held(http: httpx.AsyncClient, engine: Any)
         (('"zebra"', '"yak"'), "tools[0].function.parameters, tools[1].function.parameters"),
     ],
 )
-async def test_schemas_that_the_warden_refuses(
+async def test_schemas_that_the_checker_refuses(
     http: httpx.AsyncClient,
     engine: Any,
     service: OpenAIService,
@@ -459,7 +459,7 @@ async def test_schemas_that_the_warden_refuses(
     unenforced: str,
 ) -> None:
     """Those that are too much, or all if only together they are; never strict ones."""
-    service.warden = Wary(marked, *refused)
+    service.checker = Wary(marked, *refused)
 
     async def ask(*strict: str) -> httpx.Response:
         body = {**BODY, "tools": animals(*strict), "tool_choice": "required"}

@@ -1,8 +1,8 @@
-"""The warden of an ingress: unknown grammars are checked in a process that may hang or die.
+"""The checker of an ingress: unknown grammars are checked in a process that may hang or die.
 
 A form that takes long to read becomes a grammar there as well. The event loop only awaits. A
 verdict is known afterwards, so that a grammar is checked once. One socket leads to the helper
-(``warden_process.py``), which is replaced when it dies or says nothing.
+(``grammar_check_process.py``), which is replaced when it dies or says nothing.
 """
 
 import asyncio
@@ -19,19 +19,19 @@ from typing import Any
 from rayfin.actors.errors import EngineUnavailable, InvalidRequest, Overloaded, RayfinError
 from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.actors.timing import (
+    CHECKER_RESTART_PAUSE_SECONDS,
+    CHECKER_SILENT_SECONDS,
+    CHECKER_START_SECONDS,
     RETRY_AFTER_SECONDS,
-    WARDEN_RESTART_PAUSE_SECONDS,
-    WARDEN_SILENT_SECONDS,
-    WARDEN_START_SECONDS,
 )
+from rayfin.deployments.guidance.compile_check import DigestCache, Verdict, VerdictCache, is_plain
 from rayfin.deployments.guidance.fields import check_size
 from rayfin.deployments.guidance.grammar import Grammar, form_text, make_grammar
+from rayfin.deployments.guidance.grammar_check_process import STARVED, FrameBuffer, frame
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
-from rayfin.deployments.guidance.verdicts import DigestCache, Verdict, VerdictCache, is_plain
-from rayfin.deployments.guidance.warden_process import STARVED, FrameBuffer, frame
 from rayfin.deployments.text.tokenizer import Tokenizer
 
-MODULE = "rayfin.deployments.guidance.warden_process"
+MODULE = "rayfin.deployments.guidance.grammar_check_process"
 MAX_WAITING = 64  # grammars of each kind, beyond those in the helper
 MAX_CHILDREN = 2  # processes that compile
 MAX_PLAIN = 4  # grammars on the way to the helper, which compiles them one after the other
@@ -134,7 +134,7 @@ class CheckQueue:
         return checks
 
 
-class Warden:
+class ProcessChecker:
     """Checks grammars in a helper process; used in one event loop.
 
     Args:
@@ -277,7 +277,7 @@ class Warden:
             except Exception as error:
                 logger.error("The process that checks grammars does not start: %r", error)
                 self._fail_all(EngineUnavailable("Grammars cannot be checked now."))
-                await asyncio.sleep(WARDEN_RESTART_PAUSE_SECONDS)
+                await asyncio.sleep(CHECKER_RESTART_PAUSE_SECONDS)
                 if not self._checks:
                     return  # the next unknown grammar starts it
                 continue
@@ -377,7 +377,7 @@ class _Helper:
         reader, writer = await asyncio.open_connection(sock=ours)
         helper = cls(process, reader, writer)
         try:
-            async with asyncio.timeout(WARDEN_START_SECONDS):
+            async with asyncio.timeout(CHECKER_START_SECONDS):
                 writer.write(setup)
                 if not await helper.receive():
                     raise EOFError("it has ended")
@@ -411,7 +411,7 @@ class _Helper:
         if self._silence is not None:
             self._silence.cancel()
         loop = asyncio.get_running_loop()
-        self._silence = loop.call_later(WARDEN_SILENT_SECONDS, self._judge_silence)
+        self._silence = loop.call_later(CHECKER_SILENT_SECONDS, self._judge_silence)
 
     def _judge_silence(self) -> None:
         self._silence = None

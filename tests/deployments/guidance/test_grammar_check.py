@@ -1,4 +1,4 @@
-"""The warden: verdicts of plain, hard and hostile grammars, and the deaths of its processes."""
+"""The checker: verdicts of plain, hard and hostile grammars, and the deaths of its processes."""
 
 import asyncio
 import contextlib
@@ -17,10 +17,10 @@ from llguidance import LLMatcher
 
 from rayfin.actors.errors import EngineUnavailable, InvalidRequest, Overloaded
 from rayfin.actors.structured_outputs import StructuredOutputs
-from rayfin.deployments.guidance import warden as module
+from rayfin.deployments.guidance import grammar_check as module
+from rayfin.deployments.guidance.compile_check import InlineChecker, Verdict, VerdictCache, is_plain
 from rayfin.deployments.guidance.grammar import make_grammar
-from rayfin.deployments.guidance.verdicts import InlineChecker, Verdict, VerdictCache, is_plain
-from rayfin.deployments.guidance.warden import CheckQueue, Warden, _Check
+from rayfin.deployments.guidance.grammar_check import CheckQueue, ProcessChecker, _Check
 from rayfin.deployments.serve.preflight import DEMO_FOLDER
 from rayfin.deployments.text.tokenizer import Tokenizer
 
@@ -65,17 +65,17 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-async def warden(tokenizer: Tokenizer, anyio_backend: str) -> AsyncIterator[Warden]:
-    own = Warden(tokenizer)
+async def checker(tokenizer: Tokenizer, anyio_backend: str) -> AsyncIterator[ProcessChecker]:
+    own = ProcessChecker(tokenizer)
     await own.check([schema(PLAIN)], "schema")
     yield own
     own.close()
     await asyncio.sleep(0)
 
 
-async def code_of(warden: Warden, text: str, tenant: str = "") -> str:
+async def code_of(checker: ProcessChecker, text: str, tenant: str = "") -> str:
     try:
-        await warden.check([text], "schema", tenant)
+        await checker.check([text], "schema", tenant)
     except (InvalidRequest, Overloaded) as error:
         assert isinstance(error, Overloaded) or error.param == "schema"
         assert "\n" not in str(error) and len(str(error)) < 400
@@ -83,64 +83,67 @@ async def code_of(warden: Warden, text: str, tenant: str = "") -> str:
     return "ok"
 
 
-async def patient_code_of(warden: Warden, text: str) -> str:
+async def patient_code_of(checker: ProcessChecker, text: str) -> str:
     """As ``code_of``, of a client that asks again while the machine is too busy for a verdict."""
     for _ in range(MAX_ASKS):
-        code = await code_of(warden, text)
+        code = await code_of(checker, text)
         if code != "queue_full":
             break
     return code
 
 
-async def test_known_verdicts_cost_nothing(warden: Warden) -> None:
-    assert warden.pid is not None
-    os.kill(warden.pid, signal.SIGSTOP)
-    assert await code_of(warden, schema(PLAIN)) == "ok"
+async def test_known_verdicts_cost_nothing(checker: ProcessChecker) -> None:
+    assert checker.pid is not None
+    os.kill(checker.pid, signal.SIGSTOP)
+    assert await code_of(checker, schema(PLAIN)) == "ok"
 
 
 @pytest.mark.parametrize("most", [0, 60])
 async def test_which_grammars_are_quick(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, most: int
 ) -> None:
-    setting = "from rayfin.deployments.guidance import verdicts\nverdicts.GRAMMAR_QUICK_SECONDS"
-    warden = helper_with(tmp_path, monkeypatch, tokenizer, f"{setting} = {most}")
+    imported = "from rayfin.deployments.guidance import compile_check as other"
+    setting = f"{imported}\nother.GRAMMAR_QUICK_SECONDS"
+    checker = helper_with(tmp_path, monkeypatch, tokenizer, f"{setting} = {most}")
     for _ in range(2):
-        assert await warden.check([schema(PLAIN), pattern("a+")], None) is (most > 0)
-    form = await warden.form(long_form(), "schema")
-    assert await warden.check([form.text], None) is (most > 0)
-    warden.close()
+        assert await checker.check([schema(PLAIN), pattern("a+")], None) is (most > 0)
+    form = await checker.form(long_form(), "schema")
+    assert await checker.check([form.text], None) is (most > 0)
+    checker.close()
 
 
 async def test_the_same_grammar_is_checked_once(
-    warden: Warden, monkeypatch: pytest.MonkeyPatch
+    checker: ProcessChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = []
     send = module._Helper.send
     monkeypatch.setattr(
         module._Helper, "send", lambda own, check: (sent.append(check), send(own, check))
     )
-    codes = await asyncio.gather(*(code_of(warden, pattern("a+b")) for _ in range(20)))
+    codes = await asyncio.gather(*(code_of(checker, pattern("a+b")) for _ in range(20)))
     assert codes == ["ok"] * 20 and len(sent) == 1
 
 
 @pytest.mark.parametrize(("text", "code"), HOSTILE, ids=lambda value: str(value)[:40])
-async def test_hostile_grammars(warden: Warden, text: str, code: str) -> None:
-    pid = warden.pid
-    assert await patient_code_of(warden, text) == code  # 2 s where the machine has time
-    assert warden.pid == pid, "the helper has died"
+async def test_hostile_grammars(checker: ProcessChecker, text: str, code: str) -> None:
+    pid = checker.pid
+    assert await patient_code_of(checker, text) == code  # 2 s where the machine has time
+    assert checker.pid == pid, "the helper has died"
     await no_children(pid)
-    assert await patient_code_of(warden, schema({"maxLength": len(text), **PLAIN})) == "ok"
+    assert await patient_code_of(checker, schema({"maxLength": len(text), **PLAIN})) == "ok"
 
 
-async def test_the_event_loop_and_plain_grammars_go_on_beside_bombs(warden: Warden) -> None:
+async def test_the_event_loop_and_plain_grammars_go_on_beside_bombs(
+    checker: ProcessChecker,
+) -> None:
     bombs = [
-        asyncio.create_task(code_of(warden, schema({**PATTERNS, "minLength": i}), "hostile"))
+        asyncio.create_task(code_of(checker, schema({**PATTERNS, "minLength": i}), "hostile"))
         for i in range(4)
     ]
     longest, last, waited = 0.0, time.monotonic(), []
     while not all(task.done() for task in bombs[:2]):
         started = time.monotonic()
-        assert await code_of(warden, schema({**PLAIN, "title": str(len(waited))}), "kind") == "ok"
+        assert await code_of(checker, schema({**PLAIN, "title": str(len(waited))}), "kind") == "ok"
         waited.append(time.monotonic() - started)
         await asyncio.sleep(0.01)
         longest, last = max(longest, time.monotonic() - last), time.monotonic()
@@ -156,114 +159,114 @@ async def test_a_killed_helper_is_replaced(
     sent: list[dict[str, Any]] = []
     frame = module.frame
     monkeypatch.setattr(module, "frame", lambda own: (sent.append(own), frame(own))[1])
-    warden = Warden(tokenizer, on_restart=lambda: restarts.append(1))
-    await warden.check([schema(PLAIN)], None)
-    first = warden.pid
+    checker = ProcessChecker(tokenizer, on_restart=lambda: restarts.append(1))
+    await checker.check([schema(PLAIN)], None)
+    first = checker.pid
     assert first is not None
-    asked = asyncio.create_task(patient_code_of(warden, schema(PATTERNS)))
+    asked = asyncio.create_task(patient_code_of(checker, schema(PATTERNS)))
     while not children_of(first):
         await asyncio.sleep(0.01)
     (child,) = children_of(first)
     os.kill(first, signal.SIGKILL)
     assert await asked == "schema_too_complex"  # of the second helper
-    assert warden.pid != first and restarts == [1]
+    assert checker.pid != first and restarts == [1]
     hard = [own["fresh"] for own in sent if own.get("text") == schema(PATTERNS)]
     assert hard[:2] == [False, True]
     await gone(first, child)
-    warden.close()
+    checker.close()
 
 
-async def test_a_stopped_helper_is_replaced(warden: Warden) -> None:
-    pid = warden.pid
+async def test_a_stopped_helper_is_replaced(checker: ProcessChecker) -> None:
+    pid = checker.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    assert await code_of(warden, pattern("stopped")) == "ok"
-    assert warden.pid != pid
+    assert await code_of(checker, pattern("stopped")) == "ok"
+    assert checker.pid != pid
     await gone(pid)
 
 
 async def test_a_plain_grammar_that_kills_its_helper_is_checked_in_a_child(
-    warden: Warden, monkeypatch: pytest.MonkeyPatch
+    checker: ProcessChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "is_plain", lambda text: True)  # though it is a bomb
-    assert await patient_code_of(warden, schema(PATTERNS)) == "schema_too_complex"
+    assert await patient_code_of(checker, schema(PATTERNS)) == "schema_too_complex"
 
 
-async def test_a_child_takes_the_next_grammar(warden: Warden) -> None:
+async def test_a_child_takes_the_next_grammar(checker: ProcessChecker) -> None:
     def children() -> list[int]:
-        return children_of(warden.pid)
+        return children_of(checker.pid)
 
     texts = map(pattern, ("a+b", "[ab]{2,9}", "(a|bc)*", "c?d"))
-    assert await patient_code_of(warden, next(texts)) == "ok"
+    assert await patient_code_of(checker, next(texts)) == "ok"
     seen = children()
     assert len(seen) == 1
-    assert await patient_code_of(warden, next(texts)) == "ok"
-    assert await patient_code_of(warden, schema({"not": {}})) == "unsupported_schema"
+    assert await patient_code_of(checker, next(texts)) == "ok"
+    assert await patient_code_of(checker, schema({"not": {}})) == "unsupported_schema"
     assert children() == seen
     os.kill(seen[0], signal.SIGKILL)  # while it waits
-    assert await patient_code_of(warden, next(texts)) == "ok"
-    assert await patient_code_of(warden, schema(PATTERNS)) == "schema_too_complex"
-    assert await patient_code_of(warden, next(texts)) == "ok"
+    assert await patient_code_of(checker, next(texts)) == "ok"
+    assert await patient_code_of(checker, schema(PATTERNS)) == "schema_too_complex"
+    assert await patient_code_of(checker, next(texts)) == "ok"
     assert not set(seen) & set(children())
-    await no_children(warden.pid)  # none waits for long
+    await no_children(checker.pid)  # none waits for long
 
 
-async def test_a_child_that_is_killed_is_a_verdict(warden: Warden) -> None:
-    asked = asyncio.create_task(code_of(warden, schema(PATTERNS)))
-    while not children_of(warden.pid):
+async def test_a_child_that_is_killed_is_a_verdict(checker: ProcessChecker) -> None:
+    asked = asyncio.create_task(code_of(checker, schema(PATTERNS)))
+    while not children_of(checker.pid):
         await asyncio.sleep(0.01)
-    os.kill(children_of(warden.pid)[0], signal.SIGKILL)
+    os.kill(children_of(checker.pid)[0], signal.SIGKILL)
     assert await asked == "schema_too_complex"
 
 
 def helper_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, settings: str
-) -> Warden:
-    """A warden whose helper has other limits."""
+) -> ProcessChecker:
+    """A checker whose helper has other limits."""
     lines = (
         "import sys",
-        "from rayfin.deployments.guidance import warden_process as helper",
+        "from rayfin.deployments.guidance import grammar_check_process as helper",
         settings,
         "helper.main(*map(int, sys.argv[1:]))",
     )
     (tmp_path / "other_helper.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(module, "MODULE", "other_helper")
-    return Warden(tokenizer)
+    return ProcessChecker(tokenizer)
 
 
 async def test_a_child_without_memory_is_a_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
 ) -> None:
-    warden = helper_with(tmp_path, monkeypatch, tokenizer, "helper.CHILD_MEMORY = 2**22")
+    checker = helper_with(tmp_path, monkeypatch, tokenizer, "helper.CHILD_MEMORY = 2**22")
     started = time.monotonic()
-    assert await code_of(warden, schema({"const": "x" * 200_000})) == "schema_too_complex"
-    assert await code_of(warden, pattern("a")) == "ok"
+    assert await code_of(checker, schema({"const": "x" * 200_000})) == "schema_too_complex"
+    assert await code_of(checker, pattern("a")) == "ok"
     assert time.monotonic() - started < 20
-    warden.close()
+    checker.close()
 
 
 async def test_a_child_that_gets_no_processor_is_no_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
 ) -> None:
     settings = "helper.GRAMMAR_CHECK_CPU_SECONDS, helper.GRAMMAR_STARVED_SECONDS = 100, 2.5"
-    warden = helper_with(tmp_path, monkeypatch, tokenizer, settings)
-    asked = asyncio.create_task(code_of(warden, schema(PATTERNS)))
+    checker = helper_with(tmp_path, monkeypatch, tokenizer, settings)
+    asked = asyncio.create_task(code_of(checker, schema(PATTERNS)))
     policies: dict[int, int] = {}  # as last seen, by process
     nicenesses: dict[int, int] = {}
     while not asked.done():
-        for pid in children_of(warden.pid) if warden.pid else ():
+        for pid in children_of(checker.pid) if checker.pid else ():
             with contextlib.suppress(ProcessLookupError):
                 policies[pid] = os.sched_getscheduler(pid)
                 nicenesses[pid] = os.getpriority(os.PRIO_PROCESS, pid)
         await asyncio.sleep(0.02)
     assert await asked == "queue_full"
-    assert warden.pid is not None
+    assert checker.pid is not None
     assert list(policies.values()) == [os.SCHED_IDLE, os.SCHED_OTHER]
-    assert min(nicenesses.values()) > os.getpriority(os.PRIO_PROCESS, warden.pid)
-    assert len(warden.verdicts) == 0
-    await no_children(warden.pid)
-    warden.close()
+    assert min(nicenesses.values()) > os.getpriority(os.PRIO_PROCESS, checker.pid)
+    assert len(checker.verdicts) == 0
+    await no_children(checker.pid)
+    checker.close()
 
 
 def long_form(**fields: Any) -> StructuredOutputs:
@@ -272,7 +275,7 @@ def long_form(**fields: Any) -> StructuredOutputs:
 
 
 async def test_a_long_form_becomes_a_grammar_in_the_helper(
-    warden: Warden, monkeypatch: pytest.MonkeyPatch
+    checker: ProcessChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = []
     send = module._Helper.send
@@ -280,13 +283,13 @@ async def test_a_long_form_becomes_a_grammar_in_the_helper(
         module._Helper, "send", lambda own, check: (sent.append(check), send(own, check))
     )
     form = long_form(nullable=True)
-    made = await asyncio.gather(*(warden.form(form, "schema") for _ in range(3)))
+    made = await asyncio.gather(*(checker.form(form, "schema") for _ in range(3)))
     assert made == [make_grammar(form, "schema")] * 3
     assert made[0].unenforced == ("schema.nullable",)
-    assert await warden.form(long_form(nullable=True), "schema") == made[0]
-    await warden.check([made[0].text], "schema")
+    assert await checker.form(long_form(nullable=True), "schema") == made[0]
+    await checker.check([made[0].text], "schema")
     assert len(sent) == 1
-    assert (await warden.form(form, "tools")).unenforced == ("tools.nullable",)
+    assert (await checker.form(form, "tools")).unenforced == ("tools.nullable",)
     assert len(sent) == 2
 
 
@@ -303,13 +306,13 @@ async def test_a_long_form_becomes_a_grammar_in_the_helper(
     ids=lambda form: str(form)[-40:],
 )
 async def test_a_form_that_is_refused_in_the_helper(
-    warden: Warden, form: StructuredOutputs
+    checker: ProcessChecker, form: StructuredOutputs
 ) -> None:
     with pytest.raises(InvalidRequest) as expected:
-        await InlineChecker(warden._tokenizer).form(form, "schema")
+        await InlineChecker(checker._tokenizer).form(form, "schema")
     for _ in range(2):
         with pytest.raises(InvalidRequest) as caught:
-            await warden.form(form, "schema")
+            await checker.form(form, "schema")
         assert caught.value.args == expected.value.args
 
 
@@ -317,52 +320,52 @@ async def test_a_form_whose_grammar_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
 ) -> None:
     judge = "lambda tokenizer, text: helper.Verdict('unsupported', 'why')"
-    warden = helper_with(tmp_path, monkeypatch, tokenizer, f"helper.judge = {judge}")
+    checker = helper_with(tmp_path, monkeypatch, tokenizer, f"helper.judge = {judge}")
     verdicts: list[str] = []
-    monkeypatch.setattr(warden, "_on_verdict", verdicts.append)
+    monkeypatch.setattr(checker, "_on_verdict", verdicts.append)
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="why") as caught:
-            await warden.form(long_form(), "here")
+            await checker.form(long_form(), "here")
         assert (caught.value.param, caught.value.code) == ("here", "unsupported_schema")
     assert verdicts == ["unsupported"] * 2
-    warden.close()
+    checker.close()
 
 
 async def test_a_form_whose_child_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
 ) -> None:
     settings = "import time\nhelper.make_grammar = lambda *form, **limits: time.sleep(60)"
-    warden = helper_with(tmp_path, monkeypatch, tokenizer, settings)
-    asked = asyncio.create_task(warden.form(long_form(), "schema"))
-    while not (warden.pid and children_of(warden.pid)):
+    checker = helper_with(tmp_path, monkeypatch, tokenizer, settings)
+    asked = asyncio.create_task(checker.form(long_form(), "schema"))
+    while not (checker.pid and children_of(checker.pid)):
         await asyncio.sleep(0.01)
-    os.kill(children_of(warden.pid)[0], signal.SIGKILL)
+    os.kill(children_of(checker.pid)[0], signal.SIGKILL)
     with pytest.raises(InvalidRequest) as caught:
         await asked
     assert (caught.value.param, caught.value.code) == ("schema", "schema_too_complex")
-    warden.close()
+    checker.close()
 
 
 async def test_a_helper_that_does_not_start_fails_what_waits(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MODULE", "rayfin.no_such_module")
-    warden = Warden(tokenizer)
+    checker = ProcessChecker(tokenizer)
     with pytest.raises(EngineUnavailable, match="cannot be checked now"):
-        await warden.check([schema(PLAIN)], None)
+        await checker.check([schema(PLAIN)], None)
     monkeypatch.undo()
-    await warden.check([schema(PLAIN)], None)  # at once: it waits for the next start
-    warden.close()
+    await checker.check([schema(PLAIN)], None)  # at once: it waits for the next start
+    checker.close()
 
 
 async def test_close_ends_all_processes(tokenizer: Tokenizer) -> None:
-    warden = Warden(tokenizer)
-    await warden.check([schema(PLAIN)], None)
-    pid = warden.pid
-    asked = asyncio.create_task(warden.check([schema(PATTERNS)], None))
+    checker = ProcessChecker(tokenizer)
+    await checker.check([schema(PLAIN)], None)
+    pid = checker.pid
+    asked = asyncio.create_task(checker.check([schema(PATTERNS)], None))
     while not (children := children_of(pid)):
         await asyncio.sleep(0.01)
-    warden.close()
+    checker.close()
     with pytest.raises(EngineUnavailable, match="shuts down"):
         await asked
     await gone(pid, *children)
@@ -371,12 +374,12 @@ async def test_close_ends_all_processes(tokenizer: Tokenizer) -> None:
 def test_a_helper_ends_with_its_parent() -> None:
     program = f"""
 import asyncio, os, time
-from rayfin.deployments.guidance.warden import Warden
+from rayfin.deployments.guidance.grammar_check import ProcessChecker
 from rayfin.deployments.text.tokenizer import Tokenizer
 async def main():
-    warden = Warden(Tokenizer.load({str(DEMO_FOLDER)!r}))
-    await warden.check(['start: "a"'], None)
-    print(warden.pid, flush=True)
+    checker = ProcessChecker(Tokenizer.load({str(DEMO_FOLDER)!r}))
+    await checker.check(['start: "a"'], None)
+    print(checker.pid, flush=True)
     os.kill(os.getpid(), 9)
 asyncio.run(main())
 """
@@ -419,11 +422,11 @@ async def test_a_full_queue_refuses_the_tenant_with_most() -> None:
 
 
 async def test_more_unknown_grammars_than_may_wait(
-    warden: Warden, monkeypatch: pytest.MonkeyPatch
+    checker: ProcessChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_CHILDREN", 0)  # none goes to the helper
     asked = [
-        asyncio.create_task(code_of(warden, pattern(f"a{i}"), "many"))
+        asyncio.create_task(code_of(checker, pattern(f"a{i}"), "many"))
         for i in range(module.MAX_WAITING + 3)
     ]
     done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
@@ -435,7 +438,7 @@ async def test_more_unknown_grammars_than_may_wait(
 
 
 async def test_a_check_that_has_lost_its_clients_is_not_begun(
-    warden: Warden, monkeypatch: pytest.MonkeyPatch
+    checker: ProcessChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = []
     send = module._Helper.send
@@ -444,48 +447,48 @@ async def test_a_check_that_has_lost_its_clients_is_not_begun(
     )
     monkeypatch.setattr(module, "MAX_CHILDREN", 0)  # none goes to the helper
     left, kept = pattern("left+"), pattern("kept+")
-    asked = [asyncio.create_task(code_of(warden, text)) for text in (left, left, kept, kept)]
+    asked = [asyncio.create_task(code_of(checker, text)) for text in (left, left, kept, kept)]
     await asyncio.sleep(0)
     for task in asked[:3]:
         task.cancel()
     await asyncio.wait(asked[:3])
-    assert len(warden._queues[False]) == 1
+    assert len(checker._queues[False]) == 1
     monkeypatch.setattr(module, "MAX_CHILDREN", 2)
-    assert await code_of(warden, pattern("last+")) == "ok"
+    assert await code_of(checker, pattern("last+")) == "ok"
     assert await asked[3] == "ok" and sent == [kept, pattern("last+")]
-    assert await code_of(warden, left) == "ok"  # asked for again, it is checked
+    assert await code_of(checker, left) == "ok"  # asked for again, it is checked
 
 
 async def test_a_check_without_clients_is_not_begun_again(
-    warden: Warden, monkeypatch: pytest.MonkeyPatch
+    checker: ProcessChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = []
     send = module._Helper.send
     monkeypatch.setattr(
         module._Helper, "send", lambda own, check: (sent.append(check.text), send(own, check))
     )
-    pid = warden.pid
+    pid = checker.pid
     assert pid is not None
-    asked = asyncio.create_task(code_of(warden, schema(PATTERNS)))
+    asked = asyncio.create_task(code_of(checker, schema(PATTERNS)))
     while not children_of(pid):
         await asyncio.sleep(0.01)
     asked.cancel()
     await asyncio.wait([asked])
     os.kill(pid, signal.SIGKILL)
-    assert await code_of(warden, pattern("next")) == "ok"
-    assert warden.pid != pid and sent.count(schema(PATTERNS)) == 1
+    assert await code_of(checker, pattern("next")) == "ok"
+    assert checker.pid != pid and sent.count(schema(PATTERNS)) == 1
 
 
-async def test_memory_is_flat_over_many_grammars(warden: Warden) -> None:
+async def test_memory_is_flat_over_many_grammars(checker: ProcessChecker) -> None:
     def resident() -> int:
-        pages = Path(f"/proc/{warden.pid}/statm").read_text().split()[1]
+        pages = Path(f"/proc/{checker.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     for number in range(50):
-        await warden.check([schema({**PLAIN, "title": str(number)})], None)
+        await checker.check([schema({**PLAIN, "title": str(number)})], None)
     before = resident()
     for number in range(50, 250):
-        await warden.check([schema({**PLAIN, "title": str(number)})], None)
+        await checker.check([schema({**PLAIN, "title": str(number)})], None)
     assert resident() < before + 8 * 2**20
 
 

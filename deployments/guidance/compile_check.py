@@ -1,7 +1,7 @@
 """What is known of a grammar before it runs: whether it compiles, and whether it is cheap enough.
 
 ``judge`` compiles a grammar in this process, which it may exhaust or kill: offline and in tests the
-caller's own, in a server a child of the warden's helper.
+caller's own, in a server a child of the checker's helper.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The warden's helper: compiles unknown grammars away from requests. ``python -m`` runs it.
+"""The checker's helper: compiles unknown grammars away from requests. ``python -m`` runs it.
 
 It has one thread, so that it may fork: a grammar that is not plain compiles in a child with limits
 of its own, which may hang or die. A child that answers soon takes the next one: a fork costs more
@@ -37,6 +37,9 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.grammar_limits import ll_tokenizer_from
 from rayfin.actors.processes.environment import lower_priority, only_when_idle
 from rayfin.actors.timing import (
+    CHECKER_REAP_SECONDS,
+    CHECKER_SPARE_SECONDS,
+    CHECKER_TICK_SECONDS,
     GRAMMAR_CHECK_CPU_SECONDS,
     GRAMMAR_CHECK_SECONDS,
     GRAMMAR_CPU_LIMIT_SECONDS,
@@ -44,12 +47,9 @@ from rayfin.actors.timing import (
     GRAMMAR_SHORT_MOST_SECONDS,
     GRAMMAR_SHORT_SECONDS,
     GRAMMAR_STARVED_SECONDS,
-    WARDEN_REAP_SECONDS,
-    WARDEN_SPARE_SECONDS,
-    WARDEN_TICK_SECONDS,
 )
+from rayfin.deployments.guidance.compile_check import Verdict, judge
 from rayfin.deployments.guidance.grammar import form_from, make_grammar
-from rayfin.deployments.guidance.verdicts import Verdict, judge
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -197,7 +197,7 @@ class Helper:
         self._reap()
         self._start_waiting()
         work = len(self._children) + len(self._waiting)
-        if work and time.monotonic() - self._ticked > WARDEN_TICK_SECONDS:
+        if work and time.monotonic() - self._ticked > CHECKER_TICK_SECONDS:
             self._send({"tick": work})
 
     def _first_message(self) -> dict[str, Any]:
@@ -288,7 +288,7 @@ class Helper:
             self._end(descriptor)
         else:  # no priority was taken from it, which it could not get back
             self._spares[descriptor] = self._children.pop(descriptor)
-            child.deadline = time.monotonic() + WARDEN_SPARE_SECONDS
+            child.deadline = time.monotonic() + CHECKER_SPARE_SECONDS
         if said is DIED and child.tasks > 1:  # perhaps of an earlier grammar, or while it waited
             self._begin(child.task, False, child.started)
         else:
@@ -321,7 +321,7 @@ class Helper:
                 child.deadline = child.started + GRAMMAR_CHECK_SECONDS
                 continue
             if not (computed or child.idle) and waited < GRAMMAR_STARVED_SECONDS:
-                child.deadline = now + WARDEN_TICK_SECONDS
+                child.deadline = now + CHECKER_TICK_SECONDS
                 continue
             self._end(descriptor)
             if child.idle and not computed:
@@ -349,7 +349,7 @@ class Helper:
         if not (processes or self._leaving):  # what waits does so for the latter
             return None
         due = min((child.deadline for child in processes), default=math.inf)
-        most = WARDEN_REAP_SECONDS if self._waiting else WARDEN_TICK_SECONDS
+        most = CHECKER_REAP_SECONDS if self._waiting else CHECKER_TICK_SECONDS
         return max(0.0, min(due - time.monotonic(), most)) * 1000
 
     def _answer(self, number: int, said: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The warden's helper where children are slow to end, and where there is no idle priority."""
+"""The checker's helper where children are slow to end, and where there is no idle priority."""
 
 import os
 import select
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rayfin.deployments.guidance import warden_process as module
-from rayfin.deployments.guidance.warden_process import FrameBuffer, Helper, _Child, _Task
+from rayfin.deployments.guidance import grammar_check_process as module
+from rayfin.deployments.guidance.grammar_check_process import FrameBuffer, Helper, _Child, _Task
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="processes do not fork")
 
@@ -125,7 +125,7 @@ def test_children_that_end_slowly_stop_no_tick(monkeypatch: pytest.MonkeyPatch) 
             assert forked == [] and len(helper._leaving) == most + 1
             assert said(ours) == [{"tick": 3}]
             patience = helper._patience()
-            assert patience is not None and patience <= module.WARDEN_REAP_SECONDS * 1000
+            assert patience is not None and patience <= module.CHECKER_REAP_SECONDS * 1000
 
             monkeypatch.setattr(module, "GRAMMAR_STARVED_SECONDS", -1.0)
             helper._waiting.pop()
