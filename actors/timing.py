@@ -297,8 +297,8 @@ INLINE_TEMPLATE_SECONDS = 0.1
 # Grammars: what the process that checks them allows (deployments/guidance/grammar_check.py). A
 # child that has said nothing for so long is killed. On a busy machine one that has not computed
 # yet for GRAMMAR_CHECK_CPU_SECONDS gets more time, because its grammar is not to blame. It has a
-# share of the processor for GRAMMAR_SHORT_SECONDS of processor time, which suffice for nearly all, or for
-# GRAMMAR_SHORT_MOST_SECONDS. Then it computes while the processor is idle, until after
+# share of the processor for GRAMMAR_SHORT_SECONDS of processor time, which suffice for nearly all,
+# or for GRAMMAR_SHORT_MOST_SECONDS. Then it computes while the processor is idle, until after
 # GRAMMAR_IDLE_SECONDS another child begins the check again with a share.
 
 GRAMMAR_CHECK_SECONDS = 2.0

@@ -31,7 +31,6 @@ from rayfin.deployments.guidance.patterns.ranges import (
 from rayfin.deployments.guidance.schema.lint import (
     MAX_DEPTH,
     MAX_RULES,
-    check_chains,
     check_count,
     check_literal,
     check_size,
@@ -41,7 +40,6 @@ from rayfin.deployments.guidance.schema.lint import (
 )
 
 MAX_UNROLLED = 20_000
-MAX_CHAIN = 1000  # rules, each the first to name the next one
 MAX_REPEATS = 4  # of the same element
 MAX_ROUNDS = 30  # until what may follow each rule is known
 MAX_INLINED = 150  # groups and rules within each other
@@ -114,7 +112,6 @@ class _Reader:
 
     def read(self) -> dict[str, Element]:
         rules: dict[str, Element] = {}
-        uses: dict[str, list[str]] = {}
         self._skip()
         while self._at < len(self._text):
             head = _HEAD.match(self._text, self._at)
@@ -125,11 +122,10 @@ class _Reader:
                 raise self._invalid(f"defines {head[1][:64]!r} twice")
             self._at = head.end()
             rules[head[1]] = self._options()
-            uses[head[1]] = list(_references(rules[head[1]]))
             if self._at < len(self._text) and _HEAD.match(self._text, self._at) is None:
                 raise self._invalid(f"has an unexpected {self._text[self._at]!r}")
-        for name, used in uses.items():
-            missing = [one for one in used if one not in rules]
+        for name, body in rules.items():
+            missing = [one for one in _references(body) if one not in rules]
             if missing:
                 raise invalid_schema(
                     f"{self._path} names {missing[0][:64]!r} in {name[:64]!r}, which is undefined.",
@@ -137,7 +133,6 @@ class _Reader:
                 )
         if "root" not in rules:
             raise invalid_schema(f"{self._path} has no rule 'root'.", self._path)
-        check_chains(uses, ["root"], self._path, MAX_CHAIN)
         return rules
 
     def _options(self) -> Element:

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 LENGTH = struct.Struct(">I")
 CHILD_MEMORY = 2**30  # bytes beyond what the helper has
+CHILD_STACK = 4 * 2**20  # bytes; threads of a runner have twice as much for the same grammar
 SHARE_NICENESS = 4  # beyond the helper's, of a child that has a share of the processor
 STARVED = "starved"  # a child that got no processor time: no verdict
 DIED = {"kind": "too_complex", "reason": "it takes too much time or memory"}
@@ -380,7 +381,11 @@ def _compute_and_exit(
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic of the library quotes the grammar
         with open("/proc/self/statm") as file:
             memory = int(file.read().split()[0]) * resource.getpagesize() + CHILD_MEMORY
-        for limit, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
+        for limit, most in (
+            (resource.RLIMIT_AS, memory),
+            (resource.RLIMIT_STACK, CHILD_STACK),
+            (resource.RLIMIT_CORE, 0),
+        ):
             resource.setrlimit(limit, (most, most))
         frames = FrameBuffer()
         while True:

@@ -1,6 +1,6 @@
 """Limits of schemas and grammars that are known without compiling them. Each takes microseconds.
 
-llguidance has limits of its own, but no limit of time, and deep chains overflow its stack.
+llguidance has limits of its own, but none of time and of its stack: these hold where it compiles.
 
 Raises:
     InvalidRequest: ``schema_too_complex``, or ``invalid_schema`` for what is no JSON.
@@ -9,7 +9,7 @@ Raises:
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from rayfin.actors.errors import InvalidRequest
@@ -18,7 +18,6 @@ from rayfin.deployments.text.checks import wrong_type
 MAX_BYTES = 64 * 1024  # of a schema or a grammar, as the request has it
 MAX_DEPTH = 64
 MAX_DEFINITIONS = 512
-MAX_CHAIN = 200  # references, each within the one before
 MAX_PROPERTIES = 1000  # of an object
 MAX_VALUES = 10_000  # of enum
 MAX_LITERAL = 4096  # bytes
@@ -117,33 +116,6 @@ def check_document(document: Any, path: str, max_bytes: int) -> None:
 def check_count(values: int, most: int, what: str, path: str) -> None:
     if values > most:
         raise too_complex(f"{path} takes at most {most} {what}, got {values}.", path)
-
-
-def check_chains(
-    references: Mapping[Any, Iterable[Any]],
-    roots: Iterable[Any],
-    path: str,
-    most: int = MAX_CHAIN,
-) -> None:
-    """Checks how many references are followed, one within the other.
-
-    llguidance follows each the first time that it meets it, so that is the order here.
-
-    Args:
-        references: of each definition, in written order.
-        roots: the references of the schema itself.
-    """
-    seen: set[Any] = set()
-    stack = [iter(roots)]
-    while stack:
-        name = next(stack[-1], None)
-        if name is None:
-            stack.pop()
-        elif name not in seen:
-            seen.add(name)
-            if len(stack) > most:
-                raise too_complex(f"{path} chains more than {most} references.", path)
-            stack.append(iter(references.get(name, ())))
 
 
 def _too_deep(path: str) -> InvalidRequest:

@@ -20,7 +20,6 @@ from rayfin.deployments.guidance.schema.lint import (
     MAX_DEFINITIONS,
     MAX_PROPERTIES,
     MAX_VALUES,
-    check_chains,
     check_count,
     invalid_schema,
 )
@@ -56,7 +55,6 @@ class References:
             self.targets[at] = target
             if target not in self._bases:  # below a keyword that holds no schemas
                 self._visit(target, self._bases[()])
-        self._check_chains()
 
     def value(self, at: Pointer) -> Any:
         value = self._root
@@ -160,15 +158,6 @@ class References:
         except ValueError as e:
             path = self.path(at)
             raise invalid_schema(f"{path} names {url[:100]!r}: {e}.", path) from None
-
-    def _check_chains(self) -> None:
-        """Each reference belongs to the closest schema around it that is itself a target."""
-        named = set(self.targets.values())
-        references: dict[Pointer, list[Pointer]] = {}
-        for at in sorted(self.targets, key=str):
-            around = next((at[:i] for i in range(len(at), -1, -1) if at[:i] in named), ())
-            references.setdefault(around, []).append(self.targets[at])
-        check_chains(references, references.get((), []), self._path)
 
 
 def children(schema: Mapping[str, Any], at: Pointer) -> Iterator[tuple[Pointer, Any]]:

@@ -42,12 +42,15 @@ PLAIN = {"type": "object", "properties": {"a": {"type": "integer"}}, "required":
 PATTERNS = {"type": "string", "allOf": [{"pattern": f".*w{i}.*"} for i in range(20)]}
 CHAIN = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(20_000)} | {"d20000": {}}
 
+RULES = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(1900)) + 'r1900: "x"'
+
 HOSTILE = [
     (schema(PATTERNS), "schema_too_complex"),
     (pattern("(x{1000}){1000}"), "schema_too_complex"),
     (schema({"const": "x" * 10**6}), "schema_too_complex"),
     ("start: " + "(" * 30_000 + '"a"' + ")" * 30_000, "schema_too_complex"),
     (schema({"$defs": CHAIN, "$ref": "#/$defs/d0"}), "schema_too_complex"),  # the stack
+    (RULES, "schema_too_complex"),  # a thread of a runner has enough, and a child has less
     (schema({"$ref": "#"}), "unsatisfiable_schema"),
     (schema({"enum": []}), "unsatisfiable_schema"),
     (schema({"type": "strng"}), "invalid_schema"),
