@@ -7,6 +7,7 @@ Raises:
     InvalidRequest: ``param`` is the path of the part.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,12 +15,10 @@ from typing import Any, NamedTuple
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.guidance.gbnf import gbnf_to_lark
 from rayfin.deployments.guidance.json_text import JsonStyle, json_rule
-from rayfin.deployments.guidance.lark import literal, regex, rewrite_schemas, special
+from rayfin.deployments.guidance.lark import LarkWriter, literal, regex, rewrite_schemas, special
 from rayfin.deployments.guidance.patterns.ecma import parse
 from rayfin.deployments.guidance.patterns.parts import write
 from rayfin.deployments.guidance.schema.lint import (
-    MAX_RULES,
-    check_count,
     check_document,
     check_literal,
     check_text,
@@ -64,24 +63,32 @@ def structural_tag_to_lark(
     check_document(given, path, max_bytes)
     if not given:
         raise InvalidRequest(f"{path} must not be empty.", path)
-    writer = _TagWriter(special_tokens, style, max_bytes)
+    text = json.dumps(given, ensure_ascii=False, default=dict)
+    named = {
+        token: number
+        for token, number in special_tokens.items()
+        if token and json.dumps(token, ensure_ascii=False)[1:-1] in text
+    }
+    writer = _TagWriter(LarkWriter(named), special_tokens, style, max_bytes)
     if given.get("type", "structural_tag") != "structural_tag":
         raise InvalidRequest(f"{path}.type must be 'structural_tag'.", f"{path}.type")
     if "structures" in given or "triggers" in given:
         written = writer.legacy(given, path)
     else:
         written = writer.format(required(given, "format", path), f"{path}.format", ()).text
-    return writer.lark(written), tuple(writer.unenforced)
+    return writer.lark.text(written), tuple(writer.unenforced)
 
 
 class _TagWriter:
     """Writes one tag. A part is given the texts that may end it: those of the tag around it."""
 
-    def __init__(self, special_tokens: Mapping[str, int], style: JsonStyle, max_bytes: int) -> None:
+    def __init__(
+        self, lark: LarkWriter, special_tokens: Mapping[str, int], style: JsonStyle, max_bytes: int
+    ) -> None:
+        self.lark = lark
         self._special_tokens = special_tokens
         self._style = style
         self._max_bytes = max_bytes
-        self._rules: list[str] = []
         self.unenforced: list[str] = []
         self._formats: dict[str, Callable[[Mapping[str, Any], str, Sequence[str]], _Written]] = {
             "const_string": self._const_string,
@@ -99,9 +106,6 @@ class _TagWriter:
             "tags_with_separator": self._tags_with_separator,
             "token": self._token,
         }
-
-    def lark(self, start: str) -> str:
-        return "\n".join([f"start: {start}", *self._rules])
 
     def legacy(self, given: Mapping[str, Any], path: str) -> str:
         """vLLM's form: the structures are tags, each with the schema of what is in it."""
@@ -143,7 +147,7 @@ class _TagWriter:
             raise wrong_type("an object", schema, path)
         text, unenforced = json_rule(schema, path, self._style)
         self.unenforced += unenforced
-        return _Written(self._rule(text))
+        return _Written(self.lark.rule(text))
 
     def _regex(self, given: Mapping[str, Any], path: str, ends: Sequence[str]) -> _Written:
         pattern = self._string(given, "pattern", path)
@@ -160,7 +164,7 @@ class _TagWriter:
         else:
             lark, unenforced = rewrite_schemas(text, inner, self._style, self._max_bytes)
             self.unenforced += unenforced
-        return _Written(self._rule(f"%lark {{\n{lark}\n}}"))
+        return _Written(self.lark.rule(f"%lark {{\n{lark}\n}}"))
 
     def _any_text(self, given: Mapping[str, Any], path: str, ends: Sequence[str]) -> _Written:
         excluded = given.get("excludes") or []
@@ -172,7 +176,7 @@ class _TagWriter:
                 literal(self._checked(word, f"{path}.excludes[{i}]"))
                 for i, word in enumerate(excluded)
             )
-            text = self._terminal(f"{ANY} & ~({ANY} ({options}) {ANY})")
+            text = self.lark.terminal(f"{ANY} & ~({ANY} ({options}) {ANY})")
         return self._until(text, ends)
 
     def _token(self, given: Mapping[str, Any], path: str, ends: Sequence[str]) -> _Written:
@@ -235,15 +239,15 @@ class _TagWriter:
             for i, element in enumerate(elements)
         ]
         if not any(option.ended for option in options):
-            return _Written(self._rule(" | ".join(option.text for option in options)))
+            return _Written(self.lark.rule(" | ".join(option.text for option in options)))
         end = self._marks(ends)
         texts = [o.text if o.ended else f"{o.text} {end}" for o in options]
-        return _Written(self._rule(" | ".join(texts)), True)
+        return _Written(self.lark.rule(" | ".join(texts)), True)
 
     def _repeated(self, given: Mapping[str, Any], path: str, ends: Sequence[str]) -> _Written:
         operator = {"optional": "?", "star": "*", "plus": "+"}[given["type"]]
         content = self.format(required(given, "content", path), f"{path}.content", ())
-        return _Written(f"{self._rule(content.text)}{operator}")
+        return _Written(f"{self.lark.rule(content.text)}{operator}")
 
     def _tag(
         self, given: Mapping[str, Any], path: str, ends: Sequence[str], begun: bool = False
@@ -257,7 +261,7 @@ class _TagWriter:
         ends = self._ends(tag.given, tag.path)
         written = tag.content(ends)
         end = "" if written.ended or not ends else self._marks(ends)
-        return _Written(self._rule(f"{begin} {written.text} {end}".strip()))
+        return _Written(self.lark.rule(f"{begin} {written.text} {end}".strip()))
 
     def _triggered_tags(self, given: Mapping[str, Any], path: str, ends: Sequence[str]) -> _Written:
         tags: list[_Tag] = []
@@ -293,7 +297,7 @@ class _TagWriter:
             for trigger, texts in bodies.items()
             if texts
         ]
-        body = self._rule(" | ".join(options))
+        body = self.lark.rule(" | ".join(options))
         once = self._flag(given, "stop_after_first", path)
         some = self._flag(given, "at_least_one", path)
         tail = self._until(ANY, ends)
@@ -303,15 +307,15 @@ class _TagWriter:
 
     def _either(self, body: str, tail: _Written, ends: Sequence[str]) -> _Written:
         if not tail.ended:
-            return _Written(self._rule(f"{body} | {tail.text}"))
-        return _Written(self._rule(f"{body} {self._marks(ends)} | {tail.text}"), True)
+            return _Written(self.lark.rule(f"{body} | {tail.text}"))
+        return _Written(self.lark.rule(f"{body} {self._marks(ends)} | {tail.text}"), True)
 
     def _tags_with_separator(
         self, given: Mapping[str, Any], path: str, ends: Sequence[str]
     ) -> _Written:
         tags = as_list(required(given, "tags", path), f"{path}.tags", MAX_TAGS)
         separator = self._string(given, "separator", path)
-        one = self._rule(
+        one = self.lark.rule(
             " | ".join(
                 self._tag(as_object(tag, f"{path}.tags[{i}]"), f"{path}.tags[{i}]", ()).text
                 for i, tag in enumerate(tags)
@@ -320,7 +324,7 @@ class _TagWriter:
         several = one
         if not self._flag(given, "stop_after_first", path):
             between = f"{self._mark(separator)} " if separator else ""
-            several = self._rule(f"{one} ({between}{one})*")
+            several = self.lark.rule(f"{one} ({between}{one})*")
         return _Written(several if self._flag(given, "at_least_one", path) else f"{several}?")
 
     # Texts.
@@ -356,9 +360,9 @@ class _TagWriter:
             if isinstance(first, int):
                 options.append(f"{text} {special(first)}")
             else:
-                options.append(self._rule(f"{text} {literal(first)}", "[lazy]"))
+                options.append(self.lark.rule(f"{text} {literal(first)}", "lazy"))
             options[-1] += "".join(f" {self._part(part)}" for part in others)
-        return options[0] if len(options) == 1 else self._rule(" | ".join(options))
+        return options[0] if len(options) == 1 else self.lark.rule(" | ".join(options))
 
     def _marks(self, texts: Sequence[str]) -> str:
         options = [self._mark(text) for text in texts]
@@ -371,22 +375,10 @@ class _TagWriter:
         return special(part) if isinstance(part, int) else literal(part)
 
     def _parts(self, text: str) -> list[str | int]:
-        """A text as pieces of text and tokens, the longest tokens first."""
+        """A text as pieces of text and tokens."""
         if text.startswith("<[") and text.endswith("]>") and text[2:-2].isdecimal():
             return [int(text[2:-2])]
-        known = sorted((t for t in self._special_tokens if t and t in text), key=len, reverse=True)
-        parts: list[str | int] = [text]
-        for token in known:
-            split: list[str | int] = []
-            for part in parts:
-                if isinstance(part, int):
-                    split.append(part)
-                    continue
-                for i, piece in enumerate(part.split(token)):
-                    split += [self._special_tokens[token]] * (i > 0)
-                    split += [piece] * bool(piece)
-            parts = split
-        return parts
+        return self.lark.parts(text)
 
     def _string(self, given: Mapping[str, Any], name: str, path: str) -> str:
         if name not in given:
@@ -404,14 +396,3 @@ class _TagWriter:
         if not isinstance(value, bool):
             raise wrong_type("a boolean", value, f"{path}.{name}")
         return value
-
-    def _rule(self, body: str, attributes: str = "") -> str:
-        check_count(len(self._rules) + 1, MAX_RULES, "rules", "structural_tag")
-        name = f"t{len(self._rules)}"
-        self._rules.append(f"{name}{attributes}: {body}")
-        return name
-
-    def _terminal(self, body: str) -> str:
-        name = f"T{len(self._rules)}"
-        self._rules.append(f"{name}: {body}")
-        return name

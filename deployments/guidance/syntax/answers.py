@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from rayfin.deployments.guidance.lark import BLANK, LarkWriter, escaped, literal
 from rayfin.deployments.guidance.syntax.bodies import ANY_OBJECT, Callee, CallWriter
-from rayfin.deployments.guidance.syntax.lark import BLANK, LarkWriter, escaped, quoted
 from rayfin.deployments.text.parsing.format import ToolFormat
 
 _ALL_CHANNELS = '("analysis" | "commentary" | "final")'
@@ -67,7 +67,7 @@ class AnswerWriter:
             return answer
         mark = self._lark.mark
         return self._messages(
-            f"{mark('<|channel|>')} {quoted('final')} {mark('<|message|>')} {answer}", False
+            f"{mark('<|channel|>')} {literal('final')} {mark('<|message|>')} {answer}", False
         )
 
     def _text_marks(self) -> list[str]:
@@ -88,7 +88,7 @@ class AnswerWriter:
         """Messages of the harmony; the last one is ``last``, those before it are texts."""
         mark = self._lark.mark
         between = mark(self._row.separator, exact=True)
-        end = mark("<|end|>") or quoted("<|end|>")
+        end = mark("<|end|>") or literal("<|end|>")
         text = self._lark.rule(f"{self._text_message(channels)} {end} {between}")
         final = self._lark.rule(last)
         more = f"({between} {text}* {final})*" if several and self._can_go_on() else ""
@@ -108,7 +108,7 @@ class AnswerWriter:
         kind = f'(" "? {mark("<|constrain|>")} "json" | " json")?'
         for callee in callees:
             schema = ANY_OBJECT if callee.schema is None else callee.schema
-            to = quoted(f" to=functions.{callee.name}")
+            to = literal(f" to=functions.{callee.name}")
             header = (
                 f"({to} {mark('<|channel|>')} {_CHANNELS} | {mark('<|channel|>')} {_CHANNELS} {to})"
             )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rayfin.deployments.guidance.syntax.lark import BLANK, LarkWriter, escaped, quoted
+from rayfin.deployments.guidance.lark import BLANK, LarkWriter, escaped, literal
 from rayfin.deployments.guidance.syntax.literals import Literals
 from rayfin.deployments.guidance.syntax.schemas import (
     ROOT_KEYWORDS,
@@ -146,19 +146,19 @@ class CallWriter:
         if row.syntax in ("braces", "python"):
             opening, closing = ("{", "}") if row.quote else ("(", ")")
             head = self._joined(self._lark.mark(row.function[0]), self._alternatives(names))
-            return f"{head} {quoted(opening)} {self._inner(schema)} {quoted(closing)}"
+            return f"{head} {literal(opening)} {self._inner(schema)} {literal(closing)}"
         if row.layout == "named":
             arguments = self._lark.json(ANY_OBJECT if schema is None else schema)
             before, after = map(self._lark.mark, row.arguments)
             return self._joined(self._head(names), before, arguments, after)
         named = self._alternatives(f'"{name}"' for name in names)
         ids = f"({self._ids()} {_COMMA})?" if row.id_key else ""
-        key = quoted(quoted(row.name_key))
+        key = literal(literal(row.name_key))
         return f'"{{" {BLANK} {ids} {key} {_COLON} {named} {self._behind_name(schema)}'
 
     def _behind_name(self, schema: Mapping[str, Any] | None) -> str:
         """The rest of an object."""
-        key = quoted(quoted(self._row.arguments_key))
+        key = literal(literal(self._row.arguments_key))
         arguments = self._lark.json(ANY_OBJECT if schema is None else schema)
         ids = f"({_COMMA} {self._ids()})?" if self._row.id_key else ""
         return f'{_COMMA} {key} {_COLON} {arguments} {ids} {BLANK} "}}"'
@@ -167,7 +167,7 @@ class CallWriter:
         """The member of an object that holds the call's id."""
         inner = _IDS.get(self._row.id_style, _ANY_ID)[1:-1]
         value = self._lark.terminal(f'/"{inner}"/')
-        return f"{quoted(quoted(self._row.id_key))} {_COLON} {value}"
+        return f"{literal(literal(self._row.id_key))} {_COLON} {value}"
 
     def _head(self, names: Sequence[str]) -> str:
         """The name outside of JSON, with the marks around it."""
@@ -186,7 +186,7 @@ class CallWriter:
         if schema is not None:
             return self._literals.items(self._members(schema) or [])
         key, equals = self._lark.terminal(_KEY), ":" if self._row.quote else "="
-        member = self._lark.rule(f"{key} {quoted(equals)} {self._literals.any()}")
+        member = self._lark.rule(f"{key} {literal(equals)} {self._literals.any()}")
         return f'({member} ("," {BLANK} {member})*)?'
 
     def _tagged(self, names: Sequence[str], schema: Mapping[str, Any] | None, begun: bool) -> str:
@@ -239,7 +239,7 @@ class CallWriter:
         if row.syntax != "tagged":
             value = self._literals.value(schema, root)
             equals = ":" if row.quote else "="
-            return None if value is None else f"{quoted(key + equals)} {value}"
+            return None if value is None else f"{literal(key + equals)} {value}"
         before = row.key[0] + key
         text, json_end = row.key[1] + row.value[0], row.json_key_end + row.value[0]
         types = types_of(schema, root)
@@ -271,7 +271,7 @@ class CallWriter:
 
     @staticmethod
     def _alternatives(names: Any) -> str:
-        return "(" + " | ".join(quoted(name) for name in names) + ")"
+        return "(" + " | ".join(literal(name) for name in names) + ")"
 
     @staticmethod
     def _joined(*parts: str) -> str:

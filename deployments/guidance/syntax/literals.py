@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rayfin.deployments.guidance.syntax.lark import BLANK, LarkWriter, quoted
+from rayfin.deployments.guidance.lark import BLANK, LarkWriter, literal
 from rayfin.deployments.guidance.syntax.schemas import (
     ALL_TYPES,
     Schema,
@@ -160,8 +160,8 @@ class Literals:
 
     def _key(self, key: str) -> str | None:
         if not self._quote:
-            return quoted(python_text(key))
-        return quoted(key) if key and key == key.strip() and ":" not in key else None
+            return literal(python_text(key))
+        return literal(key) if key and key == key.strip() and ":" not in key else None
 
     def _key_rule(self) -> str:
         if self._quote:
@@ -170,10 +170,10 @@ class Literals:
 
     def _constant(self, value: object) -> str | None:
         if not self._quote:
-            return quoted(python_text(value))
+            return literal(python_text(value))
         if isinstance(value, str):
-            return self._held([quoted(value)]) if self._quote not in value else None
-        return None if isinstance(value, list | dict) else quoted(json_text(value))
+            return self._held([literal(value)]) if self._quote not in value else None
+        return None if isinstance(value, list | dict) else literal(json_text(value))
 
     def _free_string(self) -> str:
         return self._string({"type": "string"}) or ""

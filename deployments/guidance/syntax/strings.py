@@ -6,7 +6,7 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
-from rayfin.deployments.guidance.syntax.lark import quoted
+from rayfin.deployments.guidance.lark import literal
 
 _FORMATS = {
     "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
@@ -24,7 +24,7 @@ def string_terms(schema: Mapping[str, Any]) -> list[str] | None:
         texts = [value for value in values if isinstance(value, str)]
         if not texts:
             return None
-        terms.append("(" + " | ".join(map(quoted, texts)) + ")")
+        terms.append("(" + " | ".join(map(literal, texts)) + ")")
     if "pattern" in schema:
         pattern = unanchored(str(schema["pattern"]))
         if pattern is None:
