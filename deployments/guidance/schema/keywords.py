@@ -47,7 +47,6 @@ DESCRIPTIONS = frozenset(
 )
 """They describe a value, and never limit it."""
 
-ANNOTATIONS = DESCRIPTIONS | frozenset("contentMediaType contentEncoding contentSchema".split())
 STRUCTURE = frozenset(
     "$schema $id id $anchor $defs definitions $vocabulary $dynamicAnchor $recursiveAnchor".split()
 )

@@ -27,7 +27,7 @@ CODES = {
     *("array_above_max_length", "string_above_max_length"),
 }
 KEYWORDS = sorted(
-    {*keywords.STRUCTURE, *keywords.REFUSED, *keywords.REFUSED_REFERENCES, *keywords.ANNOTATIONS}
+    {*keywords.STRUCTURE, *keywords.REFUSED, *keywords.REFUSED_REFERENCES, *keywords.DESCRIPTIONS}
     | {*keywords.SCHEMAS, *keywords.SCHEMA_LISTS, *keywords.SCHEMA_MAPS, *keywords._SHAPES}
 )
 WORDS = [
