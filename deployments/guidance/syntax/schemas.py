@@ -1,5 +1,6 @@
 """What a rewritten schema says of a value, as far as it decides how the value is written."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,7 +79,8 @@ def says_types_only(schema: Schema, root: Mapping[str, Any], depth: int = 0) -> 
 
 
 def within(schema: Schema, root: Mapping[str, Any]) -> Schema:
-    """Returns a part of ``root`` as a schema of its own, with its definitions and options."""
+    """Returns a part of ``root`` as a schema of its own, with its options and definitions."""
     if not isinstance(schema, Mapping):
         return schema
-    return {**schema, **{word: root[word] for word in NO_KEYWORDS if word in root}}
+    words = NO_KEYWORDS if '"$ref"' in json.dumps(schema) else ("x-guidance",)
+    return {**schema, **{word: root[word] for word in words if word in root}}
