@@ -435,9 +435,6 @@ async def test_schemas_that_cannot_be_held(http: httpx.AsyncClient, engine: Any)
     error = (await http.post(PATH, json={**BODY, "tools": tools(True, **unique)})).json()["error"]
     assert error["code"] == "unsupported_schema"
     assert error["param"] == "tools[0].function.parameters.properties.a.uniqueItems"
-    bomb = {"type": "string", "allOf": [{"pattern": f".*{i}.*"} for i in range(20)]}
-    response = await http.post(PATH, json={**BODY, "tools": tools(True, **bomb)})
-    assert response.status_code == 400, response.text
     body = {**BODY, "tools": tools(False, **unique), "tool_choice": "required"}
     response = await http.post(PATH, json=body)
     assert response.status_code == 200 and "tools[0]" in response.headers["x-rayfin-unenforced"]
