@@ -1,5 +1,6 @@
 """What the outermost layer counts: each answer once, and the first event of each stream."""
 
+import itertools
 import time
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from rayfin.actors.errors import EngineUnavailable
 from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.telemetry.ingress_counters import HANDLERS, STATUSES
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/completions"
@@ -21,7 +23,6 @@ def answers(service: OpenAIService) -> dict[tuple[str, str], int]:
 async def test_each_answer_is_counted_once(
     http: httpx.AsyncClient, service: OpenAIService, engine: Any
 ) -> None:
-    known = set(service.counts.answers)
     for _ in range(2):
         assert (await http.post(PATH, json=BODY)).status_code == 200
     assert (await http.post(PATH, json={"prompt": 7.5})).status_code == 400
@@ -36,7 +37,8 @@ async def test_each_answer_is_counted_once(
         ("other", "2xx"): 1,
         ("other", "4xx"): 1,
     }
-    assert set(service.counts.answers) == known  # whatever is asked makes no new series
+    # A path that a client makes up makes no series.
+    assert set(service.counts.answers) <= set(itertools.product(HANDLERS, STATUSES))
 
 
 async def test_the_first_event_of_a_stream(http: httpx.AsyncClient, service: OpenAIService) -> None:
