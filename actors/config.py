@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from rayfin.actors.code_version import code_version, grammar_version
 from rayfin.actors.errors import InvalidConfig, NoRoomNow
+from rayfin.actors.parts import PartFacts, front_tokens, uncut_of
 from rayfin.actors.settings.choices import (
     CHOICES,
     OPTIONAL_CHOICES,
@@ -35,7 +36,7 @@ from rayfin.actors.settings.choices import (
 )
 from rayfin.actors.settings.kept_pages import page_folder, require_disk, resolve_host_pages
 from rayfin.actors.settings.kept_states import draft_states, resolve_snapshots
-from rayfin.actors.settings.lora_limits import least_adapters, loras_in_step, require_one_device
+from rayfin.actors.settings.lora_limits import require_one_device
 from rayfin.actors.settings.spare_runners import require_spares
 from rayfin.actors.settings.uncut import ANY, Uncut
 from rayfin.actors.speculation import SpeculativeConfig, chosen_speculation, read_speculation
@@ -410,12 +411,18 @@ class ModelFacts:
     whole_prompts: bool = False  # an encoder: it computes prompts whole and keeps nothing
     smaller_pages: tuple[tuple[str, int], ...] = ()  # kv_cache_dtype and bytes of a page
     int4_saves: int = 0  # bytes of weights that quantization "int4" would free
-    media_token_id: int | None = None  # of a model that reads images, or hears
-    clip_tokens: int = 0  # in front of each prompt, of a model that writes down speech
-    adapter_bytes: int = 0  # kept for LoRA adapters, and not among those left for pages
-    embeds_size: int = 0  # numbers of each embedding that may stand in a prompt
-    uncut: Uncut = Uncut()  # parts of prompts that no step cuts
+    parts: tuple[PartFacts, ...] = ()  # what the model has beside its decoder
     page_namespace: str = ""  # with kv_disk_path, where pages are all that a prefix leaves
+
+    @property
+    def front_tokens(self) -> int:
+        """Tokens in front of each prompt, which do not count in max_model_len."""
+        return front_tokens(self.parts)
+
+    @property
+    def uncut(self) -> Uncut:
+        """Parts of prompts that no step cuts."""
+        return uncut_of(self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -456,11 +463,8 @@ class EngineConfig:
     num_draft_states: int = 0  # of such states, behind drafts of a step
     speculation: SpeculativeConfig | None = None  # None: a proposer from outside, or none
     whole_prompts: bool = False  # a step computes prompts whole; pages are names without memory
-    max_loras: int = 0  # adapters in one step; 0: requests have none
     send_history: bool = False  # runners get the tokens of every request, for a proposer, say
-    media_token_id: int | None = None  # None: the model reads text only
-    clip_tokens: int = 0  # in front of each prompt
-    embeds_size: int = 0  # of each embedding in a prompt; 0: prompts are tokens
+    parts: tuple[PartFacts, ...] = ()  # what the model has beside its decoder
     uncut: Uncut = Uncut()  # parts of prompts that no step cuts
     page_bytes: int = 0  # of all layers
     kv_cache_dtype: str = "auto"  # this and the next: what the cache was made from, for metrics
@@ -504,18 +508,18 @@ def resolve_limits(
     )
 
 
-def resolve_model_len(args: EngineArgs, max_position: int | None, clip_tokens: int = 0) -> int:
+def resolve_model_len(args: EngineArgs, max_position: int | None, front_tokens: int = 0) -> int:
     """Returns the tokens of the longest request, checked against the model's positions.
 
-    Those of a clip in front of each prompt do not count in ``max_model_len``, as in vLLM.
+    Those in front of each prompt (a clip) do not count in ``max_model_len``, as in vLLM.
     """
     if args.max_model_len is None:
         return max_position or 32_768
-    given = args.max_model_len + clip_tokens
+    given = args.max_model_len + front_tokens
     if max_position is not None and given > max_position:
         raise InvalidConfig(
             f"max_model_len ({args.max_model_len}) is over the model's own limit "
-            f"({max_position - clip_tokens})",
+            f"({max_position - front_tokens})",
             "max_model_len",
         )
     return given
@@ -536,7 +540,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
     Raises:
         InvalidConfig: one request of ``max_model_len`` does not fit.
     """
-    model_len = resolve_model_len(args, facts.max_position, facts.clip_tokens)
+    model_len = resolve_model_len(args, facts.max_position, facts.front_tokens)
     available = args.kv_cache_memory or facts.available_bytes
     snapshots = resolve_snapshots(args, facts, limits)
     if args.kv_cache_memory is None:
@@ -549,7 +553,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
     alone = whole or facts.uncut.ahead == "prompt"  # a page depends on the tokens behind it
     pages = most if whole else min(pages, most)
     if pages < per_request:
-        if args.max_model_len is not None or pages * args.page_size <= facts.clip_tokens:
+        if args.max_model_len is not None or pages * args.page_size <= facts.front_tokens:
             raise too_long(args, facts, model_len, available)
         model_len = pages * args.page_size
     speculation = chosen_speculation(args, facts)
@@ -587,10 +591,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         num_pages_asked=args.num_pages,
         num_speculative_tokens=speculation.most_tokens(facts.device) if speculation else 0,
         speculation=speculation,
-        max_loras=loras_in_step(args, facts.device),
-        media_token_id=facts.media_token_id,
-        clip_tokens=facts.clip_tokens,
-        embeds_size=facts.embeds_size,
+        parts=facts.parts,
         uncut=replace(facts.uncut, room=limits.max_batch_tokens - limits.max_decoding_batch),
     )
 
@@ -638,17 +639,17 @@ def too_long(args: EngineArgs, facts: ModelFacts, wanted: int, available: int) -
     if args.num_pages is None and args.kv_cache_memory is None and saved:
         longest = (available + saved) // page * size
         ways.append((f"quantization 'int4' ({saved:,} bytes less) for {{}}", longest))
-    if args.num_pages is None and args.kv_cache_memory is None and facts.adapter_bytes:
-        least, saved = least_adapters(args, facts.adapter_bytes, facts.device)
-        ways.append(
-            (f"{least} ({saved:,} bytes less) for {{}}", (available + saved) // page * size)
-        )
+    for part in facts.parts if args.num_pages is None and args.kv_cache_memory is None else ():
+        if part.smaller is not None:
+            settings, saved = part.smaller
+            longest = (available + saved) // page * size
+            ways.append((f"{settings} ({saved:,} bytes less) for {{}}", longest))
     more = f"memory_utilization for {needed * page - available:,} bytes more"
     fixed = args.num_pages or args.kv_cache_memory
     if fixed:
         more = f"num_pages {needed}" if args.num_pages else f"kv_cache_memory {needed * page}"
-    clip = facts.clip_tokens  # does not count in max_model_len
-    fits = [way.format(min(longest, wanted) - clip) for way, longest in ways if longest > clip]
+    front = facts.front_tokens  # do not count in max_model_len
+    fits = [way.format(min(longest, wanted) - front) for way, longest in ways if longest > front]
     return (InvalidConfig if fixed else NoRoomNow)(
         f"a request of {wanted} tokens needs {needed} pages ({needed * page:,} bytes), {pages} "
         f"fit. What fits: {'; '.join([*fits, more])}",

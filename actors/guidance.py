@@ -4,7 +4,13 @@ Only text and token ids, so that it crosses actors and outlives every process: a
 matchers from it and from the request's tokens.
 """
 
+import hashlib
 from dataclasses import dataclass
+
+from rayfin.actors.parts import Need, PartUsage, RequestPart
+
+GRAMMAR_FAILED = "grammar_failed"
+"""The code of errors about a grammar."""
 
 NO_END = 2**31 - 1
 """As ``Guidance.ends_from``: ends are sampled only where nothing else is left (``ignore_eos``)."""
@@ -43,7 +49,7 @@ class CallGrammar:
 
 
 @dataclass(slots=True, frozen=True)
-class Guidance:
+class Guidance(RequestPart):
     """The rules of one request. A grammar is Lark, or JSON as llguidance reads it."""
 
     grammar: str = ""  # of the whole answer after its thought; "" lets it be free
@@ -60,3 +66,23 @@ class Guidance:
         """The texts that a runner must compile."""
         called = self.calls.grammars if self.calls is not None else ()
         return (self.grammar, *called) if self.grammar else called
+
+    needs_history = True
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return tuple(
+            Need(hashlib.sha256(text.encode(errors="surrogatepass")).digest(), text)
+            for text in self.grammars
+        )
+
+
+@dataclass(slots=True, frozen=True)
+class GrammarUsage(PartUsage):
+    """What a runner did with grammars since its last result."""
+
+    loaded: int = 0  # compiled grammars that it holds now
+    hits: int = 0  # rows that began with a grammar that it had ...
+    misses: int = 0  # ... and with one that it had to compile
+    compile_seconds: tuple[float, ...] = ()  # of each grammar that it compiled, ahead or in a step
+    mask_seconds: tuple[float, ...] = ()  # of each decode step with masks

@@ -17,12 +17,9 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rayfin.actors.adapters.usage import AdapterUsage
-from rayfin.actors.embeds.embeds_input import EmbedsInput
 from rayfin.actors.errors import RayfinError, RequestFailed
-from rayfin.actors.guidance import Guidance
-from rayfin.actors.media.media_input import MediaInput
 from rayfin.actors.metrics.engine_stats import EngineStats
+from rayfin.actors.parts import P, PartFacts, PartUsage, RequestPart, first_of
 from rayfin.actors.settings.uncut import Uncut
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
@@ -87,31 +84,17 @@ class Sampling:
     logprobs: int | None = None  # return each token's, and those of so many likeliest tokens
     logprob_ids: tuple[int, ...] = ()  # or those of these tokens instead of the likeliest
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
-    guidance: Guidance | None = None  # a grammar, tool calls, a thought
 
     @property
     def needs_history(self) -> bool:
         """Whether the runner needs the request's tokens, past and future ones."""
-        needs = self.penalises or bool(self.bad_words) or self.guidance is not None
+        needs = self.penalises or bool(self.bad_words)
         return needs or self.prompt_logprobs is not None
 
     @property
     def penalises(self) -> bool:
         """Whether logits depend on earlier tokens."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
-
-
-PoolingTask: TypeAlias = Literal["embed", "classify", "token_embed", "token_classify"]
-
-
-@dataclass(slots=True, frozen=True)
-class Pooling:
-    """What a request wants of its prompt's hidden states, in place of tokens."""
-
-    task: PoolingTask = "embed"
-    whole: bool = False  # it takes the states of all tokens: no page of the prefix index helps it
-    skip: int = 0  # leading tokens that are left out (an instruction)
-    second: int | None = None  # tokens from here on are of the second text of a pair
 
 
 @dataclass(slots=True, frozen=True)
@@ -160,21 +143,6 @@ class Receipt:
     digest: bytes  # of the HTTP request's body
 
 
-@dataclass(slots=True, frozen=True)
-class AdapterRef:
-    """A LoRA adapter: its content's digest, and where a runner gets the content."""
-
-    digest: str  # AdapterFiles.digest, SHA-256 in hex
-    name: str  # as clients call it; for messages and metrics
-    path: str  # its folder
-    store: str = ""  # the actor that holds the content; "" reads the folder
-
-    @property
-    def extra_key(self) -> str:
-        """Its part of ``EngineRequest.extra_keys``: pages depend on the content alone."""
-        return f"adapter:{self.digest}"
-
-
 @dataclass(slots=True)
 class EngineRequest:
     """One prompt on its way to an engine. The server makes ``request_id``, never a client."""
@@ -188,7 +156,7 @@ class EngineRequest:
     priority: int = 0  # lower runs earlier
     arrival: float = 0.0  # time.monotonic() of the ingress, seconds
     output: list[int] = field(default_factory=list)  # tokens already delivered, on a resubmission
-    extra_keys: tuple[str, ...] = ()  # what keys and values depend on beside tokens: salt, adapter
+    extra_keys: tuple[str, ...] = ()  # what keys and values depend on beside tokens and parts: salt
     tenant: str = ""  # whom its tokens are counted for under the fair policy
     timeout: float | None = None  # seconds from its arrival at the scheduler; then it is dropped
     parent_key: int | None = None  # key of an earlier choice of the same prompt, to fork from
@@ -200,16 +168,28 @@ class EngineRequest:
     receipt: Receipt | None = None  # its tokens stay known for a while after its end, to go on from
     timed: bool = False  # its first token brings ``TokenDeltas.begun``
     pin: Pin | None = None
-    pooling: Pooling | None = None  # a vector instead of tokens; ``max_tokens`` is 0
     background: bool = False  # it runs where nothing else has to wait for it
-    images: tuple[MediaInput, ...] = ()  # and clips of audio, in the order of their tokens
-    embeds: tuple[EmbedsInput, ...] = ()  # which of the prompt's ids are no tokens, in order
-    adapter: AdapterRef | None = None  # its ``extra_key`` is among ``extra_keys``
+    parts: tuple[RequestPart, ...] = ()  # what it has beside tokens; those of a kind in their order
 
-    def use(self, adapter: AdapterRef) -> None:
-        """Computes the request with a LoRA adapter."""
-        self.adapter = adapter
-        self.extra_keys = (*self.extra_keys, adapter.extra_key)
+    def use(self, part: RequestPart) -> None:
+        """Adds a part."""
+        self.parts = (*self.parts, part)
+
+    def part(self, kind: type[P]) -> P | None:
+        """Returns its first part of a kind, or None."""
+        return first_of(self.parts, kind) if self.parts else None
+
+    @property
+    def prefix_keys(self) -> tuple[str, ...]:
+        """All that keys and values depend on beside tokens."""
+        if not self.parts:
+            return self.extra_keys
+        return (*self.extra_keys, *(part.key for part in self.parts if part.key))
+
+    @property
+    def samples(self) -> bool:
+        """Whether it samples tokens; if not, it ends with a vector, and ``max_tokens`` is 0."""
+        return not self.parts or all(part.samples for part in self.parts)
 
 
 @dataclass(slots=True)
@@ -222,12 +202,13 @@ class NewRequest:
     stop_token_ids: frozenset[int] = frozenset()  # and at these
     history: Int32Array | None = None  # [N] its known tokens, where sampling needs them ...
     prompt_len: int = 0  # ... and how many of those are prompt
-    extra_keys: tuple[str, ...] = ()  # EngineRequest.extra_keys: an adapter, say
+    extra_keys: tuple[str, ...] = ()  # EngineRequest.prefix_keys
     tenant: str = ""  # EngineRequest.tenant
-    pooling: Pooling | None = None  # EngineRequest.pooling
-    adapter: AdapterRef | None = None  # EngineRequest.adapter
-    images: tuple[MediaInput, ...] = ()  # EngineRequest.images; then there is a history
-    embeds: tuple[EmbedsInput, ...] = ()  # EngineRequest.embeds
+    parts: tuple[RequestPart, ...] = ()  # EngineRequest.parts
+
+    def part(self, kind: type[P]) -> P | None:
+        """Returns its first part of a kind, or None."""
+        return first_of(self.parts, kind) if self.parts else None
 
 
 @dataclass(slots=True)
@@ -243,9 +224,9 @@ class SchedulerInfo:
     ids: Int32Array  # [R] handles: the runner's slot of each request
     chunk_idx: Int32Array  # [R] where the row's chunk starts in merge_prompt
     chunk_len: Int32Array  # [R] new tokens of the row; a decoding row has 1, and in the runner its
-    # drafts
+    # guessed ones
     merge_prompt: Int32Array  # [T] token ids, or SAMPLED_LAST_STEP
-    kv_len: Int32Array  # [R] tokens in the cache before this step; with drafts in flight, at most
+    kv_len: Int32Array  # [R] tokens in the cache before this step; with guesses in flight, at most
     kv_page_len: Int32Array  # [R] pages held for this step
     last_pos: Int32Array  # [R] index in the chunk whose logits are sampled, or NO_TOKEN
     is_decoding: BoolArray  # [R]
@@ -260,9 +241,9 @@ class SchedulerInfo:
         default_factory=no_moves
     )  # [M, 3] kind, from page, to page (slots and
     # snapshots for states); before everything else of the step, in this order
-    grants: Int32Array | None = None  # [R] most tokens that each row samples in this call, drafts
+    grants: Int32Array | None = None  # [R] most tokens that each row samples in this call, guesses
     # that are right among them; None if there are none: one in each decode step
-    image_tokens: int = 0  # of all images that its chunks reach into: a tower may have to run
+    span_tokens: int = 0  # of all spans that its chunks reach into: a tower may have to run
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -272,7 +253,7 @@ class SchedulerInfo:
         return len(self.merge_prompt) - int(self.chunk_idx[self.decoding_batch])
 
     @property
-    def num_drafts(self) -> int:
+    def num_guessed(self) -> int:
         """Tokens of decoding rows that the runner's proposer has guessed."""
         return len(self.merge_prompt) - self.num_prefill_tokens - self.decoding_batch
 
@@ -331,46 +312,11 @@ class Logprobs:
         )
 
 
-@dataclass(slots=True, frozen=True)
-class GrammarUsage:
-    """What a runner did with grammars since its last result."""
-
-    loaded: int = 0  # compiled grammars that it holds now
-    hits: int = 0  # rows that began with a grammar that it had ...
-    misses: int = 0  # ... and with one that it had to compile
-    compile_seconds: tuple[float, ...] = ()  # of each grammar that it compiled, ahead or in a step
-    mask_seconds: tuple[float, ...] = ()  # of each decode step with masks
-
-
-@dataclass(slots=True, frozen=True)
-class ImageUsage:
-    """What a runner did with images and clips of audio since its last result."""
-
-    num_bytes: int = 0  # of the embeddings that it keeps now
-    hits: int = 0  # of those that began with embeddings that it had
-    evictions: int = 0  # embeddings that made room for others
-    seconds: tuple[float, ...] = ()  # of each one that its tower computed
-
-
-@dataclass(slots=True, frozen=True)
-class DraftUsage:
-    """What became of the drafts of a call."""
-
-    drafts: int = 0  # rows with drafts, in each decode step
-    tokens: int = 0  # that were drafted ...
-    accepted: tuple[int, ...] = ()  # ... and of those at place 1, 2, ... of a draft, the right ones
-
-    @property
-    def num_accepted(self) -> int:
-        """Drafted tokens that were right."""
-        return sum(self.accepted)
-
-
 @dataclass(slots=True)
 class StepResult:
     """What a step gave: W or fewer tokens of each row, then NO_TOKEN.
 
-    A row samples a token in each decode step of the call until it ends, and one more for each draft
+    A row samples a token in each decode step of the call until it ends, and one more for each guess
     that was right.
     """
 
@@ -384,12 +330,14 @@ class StepResult:
     logprobs: Logprobs | None = None  # of the rows that ask; ``at`` is row * W + column
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by row; ``at`` is the
     # prompt position [1, P) of the token
-    grammars: GrammarUsage | None = None  # None if it did nothing with any
-    drafts: DraftUsage | None = None  # None if there were none
-    adapters: AdapterUsage | None = None  # None if nothing has changed
-    images: ImageUsage | None = None  # None if no image began
+    usage: list[PartUsage] = field(default_factory=list)  # of features that have news
     vectors: dict[int, Float32Array] = field(default_factory=dict)  # by row: [D], or [P, D] of a
-    # task for each token; of rows whose prompt ends here
+    # task for each token; of rows whose prompt ends here and that sample nothing
+
+    @property
+    def seconds_apart(self) -> float:
+        """The part of ``seconds`` that its tokens do not explain."""
+        return sum(usage.seconds_apart for usage in self.usage)
 
     @property
     def num_tokens(self) -> Int64Array:
@@ -420,7 +368,7 @@ class Ended:
     deaths: int = 0  # of runners that had it in flight, of which it has not been cleared
     queued: float = 0.0  # seconds from its arrival here until it was admitted
     first_token: float | None = None  # and to its first token, if there was one
-    vector: Float32Array | None = None  # of a request with ``pooling``
+    vector: Float32Array | None = None  # of a request that samples nothing
 
 
 class Begun(NamedTuple):
@@ -475,7 +423,7 @@ class TokenDelta:
     queued: float = 0.0  # seconds, in the last delta: until its engine admitted it ...
     first_token: float | None = None  # ... and until it had its first token, if there was one;
     # of requests that are ``timed`` both, and cached_tokens, are in the first delta too
-    vector: Float32Array | None = None  # of a request with ``pooling``, in its only delta
+    vector: Float32Array | None = None  # of a request that samples nothing, in its only delta
 
 
 @dataclass(slots=True, frozen=True)
@@ -502,10 +450,12 @@ class EngineInfo:
     max_logprobs: int = 20  # -1: as many as the vocabulary has tokens
     identity: str = ""  # EngineArgs.identity
     prefix_caching: bool = True
-    media_token_id: int | None = None  # of a model of images or audio: their own id
-    clip_tokens: int = 0  # in front of each prompt, of a model that writes down speech
-    embeds_size: int = 0  # numbers of each embedding in a prompt; 0: prompts are tokens
+    parts: tuple[PartFacts, ...] = ()  # what its model has beside a decoder
     uncut: Uncut = Uncut()  # parts of prompts that no step cuts
+
+    def part(self, kind: type[P]) -> P | None:
+        """Returns the facts of a kind, or None."""
+        return first_of(self.parts, kind)
 
 
 @dataclass(slots=True, frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_type_hints
 
 from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.parts import PartUsage
 
 if TYPE_CHECKING:
     from rayfin.actors.config import EngineArgs, ModelFacts
@@ -186,3 +187,17 @@ def chosen_speculation(args: "EngineArgs", facts: "ModelFacts") -> SpeculativeCo
     if facts.device != "cpu" or args.scheduler != "v1" or not alone or not decodes:
         return None
     return SpeculativeConfig(method="ngram")
+
+
+@dataclass(slots=True, frozen=True)
+class DraftUsage(PartUsage):
+    """What became of the drafts of a call."""
+
+    drafts: int = 0  # rows with drafts, in each decode step
+    tokens: int = 0  # that were drafted ...
+    accepted: tuple[int, ...] = ()  # ... and of those at place 1, 2, ... of a draft, the right ones
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafted tokens that were right."""
+        return sum(self.accepted)

@@ -23,8 +23,9 @@ class Paths:
         self._runner = runner_of(llm)
         self.replayed = self.behind = self.eager = self.prompts = 0
         self.prompt_seconds = 0.0
-        self._advance: Callable[..., Any] = self._runner._advance
-        self._runner._advance = self._count_eager
+        forward = self._runner._forward
+        self._advance: Callable[..., Any] = forward.run
+        forward.run = self._count_eager
         if self._runner._graphs is not None:
             self._begin: Callable[..., Any] = self._runner._graphs.begin
             self._runner._graphs.begin = self._count_replayed

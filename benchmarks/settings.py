@@ -44,8 +44,8 @@ from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.observers import Observer
 from rayfin.actors.runner.plugins import RunnerPlugins
-from rayfin.actors.runner.proposers.draft_model import DraftedModel
-from rayfin.actors.runner.proposers.heads import HeadedModel
+from rayfin.actors.runner.speculation.draft_model import DraftedModel
+from rayfin.actors.runner.speculation.heads import HeadedModel
 from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.actors.scheduler.engine import Engine
 

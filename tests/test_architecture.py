@@ -26,7 +26,7 @@ MAY_IMPORT_RAY = {
     "actors/processes/registry.py",
     "actors/processes/worker_forker.py",
     "actors/processes/worker_forks.py",
-    "actors/runner/vision/arrays.py",
+    "actors/runner/parts/vision/arrays.py",
     "actors/scheduler/runner_group.py",
     "actors/supervision/adoption.py",
     "actors/supervision/ahead.py",

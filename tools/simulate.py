@@ -27,11 +27,13 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from fake_disk import FakeFolder, fake_folder
 from fake_stream import Stream
 from harness import make_harness
+from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.errors import InvalidRequest, Overloaded, RequestQuarantined
 from rayfin.actors.guidance import CallGrammar, Guidance
-from rayfin.actors.media.media_input import VIRTUAL_TOKENS, MediaInput
+from rayfin.actors.media.part import VIRTUAL_TOKENS, MediaInput
 from rayfin.actors.media.virtual_ids import virtual_ids
-from rayfin.actors.messages import COPY, AdapterRef, BeamParams
+from rayfin.actors.messages import COPY, BeamParams
+from rayfin.actors.parts import all_of
 from rayfin.actors.settings.uncut import Uncut
 from rayfin.actors.timing import PAGE_READ_SECONDS, PREPARE_SECONDS
 
@@ -189,7 +191,7 @@ class Life:
         """Names of adapters and what they mean at first; how long a runner reads each content."""
         draw, self.adapters = self.adapting, dict[str, AdapterRef]()
         self.num_moved_names = 0
-        self.share_adapted = draw.choice([0.3, 0.9]) if self.harness.config.max_loras else 0.0
+        self.share_adapted = draw.choice([0.3, 0.9]) if self.harness.config.parts else 0.0
         self._pauses = draw.choice([[0.0], [0.0, 0.001], [0.0005, 0.02], [0.01, math.inf]])
         for name in ("x", "y", "z"):
             self._move_name(name)
@@ -457,12 +459,14 @@ def simulate(seed: int) -> Counter[str]:
     happened["forks"] = sum(int((info.moves[:, 0] == COPY).sum()) for info in harness.executor.log)
     happened["leases"] = sum(info.num_steps > 1 for info in harness.executor.log)
     happened["adapters"] = sum(
-        stream.source.adapter is not None for stream in harness.streams.values()
+        stream.source.part(AdapterRef) is not None for stream in harness.streams.values()
     )
     happened["names moved"] = life.num_moved_names
-    happened["images"] = sum(len(stream.source.images) for stream in harness.streams.values())
+    happened["images"] = sum(
+        len(all_of(stream.source.parts, MediaInput)) for stream in harness.streams.values()
+    )
     happened["guided"] = sum(
-        stream.source.sampling.guidance is not None for stream in harness.streams.values()
+        stream.source.part(Guidance) is not None for stream in harness.streams.values()
     )
     return happened
 

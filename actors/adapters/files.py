@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.errors import InvalidRequest, NotFound
-from rayfin.actors.messages import AdapterRef
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from rayfin.actors.embeds.embeds_input import EmbedsInput
+from rayfin.actors.embeds.part import EmbedsInput
 from rayfin.actors.messages import Int32Array
 
 

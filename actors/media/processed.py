@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.media.kinds import MediaKind
-from rayfin.actors.media.media_input import MediaInput
+from rayfin.actors.media.part import MediaInput
 
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
 """What an encoder reads, by the names that its model gives it."""

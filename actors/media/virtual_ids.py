@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rayfin.actors.media.media_input import VIRTUAL_TOKENS, MediaInput
+from rayfin.actors.media.part import VIRTUAL_TOKENS, MediaInput
 from rayfin.actors.messages import Int32Array
 
 BITS = 30

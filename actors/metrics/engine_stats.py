@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rayfin.actors.adapters.usage import AdapterStats
+from rayfin.actors.adapters.part import AdapterStats
 from rayfin.actors.histogram import Bounds, Histogram
 from rayfin.actors.metric import (
     COMPILE_BOUNDS,

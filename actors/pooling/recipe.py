@@ -7,7 +7,7 @@ The names are those of sentence-transformers' folders.
 from dataclasses import dataclass
 from typing import Literal
 
-from rayfin.actors.messages import Pooling, PoolingTask
+from rayfin.actors.pooling.part import Pooling, PoolingTask
 
 Mode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 Activation = Literal["sigmoid", "softmax", "identity"]

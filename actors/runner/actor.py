@@ -13,9 +13,11 @@ from ray.exceptions import RayError
 
 from rayfin.actors import failpoints
 from rayfin.actors.adapters.files import AdapterFiles, read_ref
+from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.config import BatchLimits, EngineArgs, EngineConfig, ModelFacts
 from rayfin.actors.errors import AdapterUnavailable, InvalidRequest, RayfinError, RequestFailed
-from rayfin.actors.messages import AdapterRef, PageTransfer, SchedulerInfo, StepResult
+from rayfin.actors.messages import PageTransfer, SchedulerInfo, StepResult
+from rayfin.actors.parts import Need
 from rayfin.actors.processes.host_memory import resident_bytes
 from rayfin.actors.processes.identity import Process, this_process
 from rayfin.actors.processes.lifeline import Lifeline
@@ -139,7 +141,7 @@ class ModelRunnerActor:
                 from rayfin.actors.runner.plugins import RunnerPlugins
 
                 self._args = args
-                self._runner = ModelRunner(args, place, RunnerPlugins(fetch_adapter=_fetch))
+                self._runner = ModelRunner(args, place, RunnerPlugins(fetch=_fetch))
 
     @ray.method(concurrency_group="prepare")
     def plan_spares(self, served: bool) -> SparePlan:
@@ -255,20 +257,15 @@ class ModelRunnerActor:
         return 0 if self._pages is None else int(self._pages.run(what))
 
     @ray.method(concurrency_group="prepare")
-    def prepare(
-        self, grammars: list[str], adapters: Sequence[AdapterRef] = ()
-    ) -> str | RayfinError | None:
-        """Compiles grammars and reads adapters for requests to come; returns why a grammar does not
-        compile, or what is wrong with an adapter, or None.
+    def prepare(self, needs: list[Need]) -> RayfinError | None:
+        """Prepares what requests to come need; returns why something cannot be used, or None.
 
-        Loads the vocabulary of grammars even without any.
+        Without any needs it prepares what all of them take, such as the vocabulary of grammars.
         """
         try:
-            self._runner.prepare(grammars, adapters)
-        except (InvalidRequest, AdapterUnavailable) as error:
+            self._runner.prepare(needs)
+        except (InvalidRequest, RequestFailed, AdapterUnavailable) as error:
             return error
-        except RequestFailed as error:
-            return error.message
         return None
 
     def ping(self) -> RunnerState:

@@ -5,6 +5,7 @@ takes seconds to import and which a start from packed weights does without.
 """
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,19 +14,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, RayfinError, UnsupportedModel
 from rayfin.actors.media.kinds import served_media
-from rayfin.actors.media.processed import WORDS
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.cpu.build_decoder import TOLERANCE, build_cpu_decoder
 from rayfin.actors.runner.cpu.coded_experts import experts_round_rows, pack_quantized_experts
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.cpu.packed_layers import has_products, pack_linears
 from rayfin.actors.runner.cpu.recurrent_rows import fuse_recurrent
-from rayfin.actors.runner.embeds.load import EmbedsParts
 from rayfin.actors.runner.loading import LoadedModel, cpu_kernels, reads_states
-from rayfin.actors.runner.lora.adapted_decoder import AdaptedDecoder, can_adapt
-from rayfin.actors.runner.lora.adapted_model import AdaptedModel
-from rayfin.actors.runner.lora.reader import layer_sizes
-from rayfin.actors.runner.lora.store import AdapterStore, Fetch
 from rayfin.actors.runner.models.attention.indexer import inside_indexers
 from rayfin.actors.runner.models.compare import require_equal
 from rayfin.actors.runner.models.dtypes import page_type
@@ -36,8 +31,14 @@ from rayfin.actors.runner.models.weights import load_model
 from rayfin.actors.runner.parallel.groups import ProcessGroups
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.parallel.shard_weights import load_share
-from rayfin.actors.runner.pooling.headless import HeadlessDecoder
-from rayfin.actors.runner.pooling.load import PoolingParts, load_decoder, load_encoder
+from rayfin.actors.runner.parts.embeddings.load import EmbedsPart
+from rayfin.actors.runner.parts.lora.load import AdaptersPart
+from rayfin.actors.runner.parts.lora.store import Fetch
+from rayfin.actors.runner.parts.model_part import Decoder, ModelPart
+from rayfin.actors.runner.parts.pooling.headless import HeadlessDecoder
+from rayfin.actors.runner.parts.pooling.load import PoolingPart, load_decoder, load_encoder
+from rayfin.actors.runner.parts.vision.load import load_vision
+from rayfin.actors.runner.parts.vision.text_view import TextView
 from rayfin.actors.runner.quantized.loader import dequantize, formats_of
 from rayfin.actors.runner.quantized.packed import (
     int4_saves,
@@ -45,10 +46,7 @@ from rayfin.actors.runner.quantized.packed import (
     quantized_parameters,
     rounds_rows,
 )
-from rayfin.actors.runner.vision.load import VisionParts, load_vision, require_equal_media
-from rayfin.actors.runner.vision.text_view import TextView
 from rayfin.actors.settings.choices import Quantization
-from rayfin.actors.settings.lora_limits import adapter_budget, loras_in_memory
 from rayfin.actors.timing import MODEL_LOAD_SECONDS
 from rayfin.kernels.attention.select import SeeingAhead, page_types, select_attention
 from rayfin.kernels.cpu.kernels import CpuKernels
@@ -81,49 +79,48 @@ def load_checkpoint(
     rounds = rounded is not None or args.activations == "int8"
     peers = None if place is None else ProcessGroups(place, device)
     stored = config.dtype
-    model, layers, pools, vision = _load_weights(args, config, device, peers, recipe)
+    model, whole, layers, parts = _load_weights(args, config, device, peers, recipe)
     kernels: CpuKernels | None = None
     parameters = _parameters(model)
     if device.type == "cpu":
         kernels = cpu_kernels(args, parameters, ranks)
         if kernels and model.dtype in TOLERANCE:
             _pack_codes(args, model, kernels)
-    on_triton = pools is None and vision is None and _uses_triton(args, device)
+    on_triton = not parts and _uses_triton(args, device)
     if on_triton:
         _pack_for_triton(model, rounded)
     if not kernels:
         widen(model)
-    dequantize(model if vision is None else vision.model)  # what has no kernel
+    dequantize(whole)  # what has no kernel
     _require_rounding(args, model)
     saves = int4_saves(model, stored) if kernels and args.quantization is None else 0
     kernel = _attention(args, device, model.dtype, kernels)
-    if vision is not None and device.type == "cuda":
+    if device.type == "cuda" and any(part.sees_ahead for part in parts):
         kernel = SeeingAhead(kernel)
     pages = page_type(args.kv_cache_dtype, model.dtype, kernel)
-    embeds = EmbedsParts(model, rounded=rounds) if args.enable_prompt_embeds else None
+    if args.enable_prompt_embeds:
+        parts.append(EmbedsPart(model, rounded=rounds))
     paged = _page(model, kernel, layers, args.page_size)
     if peers is not None and paged.recurrent is not None:
         name = type(model).__name__
         raise UnsupportedModel(f"{name} cannot be shared: its layers keep states", "model")
-    adapters = _adapter_store(args, paged, fetch, kernels) if args.serves_lora else None
+    if args.serves_lora:
+        parts.insert(0, AdaptersPart(args, paged, fetch, kernels))
     step_model: StepModel = paged
     gpu_model: GpuDecoder | None = None
     if on_triton:
-        whole = not (peers or args.serves_lora or reads_states(args) or embeds)
-        gpu_model = _on_triton(paged, kernel, args.page_size, whole=whole)
+        alone = not (peers or reads_states(args) or parts)
+        gpu_model = _on_triton(paged, kernel, args.page_size, whole=alone)
         step_model = gpu_model or paged
     if kernels and model.dtype in TOLERANCE:
-        step_model = on_cpu_kernels(paged, kernels, rounded, adapters, whole=not peers)
-    step_model = _with_parts(adapters, vision, paged, step_model, kernels, rounded=rounds)
-    if embeds is not None:
-        step_model = embeds.admit(paged, step_model)
+        step_model = on_cpu_kernels(paged, kernels, rounded, parts, whole=not peers)
+    for part in parts:
+        step_model = part.wrap(step_model, Decoder(paged, kernels, rounds))
     return LoadedModel(
-        *(device, config, step_model, gpu_model, pages, kernels, peers, paged.recurrent, pools),
-        adapters=adapters,
+        *(device, config, step_model, gpu_model, pages, kernels, peers, paged.recurrent),
+        parts=tuple(parts),
         page_types=tuple(page_types(kernel)),
         int4_saves=saves,
-        vision=vision,
-        embeds=embeds,
         parameters=parameters,
         chooses_keys=bool(inside_indexers(model)),
     )
@@ -141,10 +138,11 @@ def load_encoder_checkpoint(
             pack_linears(model, kernels)
             torch.set_num_threads(1)  # where an array is split would change bits at the seams
     widen(model.transformer)
-    parts = PoolingParts(recipe, head)
     return LoadedModel(
-        *(device, config, model, None, model.dtype, kernels, None, None, parts),
+        *(device, config, model, None, model.dtype, kernels, None),
+        parts=(PoolingPart(recipe, head),),
         position_offset=model.position_offset,
+        whole_prompts=True,
     )
 
 
@@ -154,23 +152,28 @@ def _load_weights(
     device: torch.device,
     peers: ProcessGroups | None,
     recipe: PoolingRecipe | None,
-) -> tuple[Any, range | None, PoolingParts | None, VisionParts | None]:
-    """The model, or this rank's share of it and the layers that it has; what pools, what sees."""
+) -> tuple[Any, Any, range | None, list[ModelPart]]:
+    """Reads the decoder, or this rank's share of it.
+
+    Returns:
+        The decoder, the whole model of which it may be a part, the layers of a share, and the parts
+        of the model that come with its weights.
+    """
     if recipe is not None:
         headless, head = load_decoder(args, config, recipe, device, ATTENTION)
-        return headless, None, PoolingParts(recipe, head), None
+        return headless, headless, None, [PoolingPart(recipe, head)]
     if served_media(args, config) is not None:
         ranks = 1 if peers is None else peers.place.size
         view, vision = load_vision(args, config, device, ranks)
-        return view, None, None, vision
+        return (view, view, None, []) if vision is None else (view, vision.model, None, [vision])
     keep = args.quantization != "dequantize"
     if peers is None:
         model = load_model(args, config, device, ATTENTION, keep_quantized=keep, narrow=True)
-        return model, None, None, None
+        return model, model, None, []
     model = load_share(args, config, device, ATTENTION, peers, keep_quantized=keep)
     peers.connect("load", MODEL_LOAD_SECONDS)
     total = config.get_text_config(decoder=True).num_hidden_layers
-    return model, peers.place.layers(total), None, None
+    return model, model, peers.place.layers(total), []
 
 
 def _attention(
@@ -239,7 +242,7 @@ def on_cpu_kernels(
     paged: PagedModel,
     kernels: CpuKernels,
     quantization: Quantization | None,
-    adapters: AdapterStore | None = None,
+    parts: Sequence[ModelPart] = (),
     *,
     whole: bool = True,
 ) -> PagedModel | CpuDecoder:
@@ -247,16 +250,17 @@ def on_cpu_kernels(
 
     It is not ``whole`` if it is a rank's share: then it is the linear layers and experts.
     """
-    if whole and (adapters is None or adapters.packs):
+    if whole and all(part.takes(None) for part in parts):
         decoder = build_cpu_decoder(paged, kernels, quantization)
-        if decoder and (adapters is None or can_adapt(decoder, adapters)):
+        if decoder and all(part.takes(decoder) for part in parts):
             torch.set_num_threads(1)  # little is left to torch, whose threads would be in the way
             return decoder
         del decoder
     fuse_recurrent(paged, kernels)
-    packed = pack_linears(paged, kernels, quantization, parts=whole and adapters is None)
+    hooked = any(part.hooks_layers for part in parts)
+    packed = pack_linears(paged, kernels, quantization, parts=whole and not hooked)
     fused = packed and paged.recurrent is not None and paged.recurrent.is_fused
-    if fused and adapters is None and not has_products(paged.transformer):
+    if fused and not hooked and not has_products(paged.transformer):
         torch.set_num_threads(1)  # likewise: its idle threads would keep cores from the kernels'
     if quantization and not packed:
         name = type(paged.transformer).__name__
@@ -265,54 +269,6 @@ def on_cpu_kernels(
         )
     widen(paged.transformer)
     return paged
-
-
-def _adapter_store(
-    args: EngineArgs, paged: PagedModel, fetch: Fetch, kernels: CpuKernels | None
-) -> AdapterStore:
-    """No adapters yet; the layers have their sizes still."""
-    dtype = paged.dtype if args.lora_dtype == "auto" else getattr(torch, args.lora_dtype)
-    sizes = layer_sizes(paged.transformer)
-    per_rank = sum(inputs + outputs for inputs, outputs in sizes.values()) * dtype.itemsize
-    return AdapterStore(
-        sizes,
-        fetch,
-        most=loras_in_memory(args, paged.device.type),
-        budget=adapter_budget(args, paged.device.type, per_rank),
-        max_rank=args.max_lora_rank,
-        dtype=dtype,
-        device=paged.device,
-        kernels=kernels if dtype in TOLERANCE else None,
-    )
-
-
-def _with_parts(
-    adapters: AdapterStore | None,
-    vision: VisionParts | None,
-    paged: PagedModel,
-    model: StepModel,
-    kernels: CpuKernels | None,
-    *,
-    rounded: bool,
-) -> StepModel:
-    """The model with adapters, or with its tower if it gives the logits that transformers gives."""
-    if adapters is not None:
-        if isinstance(model, CpuDecoder):
-            return AdaptedDecoder(model, adapters)
-        return AdaptedModel(paged, adapters)
-    if vision is None:
-        return model
-    if paged.recurrent is not None:
-        name, words = type(vision.model).__name__, WORDS[vision.processor.kind][1]
-        raise UnsupportedModel(
-            f"{name} cannot be served with {words}: its layers keep states (language_model_only "
-            "serves its text)",
-            "model",
-        )
-    if kernels:
-        vision.encoder.threads = kernels.threads
-    require_equal_media(vision, paged, model, rounded=rounded)
-    return vision.around(model)
 
 
 def _pack_codes(args: EngineArgs, model: PreTrainedModel, kernels: CpuKernels) -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.errors import AdapterUnavailable, InvalidRequest, RayfinError, RequestFailed
-from rayfin.actors.messages import AdapterRef, PageTransfer, SchedulerInfo, StepResult
+from rayfin.actors.messages import PageTransfer, SchedulerInfo, StepResult
+from rayfin.actors.parts import Need
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.step.disk_pages import DiskPages
 
@@ -24,14 +25,14 @@ class _Submitted:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """Grammars and adapters that are ready; ``failure`` says why one is not."""
+    """Needs that are ready; ``failure`` says why one is not."""
 
-    failure: str | RayfinError | None
+    failure: RayfinError | None
 
     def done(self) -> bool:
         return True
 
-    def error(self) -> str | RayfinError | None:
+    def error(self) -> RayfinError | None:
         return self.failure
 
 
@@ -106,14 +107,12 @@ class InlineExecutor:
         while self._waiting and self._runner.begin(self._waiting[0]):
             self._waiting.popleft()
 
-    def prepare(self, grammars: Sequence[str], adapters: Sequence[AdapterRef] = ()) -> _Prepared:
-        """Compiles grammars and reads adapters for requests to come, at once."""
+    def prepare(self, needs: Sequence[Need]) -> _Prepared:
+        """Prepares what requests to come need, at once."""
         try:
-            self._runner.prepare(grammars, adapters, at_once=True)  # the loop waits
-        except (InvalidRequest, AdapterUnavailable) as error:
+            self._runner.prepare(needs, at_once=True)  # the loop waits
+        except (InvalidRequest, RequestFailed, AdapterUnavailable) as error:
             return _Prepared(error)
-        except RequestFailed as error:
-            return _Prepared(str(error))
         return _Prepared(None)
 
     def restart(self) -> None:

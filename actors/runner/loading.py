@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from rayfin.actors.adapters.files import read_ref
-from rayfin.actors.config import BatchLimits, EngineArgs, ModelFacts, resolve_limits
+from rayfin.actors.config import BatchLimits, EngineArgs, EngineConfig, ModelFacts, resolve_limits
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.media.kinds import SPEECH_MODELS, MediaKind, media_kind, served_media
 from rayfin.actors.model_files.plain_config import known_config
+from rayfin.actors.parts import P, PartFacts, first_of, uncut_of
 from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.cpu.decoder_cache import DecoderCache, Facts
@@ -25,10 +26,11 @@ from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.observers import StepObserver
 from rayfin.actors.runner.page_namespace import page_namespace
 from rayfin.actors.runner.parallel.rank import ParallelRank
+from rayfin.actors.runner.parts.grammars.load import GrammarsPart
+from rayfin.actors.runner.parts.model_part import ModelPart
 from rayfin.actors.runner.quantized.config import source_config
 from rayfin.actors.runner.step.state_tensors import StateTensors
 from rayfin.actors.settings.kept_states import draft_states
-from rayfin.actors.settings.uncut import Uncut
 from rayfin.cache.kv_tensors import KVTensors, page_bytes
 from rayfin.kernels.attention.select import page_types, select_attention
 from rayfin.kernels.cpu.kernels import CpuKernels, try_kernels
@@ -38,26 +40,35 @@ from rayfin.kernels.triton.available import can_use_triton
 if TYPE_CHECKING:  # each of them imports modelling code, Triton, or all classes of configurations
     from transformers import PretrainedConfig
 
-    from rayfin.actors.runner.embeds.load import EmbedsParts
     from rayfin.actors.runner.gpu.decoder import GpuDecoder
-    from rayfin.actors.runner.lora.store import AdapterStore, Fetch
     from rayfin.actors.runner.models.recurrent import RecurrentLayers
     from rayfin.actors.runner.parallel.groups import ProcessGroups
-    from rayfin.actors.runner.pooling.load import PoolingParts
-    from rayfin.actors.runner.vision.load import VisionParts
+    from rayfin.actors.runner.parts.lora.store import Fetch
+    from rayfin.actors.runner.sampling.sampler import StepSampler
 
 
 ONE_THREAD_PARAMETERS = 32_000_000
 """Models with fewer parameters compute on one thread unless ``threads`` is given."""
 
 
-@dataclass(frozen=True, slots=True)
-class DraftParts:
-    """What a draft model or head adds to a model."""
+class DraftPart(ModelPart):
+    """What a draft model or head adds to a model: layers of the cache behind the others.
 
-    token_layers: int  # layers of the cache that decide tokens; those of drafts are behind them
-    waiting_bytes: int = 0  # of the states of one request that wait for a head
-    gpu_model: "GpuDecoder | None" = None  # a draft model, if CUDA graphs can record it
+    Args:
+        token_layers: of the cache, in front of its own.
+        bytes_per_request: of the states that wait for a head.
+        gpu_model: a draft model, if CUDA graphs can record it.
+    """
+
+    def __init__(
+        self,
+        token_layers: int,
+        bytes_per_request: int = 0,
+        gpu_model: "GpuDecoder | None" = None,
+    ) -> None:
+        self.token_layers = token_layers
+        self.bytes_per_request = bytes_per_request
+        self.gpu_model = gpu_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +83,13 @@ class LoadedModel:
     kernels: CpuKernels | None
     peers: "ProcessGroups | None"  # of a rank among several
     recurrent: "RecurrentLayers | None" = None  # layers that keep a state per request
-    pools: "PoolingParts | None" = None  # of a model that gives vectors
-    adapters: "AdapterStore | None" = None  # with enable_lora
-    drafts: DraftParts | None = None  # with a draft model or head
+    parts: tuple[ModelPart, ...] = ()  # what it has beside its decoder, the inner ones first
     page_types: tuple[torch.dtype, ...] = ()  # that its attention reads
     int4_saves: int = 0  # bytes of weights that quantization "int4" would free
-    vision: "VisionParts | None" = None  # of a model that reads images, or hears
-    embeds: "EmbedsParts | None" = None  # with enable_prompt_embeds
     parameters: int = 0  # of the checkpoint
     position_offset: int = 0  # positions of an encoder before that of the first token
     chooses_keys: bool = False  # tokens see the keys that an index chooses
+    whole_prompts: bool = False  # an encoder
 
     @property
     def state_bytes(self) -> int:
@@ -94,30 +102,24 @@ class LoadedModel:
         on_kernels = self.kernels is not None and not self.chooses_keys
         return self.device.type != "cpu" or on_kernels
 
-    @property
-    def whole_prompts(self) -> bool:
-        """Whether it is an encoder."""
-        return self.pools is not None and self.pools.recipe.encoder
+    def part(self, kind: type[P]) -> P | None:
+        """Returns its part of a kind, or None."""
+        return first_of(self.parts, kind)
 
     @property
-    def media_token_id(self) -> int | None:
-        """The id of an image's or a clip's tokens, or None if the model reads text only."""
-        return None if self.vision is None else self.vision.processor.media_token_id
+    def part_facts(self) -> tuple[PartFacts, ...]:
+        """What the scheduler and ingresses must know of its parts."""
+        return tuple(part.facts for part in self.parts if part.facts is not None)
 
     @property
-    def clip_tokens(self) -> int:
-        """Tokens of a clip in front of each prompt; 0: prompts are as they come."""
-        return 0 if self.vision is None else self.vision.clip_tokens
+    def samples(self) -> bool:
+        """Whether its logits become tokens."""
+        return all(part.samples for part in self.parts)
 
-    @property
-    def embeds_size(self) -> int:
-        """Numbers of each embedding of a prompt, or 0 if prompts are tokens."""
-        return 0 if self.embeds is None else self.embeds.size
-
-    @property
-    def uncut(self) -> Uncut:
-        """Parts of prompts that no step cuts."""
-        return Uncut() if self.vision is None else self.vision.uncut
+    def make_sampler(self, rows: int) -> "StepSampler | None":
+        """Returns what a part makes of a forward in place of tokens; None: they are sampled."""
+        made = (part.make_sampler(rows) for part in self.parts)
+        return next((sampler for sampler in made if sampler is not None), None)
 
     def facts(self, args: EngineArgs, available: int) -> ModelFacts:
         """What ``resolve`` must know of the model, with ``available`` bytes for its pages."""
@@ -132,14 +134,10 @@ class LoadedModel:
             device=self.device.type,
             whole_prompts=self.whole_prompts,
             fixed_bits=self.fixed_bits,
-            pools=self.pools is not None,
+            pools=not self.samples,
             smaller_pages=self.smaller_pages(args.page_size),
             int4_saves=self.int4_saves,
-            media_token_id=self.media_token_id,
-            clip_tokens=self.clip_tokens,
-            adapter_bytes=self.adapter_bytes,
-            embeds_size=self.embeds_size,
-            uncut=self.uncut,
+            parts=self.part_facts,
             page_namespace=page_namespace(args, self),
         )
 
@@ -149,7 +147,7 @@ class LoadedModel:
             args,
             self.device.type,
             model_len,
-            self.uncut,
+            uncut_of(self.part_facts),
             whole_prompts=self.whole_prompts,
             row_by_row=self.recurrent is not None,
         )
@@ -160,24 +158,14 @@ class LoadedModel:
         return self.bytes_beside_pages(limits.max_decoding_batch) + drafts * self.state_bytes
 
     def bytes_beside_pages(self, rows: int) -> int:
-        """Bytes of the states of ``rows`` requests, of embeddings of media, and of adapters."""
-        media = 0 if self.vision is None else self.vision.cache_bytes
-        waiting = 0 if self.drafts is None else self.drafts.waiting_bytes
-        return rows * (2 * self.state_bytes + waiting) + media + self.adapter_bytes
-
-    @property
-    def adapter_bytes(self) -> int:
-        """Bytes that are kept for adapters."""
-        return 0 if self.adapters is None else self.adapters.budget
+        """Bytes of the states of ``rows`` requests, and of what parts keep."""
+        of_row = 2 * self.state_bytes + sum(part.bytes_per_request for part in self.parts)
+        return rows * of_row + sum(facts.num_bytes for facts in self.part_facts)
 
     @property
     def observers(self) -> list[StepObserver]:
         """What follows the steps for the model's sake."""
-        found: list[StepObserver] = [] if self.adapters is None else [self.adapters]
-        found += [parts.slots for parts in (self.vision, self.embeds) if parts is not None]
-        if self.vision is None:
-            return found
-        return [*found, self.vision.encoder, *self.vision.observers]
+        return [observer for part in self.parts for observer in part.observers]
 
     @property
     def max_position(self) -> int | None:
@@ -188,13 +176,13 @@ class LoadedModel:
             positions = max_position(self.config)
         if positions is not None:
             positions -= self.position_offset
-        if self.pools is None or self.pools.recipe.max_tokens is None:
-            return positions
-        return min(positions or self.pools.recipe.max_tokens, self.pools.recipe.max_tokens)
+        limits = [positions, *(part.max_tokens for part in self.parts)]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def checked(self, cache: KVTensors) -> KVTensors:
-        """The layers of ``cache`` that decide tokens: not those of a draft model."""
-        return cache if self.drafts is None else cache.layers(0, self.drafts.token_layers)
+        """The layers of ``cache`` that decide tokens."""
+        layers = [part.token_layers for part in self.parts if part.token_layers is not None]
+        return cache.layers(0, min(layers)) if layers else cache
 
     def page_bytes(self, page_size: int) -> int:
         return page_bytes(self.model.layouts, page_size, self.page_type)
@@ -214,6 +202,11 @@ class LoadedModel:
         cache = KVTensors(model.layouts, num_pages, page_size, self.page_type, self.device)
         model.bind(cache)
         return cache
+
+    def allocate_states(self, config: EngineConfig) -> StateTensors | None:
+        """Allocates the states of an engine; None if there are none."""
+        slots = config.limits.max_decoding_batch
+        return self.bind_states(slots, config.num_snapshots, config.num_draft_states)
 
     def bind_states(self, slots: int, snapshots: int, drafts: int = 0) -> StateTensors | None:
         """Allocates the states of ``slots`` requests and so many drafts; None if there are none."""
@@ -248,6 +241,15 @@ def load(
     Raises:
         InvalidConfig, UnsupportedModel: the model cannot be served.
     """
+    loaded = _load(args, place, fetch)
+    if not loaded.samples or (place is not None and not place.is_last):  # it has no logits
+        return loaded
+    size = loaded.config.get_text_config(decoder=True).vocab_size
+    grammars = GrammarsPart(args, size, limited=place is None)
+    return replace(loaded, parts=(*loaded.parts, grammars))
+
+
+def _load(args: EngineArgs, place: ParallelRank | None, fetch: "Fetch") -> LoadedModel:
     device = pick_device(args.device)
     ranks = 1 if place is None else place.size
     rounded = None if args.quantization == "dequantize" else args.quantization
@@ -268,7 +270,7 @@ def load(
             return load_encoder_checkpoint(args, config, recipe, device)
     # Here, for they import transformers' modelling code.
     if config.model_type in SPEECH_MODELS:
-        from rayfin.actors.runner.whisper.load import load_whisper
+        from rayfin.actors.runner.parts.whisper.load import load_whisper
 
         return load_whisper(args, config, device, ranks)
     from rayfin.actors.runner.checkpoint import load_checkpoint

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rayfin.actors.adapters.files import AdapterFiles, read_ref
-from rayfin.actors.messages import AdapterRef
+from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.observers import StepObserver
-from rayfin.actors.runner.proposers.interface import Proposer
 from rayfin.actors.runner.sampling.processors.base import ProcessorFactory
+from rayfin.actors.runner.speculation.interface import Proposer
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,5 +18,5 @@ class RunnerPlugins:
     processors: tuple[ProcessorFactory, ...] = ()  # before the default ones
     observers: tuple[StepObserver, ...] = ()
     proposer: Callable[[], Proposer] | None = None  # made anew when the runner starts
-    fetch_adapter: Callable[[AdapterRef], AdapterFiles] = read_ref
-    wrap_model: Callable[[StepModel], StepModel] | None = None  # for adapters; without graphs
+    fetch: Callable[[AdapterRef], AdapterFiles] = read_ref
+    wrap_model: Callable[[StepModel], StepModel] | None = None  # without graphs

@@ -24,6 +24,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from rayfin.actors import failpoints
+from rayfin.actors.adapters.part import AdapterFacts, AdapterRef
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import (
     EngineUnavailable,
@@ -35,7 +36,6 @@ from rayfin.actors.errors import (
     RunnerGroupFailed,
 )
 from rayfin.actors.messages import (
-    AdapterRef,
     Command,
     Ended,
     EngineInfo,
@@ -46,6 +46,7 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.metrics.snapshot import EngineSnapshot
+from rayfin.actors.parts import first_of
 from rayfin.actors.processes.environment import lower_priority
 from rayfin.actors.processes.identity import Process, this_process
 from rayfin.actors.processes.lifeline import Lifeline
@@ -343,13 +344,12 @@ class SchedulerActor:
     def prepare_adapter(self, adapter: AdapterRef) -> RayfinError | None:
         """Has the runners read a LoRA adapter; returns why they cannot serve it, or None."""
         engine, group = self._running_engine(), self._group
-        if group is None or not engine.config.max_loras:
+        if group is None or first_of(engine.config.parts, AdapterFacts) is None:
             return InvalidRequest("This server has no adapters: it needs --enable-lora.", "model")
-        pending, deadline = group.prepare((), (adapter,)), time.monotonic() + LOOP_COMMAND_SECONDS
+        pending, deadline = group.prepare(adapter.needs), time.monotonic() + LOOP_COMMAND_SECONDS
         while not pending.done() and time.monotonic() < deadline:
             time.sleep(LOBBY_TICK_SECONDS)
-        error = pending.error() if pending.done() else None
-        return InvalidRequest(error) if isinstance(error, str) else error
+        return pending.error() if pending.done() else None
 
     @ray.method(concurrency_group="control")
     def snapshot(self) -> EngineSnapshot:
@@ -385,9 +385,7 @@ class SchedulerActor:
             page_size=config.page_size,
             max_logprobs=config.max_logprobs,
             prefix_caching=config.prefix_caching,
-            media_token_id=config.media_token_id,
-            clip_tokens=config.clip_tokens,
-            embeds_size=config.embeds_size,
+            parts=config.parts,
             uncut=config.uncut,
             identity=self._started.args.identity,
         )

@@ -36,11 +36,11 @@ from rayfin.actors.messages import (
 from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.metrics.snapshot import EngineSnapshot
 from rayfin.actors.scheduler.beam_groups import BeamGroups, as_it_runs
-from rayfin.actors.scheduler.core.adapter_gate import AdapterGate
 from rayfin.actors.scheduler.core.cached_prefix import find_fork_parent
 from rayfin.actors.scheduler.core.lifecycle import Lifecycle
 from rayfin.actors.scheduler.core.microbatches import DecodeMicrobatcher
 from rayfin.actors.scheduler.core.page_tier import make_tier
+from rayfin.actors.scheduler.core.part_gate import PartGate
 from rayfin.actors.scheduler.core.preempted_pages import make_preemption
 from rayfin.actors.scheduler.core.scheduler_state import make_state
 from rayfin.actors.scheduler.core.step_builder import StepRecord
@@ -50,8 +50,7 @@ from rayfin.actors.scheduler.faults.quarantine import SAME_PROMPT, Quarantine
 from rayfin.actors.scheduler.faults.token_logs import TokenLogs
 from rayfin.actors.scheduler.policy.background import BackgroundScheduler
 from rayfin.actors.scheduler.policy.chunk_budget import ChunkBudget
-from rayfin.actors.scheduler.policy.drafts import DraftPolicy
-from rayfin.actors.scheduler.policy.multi_step import MultiStepPolicy
+from rayfin.actors.scheduler.policy.multi_step import make_multi_step
 from rayfin.actors.scheduler.policy.request_scheduler import RequestScheduler
 from rayfin.actors.scheduler.policy.step_scheduler import StepScheduler
 from rayfin.actors.scheduler.policy.token_scheduler import TokenScheduler
@@ -110,7 +109,7 @@ class Engine:
     ) -> None:
         self.config = config
         state = make_state(config)
-        lobby = Lobby(executor, clock, state.counters.histograms["grammar_wait_seconds"])
+        lobby = Lobby(executor, clock, state.counters.preparation)
         tier = make_tier(config, state, executor, clock)
         self.lifecycle = Lifecycle(state, make_preemption(config, state), lobby, clock, tier)
         self._clock = clock
@@ -122,17 +121,15 @@ class Engine:
         scheduler = BackgroundScheduler(
             self.lifecycle, steps, microbatcher, budget, rest=rest, clock=clock
         )
-        adapters = AdapterGate(state.running, config.max_loras)
+        parts = PartGate(state.running, config.parts)
 
         def depth() -> int:
             return scheduler.depth(config.steps_in_flight)
 
-        self._quarantine = Quarantine(self.lifecycle, scheduler, adapters, depth, clock)
-        self.lifecycle.gates = [self._quarantine, adapters, scheduler]
+        self._quarantine = Quarantine(self.lifecycle, scheduler, parts, depth, clock)
+        self.lifecycle.gates = [self._quarantine, parts, scheduler]
         self._beams = BeamGroups(self.lifecycle)
-        drafts = DraftPolicy(state, config.num_speculative_tokens)
-        lease = (config.max_lease, drafts, lease_seconds)
-        self._multi_step = MultiStepPolicy(state, microbatcher, *lease)
+        self._multi_step = make_multi_step(state, microbatcher, config, lease_seconds)
         self._pipeline = StepPipeline(state, executor, clock)
         self._outbox = Outbox()
         self._logs = TokenLogs(clock)
@@ -196,12 +193,12 @@ class Engine:
                 f"the request takes up to {longest} tokens, of at most {self.config.max_model_len}",
                 "prompt",
             )
-        if source.pooling is None and len(source.output) >= source.stopping.max_tokens:
+        if source.samples and len(source.output) >= source.stopping.max_tokens:
             raise InvalidRequest("the request has all of its tokens already", "max_tokens")
         if source.timeout is not None and not source.timeout > 0:
             raise InvalidRequest(f"timeout must be over 0 s, got {source.timeout}", "timeout")
-        if source.adapter is not None and not self.config.max_loras:
-            raise InvalidRequest("this engine serves no adapters: it needs --enable-lora", "model")
+        for part in source.parts:
+            part.check(self.config.parts)
         self._quarantine.check(source)
         now, ended = self._clock(), sum(state.counters.finished.values())
         state.completion_rate.observe(now, ended)
@@ -214,7 +211,7 @@ class Engine:
         fork_parent = find_fork_parent(source, state.live)
         if not self.has_work:
             self._last_progress = now
-        chain = HashChain(self.config.page_size, source.extra_keys)
+        chain = HashChain(self.config.page_size, source.prefix_keys)
         output = np.array(source.output, np.int32)
         request = Request(source, state.arrivals, now, chain, output, fork_parent=fork_parent)
         if self.config.prefix_caching:
@@ -345,7 +342,7 @@ class Engine:
             while len(self._pipeline) < self._quarantine.depth:
                 decoding, chunks = self._quarantine.schedule()
                 num_steps = 1 if chunks else self._multi_step.grant(decoding)
-                grants = self._multi_step.drafts.grant(decoding, num_steps)
+                grants = self._multi_step.grants(decoding, num_steps)
                 if not self._pipeline.submit(decoding, chunks, num_steps, grants):
                     break
             if self._pipeline:
@@ -435,28 +432,22 @@ class Engine:
         for request in self._beams.apply(record, result):
             self._end_search(request)
         if record.info.grants is not None:
-            self._take_back_drafts(record, record.info.grants - result.num_tokens)
+            self._take_back(record, record.info.grants - result.num_tokens)
             whole, more = divmod(sum(sampled), result.num_steps)
             sampled = [whole + (step < more) for step in range(result.num_steps)]
         steps = result.num_steps
         self._multi_step.observe(result.seconds, steps, prefill=record.info.prefill_batch > 0)
         prefill = record.info.num_prefill_tokens
         self.lifecycle.state.counters.step(prefill, sampled, steps, result.seconds)
-        if result.drafts is not None:
-            self.lifecycle.state.counters.drafts(result.drafts)
-        if result.grammars is not None:
-            self.lifecycle.state.counters.grammars(result.grammars)
-        if result.adapters is not None:
-            self.lifecycle.state.counters.of_adapters.observe(result.adapters)
-        if result.images is not None:
-            self.lifecycle.state.counters.images(result.images)
+        for usage in result.usage:
+            self.lifecycle.state.counters.used(usage)
         self._last_step = record.info
         self._last_progress = self._clock()
         self._restarts_without_progress = 0
         self._quarantine.observe(record.info, result)
 
-    def _take_back_drafts(self, record: StepRecord, missing: Int64Array) -> None:
-        """Drafts that were wrong, [R] of each row, are not computed: of rows that still run."""
+    def _take_back(self, record: StepRecord, missing: Int64Array) -> None:
+        """Guesses that were wrong, [R] of each row, are not computed: of rows that still run."""
         running = self.lifecycle.state.running
         rows = (running.admission[record.slots] == record.admissions) & (missing > 0)
         running.take_back(record.slots[rows], missing[rows])

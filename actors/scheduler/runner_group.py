@@ -34,7 +34,8 @@ from rayfin.actors.errors import (
     RunnerGroupFailed,
     StepMissing,
 )
-from rayfin.actors.messages import AdapterRef, PageTransfer, SchedulerInfo, StepResult
+from rayfin.actors.messages import PageTransfer, SchedulerInfo, StepResult
+from rayfin.actors.parts import Need
 from rayfin.actors.processes.identity import Process
 from rayfin.actors.processes.registry import (
     NAMESPACE,
@@ -91,8 +92,7 @@ class _RemoteStep:
                 time.sleep(STEP_RESEND_PAUSE_SECONDS)
                 self.refs = group.send(self.info)
         result: StepResult = next(answer for answer in answers if answer is not None)
-        in_tower = 0.0 if result.images is None else sum(result.images.seconds)
-        group.watchdog.observe(self.info, result.seconds, in_tower)
+        group.watchdog.observe(self.info, result.seconds, result.seconds_apart)
         if failpoints.ACTIVE and failpoints.ACTIVE.hit_step("group.reply", self.info) == "drop":
             group.wait(None, patience, "the step")
         return result
@@ -109,20 +109,20 @@ class _RemoteStep:
 
 
 class _RemotePrepare:
-    """Grammars and adapters that were sent to all ranks; see ``PendingPrepare``.
+    """Needs that were sent to all ranks; see ``PendingPrepare``.
 
     A rank that has died or raised says nothing of them: a step will show what is wrong.
     """
 
     def __init__(self, refs: list[Any], on_done: Callable[[], None]) -> None:
-        self._answers: list[Future[str | RayfinError | None]] = [ref.future() for ref in refs]
+        self._answers: list[Future[RayfinError | None]] = [ref.future() for ref in refs]
         for answer in self._answers:
             answer.add_done_callback(lambda _: on_done())
 
     def done(self) -> bool:
         return all(answer.done() for answer in self._answers)
 
-    def error(self) -> str | RayfinError | None:
+    def error(self) -> RayfinError | None:
         for answer in self._answers:
             if (failure := answer.exception()) is not None:
                 logger.warning("nothing is prepared ahead: %s", failure)
@@ -274,12 +274,9 @@ class RunnerGroup:
         ahead = link is not None or self._args.device == "cuda"
         return self._on_all("execute_ahead" if ahead else "execute", info)
 
-    def prepare(
-        self, grammars: Sequence[str], adapters: Sequence[AdapterRef] = ()
-    ) -> _RemotePrepare:
+    def prepare(self, needs: Sequence[Need]) -> _RemotePrepare:
         """See ``Executor.prepare``."""
-        more = (list(adapters),) if adapters else ()
-        sent = self._on_all("prepare", list(grammars), *more)
+        sent = self._on_all("prepare", list(needs))
         return _RemotePrepare(sent, self._on_prepared)
 
     def restart(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.messages import SchedulerInfo
 from rayfin.actors.metrics.engine_stats import CACHE_LABELS, EngineStats
@@ -30,6 +31,7 @@ def take_stats(
 ) -> EngineStats:
     """The counters, the sizes of all tables, and the fields ``of_engine``."""
     state, counters = lifecycle.state, lifecycle.state.counters
+    loading, requests_waiting = lifecycle.lobby.preparing(AdapterRef)
     return counters.snapshot(
         running=len(state.running),
         waiting=len(state.waiting) + len(lifecycle.lobby) + len(lifecycle.tier),
@@ -47,10 +49,10 @@ def take_stats(
         suspects=suspects,
         cache_config=cache_config(config),
         adapters=counters.of_adapters.stats(
-            config.max_loras,
+            config.parts,
             list(state.live.values()),
-            loading=lifecycle.lobby.adapters_loading,
-            requests_waiting=lifecycle.lobby.waiting_for_adapters,
+            loading=loading,
+            requests_waiting=requests_waiting,
         ),
         **of_engine,
     )

@@ -64,9 +64,10 @@ class StepLink:
     def takes(self, info: SchedulerInfo) -> bool:
         """Returns whether it can carry the step.
 
-        Ray counts the references to arrays of images and embeddings, so it must carry them.
+        Ray counts the references to arrays in its store, so it must carry them.
         """
-        return not self.broken and not any(new.images or new.embeds for new in info.new_requests)
+        parts = (part for new in info.new_requests for part in new.parts)
+        return not self.broken and not any(part.by_reference for part in parts)
 
     def send(self, info: SchedulerInfo) -> None:
         """Sends a step without waiting; one that cannot be packed breaks the link."""

@@ -9,11 +9,12 @@ from peer import serve
 
 import rayfin
 from rayfin.actors.adapters.files import read_folder
+from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.config import EngineArgs, resolve
 from rayfin.actors.media.load import load_processor
-from rayfin.actors.media.media_input import MediaInput
+from rayfin.actors.media.part import MediaInput
 from rayfin.actors.media.virtual_ids import put_virtual_ids
-from rayfin.actors.messages import AdapterRef, EngineRequest, Int32Array, Sampling, StopRules
+from rayfin.actors.messages import EngineRequest, Int32Array, Sampling, StopRules
 from rayfin.actors.model_files.gguf_folder import gguf_folder
 from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.runner.model_runner import ModelRunner
@@ -77,7 +78,7 @@ class Rayfin:
         if self._pictures is not None:
             ids, images = self._pictures.placed(prompt)
         rules = StopRules(output_tokens)
-        request = EngineRequest(str(index), ids, Sampling(), rules, key=index, images=images)
+        request = EngineRequest(str(index), ids, Sampling(), rules, key=index, parts=images)
         if self._adapters:
             request.use(self._adapters[index % len(self._adapters)])
         self._engine.add(request)

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.errors import InvalidRequest, RayfinError
-from rayfin.actors.messages import AdapterRef
 from rayfin.actors.timing import ADAPTER_POLL_SECONDS, ADAPTER_RETRY_SECONDS
 
 logger = logging.getLogger(__name__)

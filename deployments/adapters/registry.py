@@ -16,10 +16,10 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from rayfin.actors.adapters.files import AdapterFiles, read_folder
+from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.adapters.settings import read_settings
 from rayfin.actors.adapters.tensors import read_pairs
 from rayfin.actors.errors import EngineUnavailable, InvalidRequest, NotFound, RayfinError
-from rayfin.actors.messages import AdapterRef
 from rayfin.actors.processes.registry import NAMESPACE
 from rayfin.actors.timing import ADAPTER_READ_SECONDS, ADAPTER_REGISTRY_LEASE_SECONDS
 from rayfin.actors.timing import ADAPTER_REGISTRY_CALL_SECONDS as SECONDS

@@ -6,7 +6,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import PlainTextResponse
 
-from rayfin.actors.adapters.usage import short
+from rayfin.actors.adapters.part import short
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.adapters.names import AdapterNames, card
 from rayfin.deployments.generation.service import OpenAIService, ServedModels

@@ -6,7 +6,7 @@ from typing import Literal
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
-from rayfin.actors.messages import AdapterRef
+from rayfin.actors.adapters.part import AdapterRef
 from rayfin.deployments.api.anthropic.replies import ModelInfo, ModelPage
 from rayfin.deployments.generation.service import OpenAIService, ServedModels
 from rayfin.deployments.http.anthropic_errors import VERSION

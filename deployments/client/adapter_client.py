@@ -2,14 +2,8 @@
 
 from collections.abc import AsyncGenerator, Sequence
 
-from rayfin.actors.messages import (
-    AdapterRef,
-    Command,
-    EngineInfo,
-    EngineRequest,
-    TokenDelta,
-    TokenLog,
-)
+from rayfin.actors.adapters.part import AdapterRef
+from rayfin.actors.messages import Command, EngineInfo, EngineRequest, TokenDelta, TokenLog
 from rayfin.actors.metrics.snapshot import EngineSnapshot
 from rayfin.deployments.client.engine_client import EngineClient, EngineReport
 
@@ -25,7 +19,7 @@ class AdapterClient:
         self._adapter = adapter
 
     def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
-        if request.adapter is None:
+        if request.part(AdapterRef) is None:
             request.use(self._adapter)
         return self._client.stream(request)
 

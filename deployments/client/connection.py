@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from ray.exceptions import ActorDiedError, RayError
 
+from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.errors import EngineLost, EngineUnavailable, RequestFailed
 from rayfin.actors.messages import (
-    AdapterRef,
     Command,
     EngineInfo,
     EngineRequest,
@@ -166,8 +166,8 @@ class _Attachment:
         if self.link is None:
             scheduler.submit.remote(self.client, requests, aborts, stopped)
             return
-        # Arrays of images and embeddings are in Ray's object store, which counts their references.
-        own = [request for request in requests if request.images or request.embeds]
+        # Ray's object store counts references to arrays, so Ray must carry them.
+        own = [one for one in requests if any(part.by_reference for part in one.parts)]
         self._by_ray.update(request.key for request in own)
         if self._by_ray:
             dropped = [[key for key in keys if key in self._by_ray] for keys in (aborts, stopped)]

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.errors import (
     EngineAsleep,
     EngineLost,
@@ -26,7 +27,6 @@ from rayfin.actors.errors import (
     RequestHandedBack,
 )
 from rayfin.actors.messages import (
-    AdapterRef,
     Command,
     EngineInfo,
     EngineRequest,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Protocol
 
-from rayfin.actors.adapters.usage import short
+from rayfin.actors.adapters.part import AdapterRef, short
 from rayfin.actors.messages import EngineRequest
 from rayfin.cache.prefix_index import HashChain
 
@@ -41,7 +41,7 @@ class Candidate:
 
     def work_for(self, request: EngineRequest) -> int:
         """The load, and what it costs to read the request's adapter if the engine has it not."""
-        adapter = request.adapter
+        adapter = request.part(AdapterRef)
         missing = adapter is not None and short(adapter.digest) not in self.adapters
         return self.load + ADAPTER_TOKENS * missing
 
@@ -128,7 +128,7 @@ class PrefixAware:
         if len(candidates) == 1:  # nothing to learn from, and a long prompt takes a while to hash
             return candidates[0]
         page_size = candidates[0].page_size
-        chain = HashChain(page_size, request.extra_keys)
+        chain = HashChain(page_size, request.prefix_keys)
         chain.extend(request.prompt)
         if request.session:
             chosen = max(candidates, key=lambda own: _draw(request, own))

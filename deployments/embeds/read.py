@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from safetensors import SafetensorError, deserialize
 
-from rayfin.actors.embeds.embeds_input import ROWS, EmbedsInput
+from rayfin.actors.embeds.part import ROWS, EmbedsFacts, EmbedsInput
 from rayfin.actors.embeds.prompt_embeds import PromptEmbeds
 from rayfin.actors.embeds.row_ids import row_ids
 from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest
@@ -124,13 +124,19 @@ def required(reader: EmbedsReader | None, info: EngineInfo, param: str) -> Embed
     Raises:
         InvalidRequest: it takes none.
     """
-    if reader is None or not info.embeds_size:
+    if reader is None or info.part(EmbedsFacts) is None:
         raise InvalidRequest(
             f"{param} needs a server that was started with --enable-prompt-embeds.",
             param,
             "unsupported_parameter",
         )
     return reader
+
+
+def embeds_size(info: EngineInfo) -> int:
+    """Numbers of each embedding; 0 if prompts are tokens."""
+    facts = info.part(EmbedsFacts)
+    return 0 if facts is None else facts.size
 
 
 def listed(value: object, most: int) -> list[tuple[str, str]]:
@@ -157,11 +163,12 @@ def listed(value: object, most: int) -> list[tuple[str, str]]:
 
 
 def _decoded(data: str, info: EngineInfo) -> Tensor:
-    most = info.max_model_len * info.embeds_size * DTYPES["float64"].itemsize + FRAME_BYTES
+    size = embeds_size(info)
+    most = info.max_model_len * size * DTYPES["float64"].itemsize + FRAME_BYTES
     if size_of_base64(data) > most:
         raise refused(
             f"it has {len(data)} characters, more than {info.max_model_len} tokens of "
-            f"{info.embeds_size} numbers take"
+            f"{size} numbers take"
         )
     try:
         raw = from_base64(data)
@@ -198,10 +205,11 @@ def _shaped(tensor: Tensor, param: str, info: EngineInfo, before: int) -> Tensor
     array = tensor.array
     if array.ndim == 3 and array.shape[0] == 1:
         array = array[0]
-    if array.ndim != 2 or array.shape[1] != info.embeds_size or not len(array):
+    size = embeds_size(info)
+    if array.ndim != 2 or array.shape[1] != size or not len(array):
         raise InvalidRequest(
             f"'{param}' has the shape {tensor.array.shape}; it must be (tokens, "
-            f"{info.embeds_size}), with the hidden size of this model.",
+            f"{size}), with the hidden size of this model.",
             param,
             "invalid_embeds",
         )

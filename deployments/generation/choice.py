@@ -4,8 +4,9 @@ from dataclasses import dataclass, field, replace
 
 from rayfin.actors.embeds.prompt_embeds import PromptEmbeds
 from rayfin.actors.errors import NoTokenLeft, RayfinError
-from rayfin.actors.media.media_input import MediaInput
-from rayfin.actors.messages import EngineRequest, Sampling, TokenDelta, TokenLogprob
+from rayfin.actors.guidance import Guidance
+from rayfin.actors.media.part import MediaInput
+from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
 from rayfin.deployments.generation.calls import AnswerCall, ParsedAnswer
 from rayfin.deployments.generation.usage import RequestTimes
 from rayfin.deployments.requests.best_of import Likelihood
@@ -101,7 +102,7 @@ class Choice:
 
     def name_cause(self, error: RayfinError) -> None:
         """Gives an error that the request's own rules have caused the path of their field."""
-        name_cause(error, self.request.sampling, self.parsed.plan.param)
+        name_cause(error, self.request, self.parsed.plan.param)
 
     def score_prompt(self, like: "Choice") -> None:
         """Requests the prompt's log probabilities, as the first choice does."""
@@ -109,7 +110,7 @@ class Choice:
         self.request.sampling = replace(self.request.sampling, prompt_logprobs=asked)
 
 
-def name_cause(error: RayfinError, sampling: Sampling, grammar_param: str) -> None:
+def name_cause(error: RayfinError, request: EngineRequest, grammar_param: str) -> None:
     """Gives an error that a request's own rules have caused the path of their field.
 
     Args:
@@ -118,8 +119,9 @@ def name_cause(error: RayfinError, sampling: Sampling, grammar_param: str) -> No
     caused = isinstance(error, NoTokenLeft) or error.code == "grammar_failed"
     if not caused or error.param is not None:
         return
+    sampling = request.sampling
     fields = {
-        grammar_param: sampling.guidance is not None,
+        grammar_param: request.part(Guidance) is not None,
         "allowed_token_ids": bool(sampling.allowed),
         "bad_words": bool(sampling.bad_words),
         "min_tokens": bool(sampling.banned_until),

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from starlette.requests import Request
 
+from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.errors import InvalidConfig, ModelNotFound, ModelNotSupported, NotPermitted
 from rayfin.actors.media.kinds import MediaKind
-from rayfin.actors.messages import AdapterRef
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.deployments.adapters.names import AdapterNames
 from rayfin.deployments.client.adapter_client import AdapterClient

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rayfin.actors.errors import InvalidRequest, RayfinError
 from rayfin.actors.media.audio_processor import AudioProcessor
 from rayfin.actors.media.kinds import MediaKind
-from rayfin.actors.media.media_input import MediaInput
+from rayfin.actors.media.part import MediaInput
 from rayfin.actors.media.processed import WORDS, MediaProcessor, ProcessedMedia, put_media
 from rayfin.deployments.media.decode import Pictures
 from rayfin.deployments.media.parts import A, MediaPart, read_part

@@ -75,9 +75,7 @@ def load_engine(args: EngineArgs) -> tuple[Engine, EngineInfo, Executor]:
         page_size=config.page_size,
         max_logprobs=config.max_logprobs,
         prefix_caching=config.prefix_caching,
-        media_token_id=config.media_token_id,
-        clip_tokens=config.clip_tokens,
-        embeds_size=config.embeds_size,
+        parts=config.parts,
         uncut=config.uncut,
     )
     executor = InlineExecutor(runner, config)

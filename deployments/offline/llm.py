@@ -16,9 +16,10 @@ from tqdm import tqdm
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.guidance import Guidance
-from rayfin.actors.messages import Command, EngineRequest, Hypothesis, PoolingTask, TokenDeltas
+from rayfin.actors.messages import Command, EngineRequest, Hypothesis, TokenDeltas
 from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.pooling.folder import read_recipe
+from rayfin.actors.pooling.part import PoolingTask
 from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
 from rayfin.deployments.client.deltas import WholeDeltas, split_deltas
 from rayfin.deployments.generation.plan import NO_PLAN, AnswerRules, OutputPlan, plan_offline

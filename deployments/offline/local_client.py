@@ -6,10 +6,10 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
+from rayfin.actors.adapters.part import AdapterFacts, AdapterRef
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, InvalidRequest, RayfinError
 from rayfin.actors.messages import (
-    AdapterRef,
     Command,
     Ended,
     EngineInfo,
@@ -19,6 +19,7 @@ from rayfin.actors.messages import (
     TokenLog,
 )
 from rayfin.actors.metrics.snapshot import EngineSnapshot
+from rayfin.actors.parts import first_of
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.inbox import EngineCall
 from rayfin.actors.scheduler.state.executor import Executor
@@ -100,11 +101,11 @@ class LocalClient:
         return await self.engines()
 
     async def prepare_adapter(self, adapter: AdapterRef) -> None:
-        if not self._engine.config.max_loras:
+        if first_of(self._engine.config.parts, AdapterFacts) is None:
             raise InvalidRequest("This engine has no adapters: it needs --enable-lora.", "model")
-        prepared = await self._call(lambda engine: self._executor.prepare((), (adapter,)))
+        prepared = await self._call(lambda engine: self._executor.prepare(adapter.needs))
         if (error := prepared.error()) is not None:
-            raise InvalidRequest(error, "model") if isinstance(error, str) else error
+            raise error
 
     def latency(self) -> dict[str, tuple[float, int]]:
         return {}

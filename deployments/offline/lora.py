@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rayfin.actors.adapters.files import read_folder
+from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.messages import AdapterRef, EngineRequest
+from rayfin.actors.messages import EngineRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class OfflineChoice:
 
     def name_cause(self, error: RayfinError) -> None:
         """Gives an error that the request's own rules have caused the path of their field."""
-        name_cause(error, self.request.sampling, self._parsed.plan.param)
+        name_cause(error, self.request, self._parsed.plan.param)
 
     def append(self, delta: TokenDelta) -> bool:
         """Adds a delta. Returns True if that ends the output before the engine's request."""

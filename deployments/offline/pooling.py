@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.messages import EngineRequest, Float32Array, PoolingTask
+from rayfin.actors.messages import EngineRequest, Float32Array
+from rayfin.actors.pooling.part import PoolingTask
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.deployments.offline.arguments import UseTqdm, progress
 from rayfin.deployments.offline.engines import OfflineEngine

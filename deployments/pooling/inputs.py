@@ -8,14 +8,8 @@ from typing import Any
 import numpy as np
 
 from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest
-from rayfin.actors.messages import (
-    EngineInfo,
-    EngineRequest,
-    Int32Array,
-    Pooling,
-    Sampling,
-    StopRules,
-)
+from rayfin.actors.messages import EngineInfo, EngineRequest, Int32Array, Sampling, StopRules
+from rayfin.actors.pooling.part import Pooling
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.deployments.requests.build import KEY_BITS
 from rayfin.deployments.requests.prompts import Side
@@ -175,7 +169,7 @@ def build_pooling(
             priority=priority,
             arrival=arrival,
             extra_keys=() if cache_salt is None else (f"salt:{cache_salt}",),
-            pooling=pooling,
+            parts=(pooling,),
         )
         for index, (own, pooling, param) in enumerate(zip(inputs, poolings, params, strict=True))
     ]

@@ -10,7 +10,8 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request, Response
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.messages import Float32Array, PoolingTask
+from rayfin.actors.messages import Float32Array
+from rayfin.actors.pooling.part import PoolingTask
 from rayfin.deployments.generation.generation import off_loop
 from rayfin.deployments.generation.route import while_connected
 from rayfin.deployments.generation.service import ServedModels

@@ -11,7 +11,7 @@ import numpy as np
 from rayfin.actors.embeds.prompt_embeds import PromptEmbeds
 from rayfin.actors.errors import ContextLengthExceeded, InvalidConfig, InvalidRequest
 from rayfin.actors.guidance import NO_END, Guidance
-from rayfin.actors.media.media_input import MediaInput
+from rayfin.actors.media.part import MediaFacts, MediaInput
 from rayfin.actors.media.virtual_ids import put_virtual_ids
 from rayfin.actors.messages import EngineInfo, EngineRequest, Int32Array, StopRules
 from rayfin.actors.model_files.generation import generation_config
@@ -66,8 +66,8 @@ def build_requests(
     prompt = _prompt(prompt_ids, info, param)
     if images:
         prompt = _with_images(prompt, images, info, params, param)
-    if info.clip_tokens:
-        _check_clip(prompt, images, info, param)
+    if clip := _clip_tokens(info):
+        _check_clip(prompt, images, clip, param)
     if embeds:
         prompt = _with_embeds(prompt, embeds, params)
     _check_uncut(prompt, images, info, params, param)
@@ -81,6 +81,7 @@ def build_requests(
             ends=tuple(sorted(eos)),
             ends_from=NO_END if params.ignore_eos else len(prompt) + params.min_tokens,
         )
+    parts = (*images, *(part.sent for part in embeds), *([guidance] if guidance else ()))
     bad_words = bad_word_ids(params.bad_words or (), tokenizer)
     first_key = secrets.randbits(KEY_BITS)
     return [
@@ -97,8 +98,7 @@ def build_requests(
             arrival=arrival,
             extra_keys=() if cache_salt is None else (f"salt:{cache_salt}",),
             parent_key=first_key if index else None,
-            images=tuple(images),
-            embeds=tuple(part.sent for part in embeds),
+            parts=parts,
         )
         for index in range(params.n)
     ]
@@ -141,7 +141,8 @@ def _prompt(prompt_ids: Sequence[int], info: EngineInfo, param: str) -> Int32Arr
     if len(prompt_ids) == 0:
         raise InvalidRequest("The prompt must hold at least one token.", param, "empty_prompt")
     if len(prompt_ids) >= info.max_model_len:
-        clip = f" ({info.clip_tokens} of them for a clip)" if info.clip_tokens else ""
+        tokens = _clip_tokens(info)
+        clip = f" ({tokens} of them for a clip)" if tokens else ""
         raise ContextLengthExceeded(
             f"This model's maximum context length is {info.max_model_len} tokens{clip}, however "
             f"the prompt is too long: it has {len(prompt_ids)} tokens. Please shorten it.",
@@ -173,7 +174,8 @@ def _with_images(
     param: str,
 ) -> Int32Array:
     """The prompt in which each token of an image or clip has an id of its own."""
-    if info.media_token_id is None:
+    facts = info.part(MediaFacts)
+    if facts is None:
         raise InvalidRequest(
             "Images and audio are not supported: this model reads text only.",
             param,
@@ -183,15 +185,21 @@ def _with_images(
         raise InvalidRequest(
             f"prompt_logprobs does not go with {MEDIA}.", "prompt_logprobs", "unsupported_parameter"
         )
-    return put_virtual_ids(prompt, images, info.media_token_id)
+    return put_virtual_ids(prompt, images, facts.token_id)
+
+
+def _clip_tokens(info: EngineInfo) -> int:
+    """Tokens of the clip in front of each prompt; 0 if there is none."""
+    facts = info.part(MediaFacts)
+    return 0 if facts is None else facts.front_tokens
 
 
 def _check_clip(
-    prompt: Int32Array, images: Sequence[MediaInput], info: EngineInfo, param: str
+    prompt: Int32Array, images: Sequence[MediaInput], clip_tokens: int, param: str
 ) -> None:
     """Refuses a prompt that is not one clip and tokens behind it."""
     first = [image.length for image in images if image.start == 0]
-    if len(images) != 1 or first != [info.clip_tokens] or len(prompt) == info.clip_tokens:
+    if len(images) != 1 or first != [clip_tokens] or len(prompt) == clip_tokens:
         raise InvalidRequest(
             "A prompt of this model is one clip of audio, then the tokens of a transcript: it only "
             "writes down speech.",

@@ -76,7 +76,6 @@ def runner_sampling(
         logprobs=0 if params.logprob_token_ids else _count(params.logprobs, info),
         logprob_ids=tuple(params.logprob_token_ids or ()),
         prompt_logprobs=None if index else _count(params.prompt_logprobs, info),
-        guidance=guidance,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from rayfin.actors.embeds.prompt_embeds import PromptEmbeds
 from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest
 from rayfin.actors.media.kinds import MediaKind
-from rayfin.actors.media.media_input import MediaInput
+from rayfin.actors.media.part import MediaInput
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.embeds.tensor import Tensor
 from rayfin.deployments.text.tokenizer import Tokenizer

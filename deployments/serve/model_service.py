@@ -13,9 +13,10 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
+from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, InvalidRequest
 from rayfin.actors.media.load import load_processor
-from rayfin.actors.messages import AdapterRef, EngineInfo
+from rayfin.actors.messages import EngineInfo
 from rayfin.actors.metrics.hub import HubSettings, start_hub
 from rayfin.actors.metrics.ledger import CounterReport
 from rayfin.actors.pooling.folder import read_recipe

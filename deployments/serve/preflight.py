@@ -70,9 +70,9 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
     speculation = args.speculation
     if speculation is not None and speculation.method in ("eagle", "eagle3"):
         # Here, for they import transformers' modelling code, which takes seconds.
-        from rayfin.actors.runner.proposers.eagle import read_eagle
-        from rayfin.actors.runner.proposers.eagle3 import read_settings
-        from rayfin.actors.runner.proposers.head_folder import find_head
+        from rayfin.actors.runner.speculation.eagle import read_eagle
+        from rayfin.actors.runner.speculation.eagle3 import read_settings
+        from rayfin.actors.runner.speculation.head_folder import find_head
 
         read = read_eagle if speculation.method == "eagle" else read_settings
         read(find_head(str(speculation.model), args))

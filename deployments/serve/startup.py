@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from rayfin import __version__
+from rayfin.actors.media.part import MediaFacts
 from rayfin.actors.messages import EngineInfo
 from rayfin.actors.timing import START_SHOWN_SECONDS, START_TOLD_SECONDS
 from rayfin.deployments.client.engine_names import find_engine
@@ -196,7 +197,8 @@ def summary(
 
 def _example(name: str, info: EngineInfo | None, url: str, key: str) -> str:
     """A command that asks a model."""
-    if info is not None and info.clip_tokens:  # it writes down speech
+    media = None if info is None else info.part(MediaFacts)
+    if media is not None and media.front_tokens:  # it writes down speech
         return f"""  curl {url}/audio/transcriptions{key} -F model={name} -F file=@speech.mp3
 """
     return f"""  curl {url}/chat/completions{key} -H 'Content-Type: application/json' \\

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from rayfin.actors.adapters.part import AdapterFacts
 from rayfin.actors.code_version import code_version, grammar_version
 from rayfin.actors.config import (
     BatchLimits,
@@ -17,6 +18,7 @@ from rayfin.actors.config import (
     resolve_model_len,
 )
 from rayfin.actors.errors import InvalidConfig, NoRoomNow
+from rayfin.actors.settings.lora_limits import least_adapters
 
 PAGE_BYTES = 1000
 
@@ -290,7 +292,8 @@ def test_4_bit_weights() -> None:
 
 
 def test_fewer_adapters() -> None:
-    facts = {"adapter_bytes": 32 * 64 * 10}
+    smaller = least_adapters(EngineArgs(model="x", enable_lora=True), 32 * 64 * 10, "cpu")
+    facts = {"parts": (AdapterFacts(num_bytes=32 * 64 * 10, smaller=smaller),)}
     text = why_too_long(facts, enable_lora=True)
     assert "max_loras 1 with max_lora_rank 16 (20,320 bytes less) for 400;" in text
     assert "lora" not in why_too_long(facts, enable_lora=True, kv_cache_memory=9000)

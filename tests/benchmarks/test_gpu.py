@@ -79,7 +79,7 @@ def test_the_host_of_a_step(
 def make_llm(*, graphs: bool, gpu_model: bool = True) -> Any:
     """What `Paths` looks at of an inline engine."""
     runner = SimpleNamespace(
-        _advance=lambda info, output: None,
+        _forward=SimpleNamespace(run=lambda info, output: None),
         _graphs=SimpleNamespace(begin=lambda info, rules: None, queued=[]) if graphs else None,
         _loaded=SimpleNamespace(gpu_model=object() if gpu_model else None),
     )
@@ -93,7 +93,7 @@ def test_another_path_than_the_named_one_is_not_timed() -> None:
     prompt = SimpleNamespace(ids=[0, 1], decoding_batch=1, num_steps=1)
     llm = make_llm(graphs=True)
     paths = Paths(llm)
-    llm.runner._advance(prompt, None)
+    llm.runner._forward.run(prompt, None)
     with pytest.raises(AssertionError, match="left the graphs"):
         paths.expect(graphs=True)
     llm.runner._graphs.begin(step, None)
@@ -105,12 +105,12 @@ def test_another_path_than_the_named_one_is_not_timed() -> None:
     paths.expect(graphs=True)
     with pytest.raises(AssertionError, match="should not"):
         paths.expect(graphs=False)
-    llm.runner._advance(step, None)
+    llm.runner._forward.run(step, None)
     with pytest.raises(AssertionError, match="left the graphs: 9 replayed .6 behind others., 1"):
         paths.expect(graphs=True)
     eager = make_llm(graphs=False)
     paths = Paths(eager)
-    eager.runner._advance(step, None)
+    eager.runner._forward.run(step, None)
     paths.expect(graphs=False)
     with pytest.raises(AssertionError, match="transformers' modules"):
         Paths(make_llm(graphs=True, gpu_model=False)).expect(graphs=True)

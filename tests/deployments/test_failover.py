@@ -64,8 +64,9 @@ NUMBERS: Iterator[int] = iter(range(1000, 10**6))
 def request(max_tokens: int = 30, **settings: Any) -> EngineRequest:
     number = next(NUMBERS)
     prompt = np.array([number % VOCABULARY, 3, 5, number % 7, 11, 13], np.int32)
-    names = ("logprobs", "prompt_logprobs", "guidance")
+    names = ("logprobs", "prompt_logprobs")
     asked = {name: settings.pop(name, None) for name in names}
+    guidance = settings.pop("guidance", None)
     stops = frozenset(settings.pop("stops", ()))
     return EngineRequest(
         f"r{number}",
@@ -73,6 +74,7 @@ def request(max_tokens: int = 30, **settings: Any) -> EngineRequest:
         Sampling(seed=number, **asked),
         StopRules(max_tokens, stops),
         key=number,
+        parts=() if guidance is None else (guidance,),
         **settings,
     )
 

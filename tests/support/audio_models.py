@@ -12,10 +12,10 @@ from transformers import AutoConfig
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.media.audio_processor import AudioProcessor, Samples
-from rayfin.actors.media.media_input import VIRTUAL_TOKENS
+from rayfin.actors.media.part import VIRTUAL_TOKENS
 from rayfin.actors.media.processed import put_media
 from rayfin.actors.media.virtual_ids import put_virtual_ids
-from rayfin.actors.runner.vision.towers import model_class
+from rayfin.actors.runner.parts.vision.towers import model_class
 from vision_models import EOS, PAD, TEMPLATE, TEXT, make_tokenizer
 
 AUDIO = 3  # the id of the token for a clip

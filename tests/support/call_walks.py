@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rayfin.actors.grammar_limits import limits, ll_tokenizer_of
 from rayfin.actors.guidance import Guidance
-from rayfin.actors.runner.sampling.grammars import GrammarBook, Vocabulary
-from rayfin.actors.runner.sampling.processors.guided_row import GuidedRow, Phase
+from rayfin.actors.runner.parts.grammars.book import GrammarBook, Vocabulary
+from rayfin.actors.runner.parts.grammars.guided_row import GuidedRow, Phase
 from rayfin.deployments.text import tokenizer as text
 from rayfin.deployments.text.parsing.format import ReasoningFormat, ToolFormat
 

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.guidance import GRAMMAR_FAILED
+
 if TYPE_CHECKING:
     from fake_runner import FakeExecutor
 
@@ -17,12 +20,12 @@ class FakePrepare:
     def done(self) -> bool:
         return self.executor.clock >= self.due or self._is_lost()
 
-    def error(self) -> str | None:
+    def error(self) -> InvalidRequest | None:
         """What a failing grammar says, unless its runner has died before it could say so."""
         failing = self.executor.grammar_errors.intersection(self.grammars)
-        return (
-            f"the toy does not compile {min(failing)}" if failing and not self._is_lost() else None
-        )
+        if not failing or self._is_lost():
+            return None
+        return InvalidRequest(f"the toy does not compile {min(failing)}", None, GRAMMAR_FAILED)
 
     def _is_lost(self) -> bool:
         executor = self.executor

@@ -29,15 +29,15 @@ from fake_stream import (
     score_prompt,
     tell,
 )
+from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.errors import RequestFailed, RunnerGroupFailed
+from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import (
     NO_TOKEN,
     SAMPLED_LAST_STEP,
     SWAP_IN,
     SWAP_OUT,
-    AdapterRef,
-    DraftUsage,
     Float32Array,
     Int32Array,
     NewRequest,
@@ -45,6 +45,8 @@ from rayfin.actors.messages import (
     SchedulerInfo,
     StepResult,
 )
+from rayfin.actors.parts import Need, first_of
+from rayfin.actors.speculation import DraftUsage
 from step_checks import check_form, check_limits, check_parts
 
 UNWRITTEN = -7  # a slot of a page not written since it was allocated
@@ -116,8 +118,9 @@ class FakeExecutor:
         self._last_submitted = info.step
         return _FakeStep(self, info, pickle.dumps(info), self.clock)
 
-    def prepare(self, grammars: Sequence[str], adapters: Sequence[AdapterRef] = ()) -> FakePrepare:
-        grammars = [*grammars, *(adapter.name for adapter in adapters)]
+    def prepare(self, needs: Sequence[Need]) -> FakePrepare:
+        whats = [need.what for need in needs]
+        grammars = [what.name if isinstance(what, AdapterRef) else str(what) for what in whats]
         seconds = max(self.prepare_seconds.get(grammar, 0.0) for grammar in grammars)
         pending = FakePrepare(self, tuple(grammars), self.clock + seconds, self.epoch)
         self.prepared += grammars
@@ -309,14 +312,14 @@ class FakeExecutor:
             source = stream.source
             if source.beams is None:
                 assert new.sampling == source.sampling
-                assert (new.adapter, new.images) == (source.adapter, source.images)
+                assert new.parts == source.parts
                 self._check_history(new, stream)
             assert new.cap == len(source.prompt) + source.stopping.max_tokens
             assert new.stop_token_ids == source.stopping.stop_token_ids
             known = len(source.prompt) + len(stream.tokens)
         if stream is None or stream.source.beams is None:
             self.live[new.handle] = mirror = Mirror(new, stream, None, known)
-            if new.sampling.guidance is not None:
+            if new.part(Guidance) is not None:
                 assert new.history is not None, "a guided request without its history"
                 mirror.history = new.history.tolist()
         else:
@@ -324,12 +327,10 @@ class FakeExecutor:
         self.entered.append(new.sampling.seed)
 
     def _check_history(self, new: NewRequest, stream: Stream) -> None:
-        seeing = bool(stream.source.images)
-        if new.sampling.needs_history or self.config.num_speculative_tokens or seeing:
-            prompt, known = (
-                len(stream.source.prompt),
-                len(stream.source.prompt) + len(stream.tokens),
-            )
+        needed = new.sampling.needs_history or any(part.needs_history for part in new.parts)
+        if needed or self.config.num_speculative_tokens:
+            prompt = len(stream.source.prompt)
+            known = prompt + len(stream.tokens)
             assert new.history is not None and new.prompt_len == prompt
             assert len(new.history) >= known, "tokens that the client has are not sent back"
             assert np.array_equal(new.history, stream.truth(len(new.history)))
@@ -370,7 +371,7 @@ class FakeExecutor:
             delivered = [mirror for mirror in group if mirror.stream is not None]
             for first, other in pairwise(delivered):
                 assert first.stream is not None and other.stream is not None
-                assert first.stream.source.extra_keys == other.stream.source.extra_keys
+                assert first.stream.source.prefix_keys == other.stream.source.prefix_keys
                 end = (index + 1) * self.config.page_size
                 assert np.array_equal(first.stream.truth(end), other.stream.truth(end)), (
                     f"page {page} is shared by requests that differ"
@@ -425,7 +426,7 @@ class FakeExecutor:
             self._sample(info, row, counts[row], result)
             counts[row] += 1
             right += 1
-        before = result.drafts or DraftUsage()
+        before = first_of(result.usage, DraftUsage) or DraftUsage()
         if drafts and mirror.sampled is not None:
             size = self.config.page_size
             for position in range(mirror.num_tokens, mirror.num_tokens + drafts - right):
@@ -435,9 +436,9 @@ class FakeExecutor:
             accepted = np.zeros(max(len(before.accepted), right), np.int64)
             accepted[: len(before.accepted)] = before.accepted
             accepted[:right] += 1
-            result.drafts = DraftUsage(
-                before.drafts + 1, before.tokens + drafts, tuple(accepted.tolist())
-            )
+            right_by_place = tuple(accepted.tolist())
+            now = DraftUsage(before.drafts + 1, before.tokens + drafts, right_by_place)
+            result.usage = [now]
 
     def _check_pages(self, info: SchedulerInfo, row: int, mirror: Mirror) -> None:
         kv_len, size = int(info.kv_len[row]), self.config.page_size
@@ -513,7 +514,7 @@ class FakeExecutor:
         """Reads the row's context back from its pages, and says what comes next."""
         mirror = self.live[int(info.ids[row])]
         new, stream, end = mirror.new, mirror.stream, mirror.num_tokens
-        seed = model_seed(new.sampling.seed, new.adapter)
+        seed = model_seed(new.sampling.seed, new.part(AdapterRef))
         context = self._memory[mirror.pages].reshape(-1)[:end] ^ np.int32(mark(new.extra_keys))
         if not self._spoiled.isdisjoint(mirror.pages) and not self._fails(mirror, end):
             self._sample_junk(info, row, column, mirror, result)
@@ -533,7 +534,7 @@ class FakeExecutor:
             return
         mirror.sampled = self._next(mirror, context)
         result.tokens[row, column] = mirror.sampled
-        if mirror.new.sampling.guidance is not None:
+        if mirror.new.part(Guidance) is not None:
             mirror.history.append(mirror.sampled)
         if mirror.new.sampling.logprobs is not None:
             delivered = next_logprobs(context, seed, self.config.vocab_size)
@@ -542,10 +543,11 @@ class FakeExecutor:
     def _next(self, mirror: Mirror, context: Int32Array) -> int:
         """The token after ``context`` [N]; a grammar knows the tokens that it was sent, alone."""
         sampling, size = mirror.new.sampling, self.config.vocab_size
-        token = next_token(context, model_seed(sampling.seed, mirror.new.adapter), size)
-        if sampling.guidance is not None:
+        token = next_token(context, model_seed(sampling.seed, mirror.new.part(AdapterRef)), size)
+        guidance = mirror.new.part(Guidance)
+        if guidance is not None:
             assert len(mirror.history) == len(context), "its history lacks tokens"
-            for grammar in sampling.guidance.grammars:
+            for grammar in guidance.grammars:
                 token = guided_token(token, mirror.history, grammar, size)
         return token
 

@@ -8,8 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
+from rayfin.actors.adapters.part import AdapterRef
+from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import (
-    AdapterRef,
     Ended,
     EngineRequest,
     Float32Array,
@@ -60,7 +61,7 @@ class Stream:
 
     @property
     def model_seed(self) -> int:
-        return model_seed(self.seed, self.source.adapter)
+        return model_seed(self.seed, self.source.part(AdapterRef))
 
     @property
     def open(self) -> bool:
@@ -70,7 +71,7 @@ class Stream:
         """The first ``length`` tokens of the request's context if nothing ever stopped it."""
         if length > len(self._truth):
             tokens = np.concatenate([self._truth, np.zeros(length, np.int32)])
-            guidance = self.source.sampling.guidance
+            guidance = self.source.part(Guidance)
             for end in range(len(self._truth), length):
                 token = next_token(tokens[:end], self.model_seed, self._vocab_size)
                 for grammar in guidance.grammars if guidance is not None else ():
@@ -180,7 +181,7 @@ def search_by_the_book(source: EngineRequest, vocab_size: int) -> tuple[list[Hyp
     beams, stopping = source.beams, source.stopping
     assert beams is not None
     width, penalty, early = beams.width, beams.length_penalty, beams.early_stopping
-    seed = model_seed(source.sampling.seed, source.adapter)
+    seed = model_seed(source.sampling.seed, source.part(AdapterRef))
     running: list[tuple[np.float32, list[int]]] = [(np.float32(0), [])]
     done: list[Hypothesis] = []
     for length in range(1, stopping.max_tokens + 1):
@@ -214,7 +215,8 @@ def score_prompt(
     """What the model thinks of the prompt tokens that follow those of the row's chunk."""
     assert new.history is not None, "a prompt to score was not sent"
     first = int(info.kv_len[row]) + 1
-    prompt, seed = new.history[: new.prompt_len], model_seed(new.sampling.seed, new.adapter)
+    prompt = new.history[: new.prompt_len]
+    seed = model_seed(new.sampling.seed, new.part(AdapterRef))
     size = size_of_prompt(prompt, vocab_size)
     said = [
         (at, int(prompt[at]), next_logprobs(prompt[:at], seed, size))

@@ -13,12 +13,12 @@ import numpy as np
 
 from fake_runner import FakeExecutor
 from fake_stream import Stream
+from rayfin.actors.adapters.part import AdapterFacts, AdapterRef
 from rayfin.actors.config import BatchLimits, EngineConfig
 from rayfin.actors.errors import DeadlineExceeded, InvalidRequest, RequestQuarantined
 from rayfin.actors.guidance import Guidance
-from rayfin.actors.media.media_input import MediaInput
+from rayfin.actors.media.part import MediaInput
 from rayfin.actors.messages import (
-    AdapterRef,
     BeamParams,
     EngineRequest,
     Pin,
@@ -86,9 +86,7 @@ class Harness:
         source = EngineRequest(
             request_id=f"r{seed}",
             prompt=np.array(prompt, np.int32),
-            sampling=Sampling(
-                seed=seed, logprobs=logprobs, prompt_logprobs=prompt_logprobs, guidance=guidance
-            ),
+            sampling=Sampling(seed=seed, logprobs=logprobs, prompt_logprobs=prompt_logprobs),
             stopping=StopRules(
                 max_tokens, frozenset(stop) | frozenset(eos), frozenset(eos), repetition
             ),
@@ -104,7 +102,7 @@ class Harness:
             deaths=deaths,
             pin=pin,
             background=background,
-            images=images,
+            parts=images if guidance is None else (*images, guidance),
         )
         if adapter is not None:
             source.use(adapter)
@@ -239,7 +237,7 @@ class Harness:
             assert self._may_be_convicted(stream), "an innocent is convicted"
             assert stream.tokens == tokens[: len(stream.tokens)]
         elif isinstance(error, InvalidRequest):  # its grammar does not compile
-            guidance = stream.source.sampling.guidance
+            guidance = stream.source.part(Guidance)
             assert error.code == "grammar_failed" and guidance is not None
             assert not self.executor.grammar_errors.isdisjoint(guidance.grammars)
             assert stream.tokens == stream.source.output and stream.ended.finish_reason == "error"
@@ -318,6 +316,7 @@ def make_harness(
     max_lease: int = 1,
     step_seconds: float = 0.0,
     num_host_pages: int = 0,
+    max_loras: int = 0,
     **settings: Any,
 ) -> Harness:
     """A harness for tests; ``settings`` are further fields of EngineConfig."""
@@ -342,6 +341,7 @@ def make_harness(
             prefix_caching=prefix_caching,
             max_lease=max_lease,
             num_host_pages=num_host_pages,
+            parts=(AdapterFacts(at_once=max_loras),) if max_loras else (),
             **settings,
         )
     )

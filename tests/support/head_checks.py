@@ -11,9 +11,10 @@ from loaded_once import make_runner
 from rayfin.actors.config import resolve
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import EngineRequest, Sampling, StopRules
+from rayfin.actors.parts import RequestPart
 from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.runner.model_runner import ModelRunner
-from rayfin.actors.runner.proposers.heads import HeadProposer
+from rayfin.actors.runner.speculation.heads import HeadProposer
 from rayfin.actors.scheduler.engine import Engine
 
 PROMPTS = [[15, 9, 30, 15, 9, 30, 15, 9], [17, 17, 60, 20, 44, 31, 8, 17, 90], [11, 12], [5] * 40]
@@ -24,7 +25,7 @@ RULES: dict[str, dict[str, Any]] = {
     "penalty": {"temperature": 0.5, "repetition_penalty": 1.3},
     "logprobs": {"logprobs": 2},
     "prompt_logprobs": {"prompt_logprobs": 2, "logprobs": 0},
-    "grammar": {"guidance": Guidance(grammar="start: ROW+\nROW: /[a-d]{1,3}=[0-9]{1,4};/")},
+    "grammar": {"parts": [Guidance(grammar="start: ROW+\nROW: /[a-d]{1,3}=[0-9]{1,4};/")]},
 }
 
 
@@ -36,7 +37,9 @@ def headed(args: Any, method: str, folder: Path | None = None, **settings: Any) 
     return replace(args, speculative_config=json.dumps(written))
 
 
-def requests_of(sampling: Sampling, first: int = 0) -> list[EngineRequest]:
+def requests_of(
+    sampling: Sampling, first: int = 0, parts: tuple[RequestPart, ...] = ()
+) -> list[EngineRequest]:
     return [
         EngineRequest(
             request_id=str(key),
@@ -44,9 +47,17 @@ def requests_of(sampling: Sampling, first: int = 0) -> list[EngineRequest]:
             sampling=replace(sampling, seed=key),
             stopping=StopRules(OUTPUT, frozenset()),
             key=first + key,
+            parts=parts,
         )
         for key, prompt in enumerate(PROMPTS)
     ]
+
+
+def ruled(rule: str) -> list[EngineRequest]:
+    """Requests with one of RULES."""
+    settings = dict(RULES[rule])
+    parts = tuple(settings.pop("parts", ()))
+    return requests_of(Sampling(**settings), parts=parts)
 
 
 def engine_of(args: Any, **changes: Any) -> tuple[Engine, ModelRunner]:
@@ -85,7 +96,8 @@ def share_right(engine: Engine) -> float:
 
 def watch(runner: ModelRunner) -> list[tuple[list[int], list[int]]]:
     """From now on the texts that get drafts, and the drafts."""
-    speculator = runner._speculator
+    assert runner._execution is not None
+    speculator = runner._execution.speculator
     assert speculator is not None
     proposer = speculator._proposer
     assert isinstance(proposer, HeadProposer)

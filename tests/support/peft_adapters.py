@@ -9,7 +9,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from rayfin.actors.adapters.files import read_folder
-from rayfin.actors.messages import AdapterRef
+from rayfin.actors.adapters.part import AdapterRef
 
 KINDS: dict[str, dict[str, Any]] = {
     "small": {"r": 4, "lora_alpha": 16, "target_modules": "all-linear"},

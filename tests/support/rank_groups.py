@@ -9,6 +9,7 @@ import torch
 
 from rayfin.actors.config import EngineArgs, resolve
 from rayfin.actors.messages import EngineRequest, SchedulerInfo, StepResult
+from rayfin.actors.parts import Need
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.parallel.groups import open_store
 from rayfin.actors.runner.parallel.rank import ParallelRank
@@ -70,8 +71,8 @@ class Group:
         tensor, stages = self.sizes
         return _Step(answers, tensor * (stages - 1))
 
-    def prepare(self, grammars: Sequence[str], adapters: Sequence[Any] = ()) -> _Prepared:
-        self._all(lambda runner: runner.prepare(grammars), self.runners)
+    def prepare(self, needs: Sequence[Need]) -> _Prepared:
+        self._all(lambda runner: runner.prepare(needs), self.runners)
         return _Prepared()
 
     def restart(self) -> None:

@@ -19,9 +19,10 @@ from rayfin.actors.messages import (
     Sampling,
     StopRules,
 )
+from rayfin.actors.parts import RequestPart
 from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.runner.plugins import RunnerPlugins
-from rayfin.actors.runner.proposers.interface import Drafts, TokenTable
+from rayfin.actors.runner.speculation.interface import Drafts, TokenTable
 from rayfin.actors.scheduler.engine import Engine
 
 OUTPUT = 18
@@ -42,7 +43,7 @@ RULES: dict[str, dict[str, Any]] = {
     "allowed": {"allowed": (5, 7, 9, 11, 60)},
     "logprobs": {"logprobs": 3, "temperature": 0.6},
     "prompt_logprobs": {"prompt_logprobs": 2, "logprobs": 0},
-    "grammar": {"guidance": Guidance(grammar=ROWS, ends=(2,))},
+    "grammar": {"parts": [Guidance(grammar=ROWS, ends=(2,))]},
 }
 
 
@@ -127,7 +128,10 @@ def _entries(logprobs: Logprobs) -> Any:
 
 
 def requests_of(
-    sampling: Sampling, max_tokens: int = OUTPUT, stop: tuple[int, ...] = ()
+    sampling: Sampling,
+    max_tokens: int = OUTPUT,
+    stop: tuple[int, ...] = (),
+    parts: tuple[RequestPart, ...] = (),
 ) -> list[EngineRequest]:
     return [
         EngineRequest(
@@ -136,9 +140,17 @@ def requests_of(
             sampling=replace(sampling, seed=key),
             stopping=StopRules(max_tokens, frozenset(stop)),
             key=key,
+            parts=parts,
         )
         for key, prompt in enumerate(PROMPTS)
     ]
+
+
+def ruled(rule: str, max_tokens: int = OUTPUT) -> list[EngineRequest]:
+    """Requests with one of RULES."""
+    settings = dict(RULES[rule])
+    parts = tuple(settings.pop("parts", ()))
+    return requests_of(Sampling(**settings), max_tokens, parts=parts)
 
 
 def speculating(args: Any, **settings: Any) -> Any:

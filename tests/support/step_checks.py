@@ -4,8 +4,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from rayfin.actors.adapters.part import AdapterFacts, AdapterRef
 from rayfin.actors.config import EngineConfig
+from rayfin.actors.media.part import MediaInput
 from rayfin.actors.messages import COPY, SWAP_IN, SWAP_OUT, NewRequest, SchedulerInfo
+from rayfin.actors.parts import all_of, first_of
 
 
 def check_form(info: SchedulerInfo) -> None:
@@ -55,19 +58,23 @@ def check_limits(info: SchedulerInfo, config: EngineConfig) -> None:
 def check_parts(info: SchedulerInfo, known: Mapping[int, NewRequest], config: EngineConfig) -> None:
     """No more adapters than a step has; one image that begins beside streams; none cut if whole."""
     rows = [known[handle] for handle in info.ids.tolist()]
-    digests = {new.adapter.digest for new in rows if new.adapter is not None}
-    assert len(digests) <= config.max_loras, "too many adapters in a step"
+    adapters = (new.part(AdapterRef) for new in rows)
+    digests = {adapter.digest for adapter in adapters if adapter is not None}
+    facts = first_of(config.parts, AdapterFacts)
+    assert len(digests) <= (0 if facts is None else facts.at_once or 0), (
+        "too many adapters in a step"
+    )
     begun = tokens = 0
     for row, new in enumerate(rows):
         if info.is_decoding[row]:
             continue
         start = int(info.kv_len[row])
         end = start + int(info.chunk_len[row])
-        for image in new.images:
+        for image in all_of(new.parts, MediaInput):
             first, last = image.start, image.start + image.length
             begun += start <= first < end
             tokens += image.length if first < end and start < last else 0
             whole = config.uncut.ahead == "image"
             assert not whole or not first < end < last, "an image is cut"
     assert not info.decoding_batch or begun <= 1, "a token waits for two images"
-    assert info.image_tokens == tokens
+    assert info.span_tokens == tokens

@@ -18,7 +18,7 @@ from transformers import (
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.media.image_processor import ImageProcessor
-from rayfin.actors.media.media_input import VIRTUAL_TOKENS
+from rayfin.actors.media.part import VIRTUAL_TOKENS
 from rayfin.actors.media.processed import put_media
 from rayfin.actors.media.virtual_ids import put_virtual_ids
 

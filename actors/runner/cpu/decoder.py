@@ -106,3 +106,9 @@ class CpuDecoder:
             self._rotate_at(rope),
             adapters,
         )
+
+
+def compiled_decoder(model: object) -> CpuDecoder | None:
+    """Returns the compiled decoder that a model is, or is put around; None if there is none."""
+    inner = getattr(model, "decoder", model)
+    return inner if isinstance(inner, CpuDecoder) else None

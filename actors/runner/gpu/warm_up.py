@@ -5,8 +5,8 @@ import torch
 
 from rayfin.actors.messages import NewRequest, Sampling, SchedulerInfo
 from rayfin.actors.runner.models.step_model import StepModel
-from rayfin.actors.runner.proposers.draft_model import DraftedModel
 from rayfin.actors.runner.sampling.sampler import Sampler
+from rayfin.actors.runner.speculation.draft_model import DraftedModel
 from rayfin.actors.runner.step.batch import build_inputs
 from rayfin.actors.runner.step.request_slots import RequestSlots
 

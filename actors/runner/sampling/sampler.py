@@ -12,20 +12,20 @@ from rayfin.actors.messages import (
     NO_TOKEN,
     BoolArray,
     Float32Array,
-    GrammarUsage,
     Int32Array,
     Int64Array,
     Logprobs,
     SchedulerInfo,
     StepResult,
 )
+from rayfin.actors.parts import PartUsage
 from rayfin.actors.runner.sampling.logprobs import (
     logprobs_of,
     of_named_tokens,
     sampled_logprobs,
     scored_chunks,
 )
-from rayfin.actors.runner.sampling.processors.base import ProcessorFactory, TokenMasker
+from rayfin.actors.runner.sampling.processors.base import ProcessorFactory
 from rayfin.actors.runner.sampling.processors.chain import ProcessorChain
 from rayfin.actors.runner.sampling.processors.device_rules import RowTokenRules
 from rayfin.actors.runner.step.batch import SampledRows, StepInputs
@@ -55,7 +55,7 @@ class StepSampler(Protocol):
 
     def apply_diff(self, info: SchedulerInfo) -> None: ...
 
-    def take_usage(self) -> GrammarUsage | None: ...
+    def take_usage(self) -> PartUsage | None: ...
 
     def needs_host(self, info: SchedulerInfo) -> BoolArray: ...
 
@@ -123,11 +123,10 @@ class Sampler:
         device: torch.device,
         sample: SampleTokens,
         processors: Sequence[ProcessorFactory] = (),
-        masker: TokenMasker | None = None,
     ) -> None:
         self._slots = slots
         self._sample = sample
-        self._processors = ProcessorChain(device, processors, masker)
+        self._processors = ProcessorChain(device, processors)
 
     def apply_diff(self, info: SchedulerInfo) -> None:
         """Drops the step's finished requests and starts its new ones."""
@@ -144,8 +143,8 @@ class Sampler:
         tokens[tokens == NOTHING] = NO_TOKEN
         return tokens
 
-    def take_usage(self) -> GrammarUsage | None:
-        """What was done with grammars since the last call, or None if it is nothing."""
+    def take_usage(self) -> PartUsage | None:
+        """What was done for features since the last call, or None if it is nothing."""
         return self._processors.take_usage()
 
     def needs_host(self, info: SchedulerInfo) -> BoolArray:

@@ -78,7 +78,7 @@ def build_inputs(
         positions=to_device(positions, device),
         query_start_cpu=query_start,
         kv_len_cpu=kv_len,
-        decoding=0 if info.num_drafts else info.decoding_batch,
+        decoding=0 if info.num_guessed else info.decoding_batch,
         page_size=page_size,
     )
     inputs = StepInputs(

@@ -65,7 +65,7 @@ class PrefixLookup:
 
     def _hits(self, request: Request) -> list[int]:
         """Pages of the prefix index; none while all of the prompt must still be computed."""
-        if request.scoring or request.pools_whole:
+        if request.scoring or request.computes_all:
             return []
         pages = self._tables.match(request.chain, request.tokens())
         if self._snapshots is None:
@@ -105,14 +105,14 @@ def find_fork_parent(
         live: requests by (client, key).
 
     Raises:
-        InvalidRequest: the parent has another prompt or other ``extra_keys``.
+        InvalidRequest: the parent has another prompt or other ``prefix_keys``.
     """
     if source.parent_key is None:
         return None
     fork_parent = live.get((source.client, source.parent_key))
     if fork_parent is not None:
         same_prompt = np.array_equal(fork_parent.source.prompt, source.prompt)
-        if not same_prompt or fork_parent.source.extra_keys != source.extra_keys:
+        if not same_prompt or fork_parent.source.prefix_keys != source.prefix_keys:
             raise InvalidRequest("siblings must be choices of one prompt", "prompt")
     return fork_parent
 

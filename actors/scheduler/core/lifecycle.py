@@ -84,7 +84,7 @@ class Lifecycle:
     def _fits(self, request: Request, prefix: CachedPrefix, spare: int) -> bool:
         if self.state.running.num_free_slots < request.width:
             return False
-        more = 0 if request.source.pooling is not None else 1
+        more = 1 if request.source.samples else 0
         pages = self.state.tables.pages_for(request.num_tokens + more) + request.width - 1
         missing = pages - len(prefix.pages)
         return missing + spare <= self.state.tables.num_free_without(prefix.pages)
@@ -128,7 +128,7 @@ class Lifecycle:
         running, source = self.state.running, self.state.running.request(slot).source
         known = running.tokens[slot, : running.num_known[slot]]
         needs_history = source.sampling.needs_history or self.state.runner_diff.send_history
-        needs_history = needs_history or bool(source.images)
+        needs_history = needs_history or any(part.needs_history for part in source.parts)
         self.state.runner_diff.enter(
             NewRequest(
                 handle=slot,
@@ -137,12 +137,9 @@ class Lifecycle:
                 stop_token_ids=source.stopping.stop_token_ids,
                 history=known.copy() if needs_history else None,
                 prompt_len=len(source.prompt),
-                extra_keys=source.extra_keys,
+                extra_keys=source.prefix_keys,
                 tenant=source.tenant,
-                pooling=source.pooling,
-                adapter=source.adapter,
-                images=source.images,
-                embeds=source.embeds,
+                parts=source.parts,
             )
         )
 
@@ -240,7 +237,7 @@ class Lifecycle:
             self.state.waiting.push(request)
         self._returning.clear()
         self.forget_prefixes()
-        self.state.counters.of_adapters.restart()
+        self.state.counters.restart()
         self.state.runner_diff.clear()
         self.state.moves.clear()
         self.preemption.clear()

@@ -160,7 +160,7 @@ class DiskTier:
 
     def keeps(self, request: Request) -> bool:
         since = self._since.pop(request, self._clock())
-        if request.scoring or request.pools_whole or request.ended:
+        if request.scoring or request.computes_all or request.ended:
             return False
         if self._clock() - since > PAGE_READ_SECONDS:
             return False
@@ -285,8 +285,8 @@ class DiskTier:
     def store_prompt(self, slot: int) -> None:
         # So a new runner, or an engine that takes the request over, reads it. Where pages are
         # short, lent ones would have more requests preempted.
-        tables, pooling = self._tables, self._running.request(slot).source.pooling
-        if pooling is None and tables.num_free_without([]) > tables.pool.num_pages // FREE_SHARE:
+        tables, source = self._tables, self._running.request(slot).source
+        if source.samples and tables.num_free_without([]) > tables.pool.num_pages // FREE_SHARE:
             self._store(slot)
 
     def store(self, slot: int) -> None:

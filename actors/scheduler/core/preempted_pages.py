@@ -111,7 +111,7 @@ class Swap:
     def keep(self, slot: int) -> None:
         running, tables = self._running, self._tables
         request = running.request(slot)
-        if request.source.beams is not None or request.scoring or request.pools_whole:
+        if request.source.beams is not None or request.scoring or request.computes_all:
             return
         num_tokens = min(int(running.num_computed[slot]), int(running.num_known[slot]) - 1)
         count = tables.pages_for(num_tokens)

@@ -113,22 +113,22 @@ class StepBuilder:
             num_steps=num_steps,
             moves=self._state.moves.drain(),
             grants=None if grants is None else grants.astype(np.int32),
-            image_tokens=self._image_tokens(chunks),
+            span_tokens=self._span_tokens(chunks),
         )
         self._advance(slots, shape, len(decoding), num_steps, grants)
         self._sent_pages[slots] = held
         self._step += 1
         return StepRecord(info, slots, running.admission[slots])
 
-    def _image_tokens(self, chunks: list[Chunk]) -> int:
-        """Tokens of all images that the chunks reach into."""
+    def _span_tokens(self, chunks: list[Chunk]) -> int:
+        """Tokens of all spans that the chunks reach into."""
         running, total = self._state.running, 0
         for chunk in chunks:
             start = int(running.num_computed[chunk.slot])
             end = start + chunk.length
-            for image in running.request(chunk.slot).source.images:
-                if image.start < end and start < image.start + image.length:
-                    total += image.length
+            for part in running.request(chunk.slot).source.parts:
+                if (span := part.span) is not None and span[0] < end and start < span[1]:
+                    total += span[1] - span[0]
         return total
 
     def _decode_shape(self, rows: int) -> _Shape:

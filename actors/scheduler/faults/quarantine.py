@@ -45,7 +45,7 @@ class Quarantine:
     """Suspects, their trials, and blocked prompts: a scheduler around ``scheduler``.
 
     Outside of trials ``scheduler`` decides alone, with up to ``steps_in_flight`` steps in flight.
-    A trial waits until ``adapters`` admits its request: after the trial the request runs beside
+    A trial waits until ``parts`` admits its request: after the trial the request runs beside
     those that run now, and a step can have only so many adapters.
     """
 
@@ -53,13 +53,13 @@ class Quarantine:
         self,
         lifecycle: Lifecycle,
         scheduler: StepScheduler,
-        adapters: AdmissionGate,
+        parts: AdmissionGate,
         steps_in_flight: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
         self._lifecycle = lifecycle
         self._scheduler = scheduler
-        self._adapters = adapters
+        self._parts = parts
         self._steps_in_flight = steps_in_flight
         self._clock = clock
         self._suspects: dict[Request, int] = {}  # -> tokens at which it is cleared
@@ -189,7 +189,7 @@ class Quarantine:
         request = self._lifecycle.state.waiting.peek()
         if request is None or request not in self._suspects:
             return None
-        if not (self._adapters.may_admit(request) and self._lifecycle.has_room(request, 0)):
+        if not (self._parts.may_admit(request) and self._lifecycle.has_room(request, 0)):
             return None
         self._lifecycle.admit()
         return request

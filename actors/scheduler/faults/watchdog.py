@@ -40,7 +40,7 @@ class Watchdog:
         self._slowest_first = 0.0  # of the first steps of all runners
         self._seconds_per_token = 0.0
         self._seconds_per_step = 0.0
-        self._seconds_per_image_token = 0.0  # in the tower
+        self._seconds_per_span_token = 0.0  # in the tower
 
     def restart(self) -> None:
         """The runners are new: they compile again, about as fast as the ones before."""
@@ -61,9 +61,9 @@ class Watchdog:
     def patience(self, info: SchedulerInfo) -> float:
         """Seconds that the step may take."""
         expected = info.num_steps * self._seconds_per_step + work(info) * self._seconds_per_token
-        expected += info.image_tokens * self._seconds_per_image_token
+        expected += info.span_tokens * self._seconds_per_span_token
         least = self._first if self._steps < FIRST_STEPS else self._floor
-        if info.image_tokens and not self._seconds_per_image_token:
+        if info.span_tokens and not self._seconds_per_span_token:
             least = self._longest_first  # the tower's pace is not known yet
         return max(least, MULTIPLE * expected)
 
@@ -73,10 +73,10 @@ class Watchdog:
             self._slowest_first = max(seconds, self._slowest_first)
         self._steps += 1
         self._restarts = 0
-        if info.image_tokens and in_tower:
-            pace = in_tower / info.image_tokens
-            slowest = self._seconds_per_image_token * FORGETTING
-            self._seconds_per_image_token = max(pace, slowest)
+        if info.span_tokens and in_tower:
+            pace = in_tower / info.span_tokens
+            slowest = self._seconds_per_span_token * FORGETTING
+            self._seconds_per_span_token = max(pace, slowest)
         if info.prefill_batch:
             pace = (seconds - in_tower) / max(work(info), 1.0)
             self._seconds_per_token = max(pace, self._seconds_per_token * FORGETTING)

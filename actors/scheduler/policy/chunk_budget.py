@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 
 from rayfin.actors.messages import SchedulerInfo, StepResult
+from rayfin.actors.parts import first_of
+from rayfin.actors.speculation import DraftUsage
 from rayfin.actors.step_cost import StepCost
 from rayfin.actors.timing import BACKGROUND_STEP_SECONDS
 
@@ -70,7 +72,8 @@ class ChunkBudget:
         """A call has taken the runner ``result.seconds``."""
         if not result.seconds or (self._target is None and not self._only_background()):
             return
-        drafted = 0 if result.drafts is None else result.drafts.tokens
+        drafts = first_of(result.usage, DraftUsage)
+        drafted = 0 if drafts is None else drafts.tokens
         tokens = info.decoding_batch + info.num_prefill_tokens + drafted // result.num_steps
         self._last_seconds = seconds = result.seconds / result.num_steps
         if self._cost is None:

@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 
+from rayfin.actors.config import EngineConfig
 from rayfin.actors.messages import Int64Array
 from rayfin.actors.scheduler.core.microbatches import DecodeMicrobatcher
 from rayfin.actors.scheduler.core.scheduler_state import SchedulerState
@@ -35,7 +36,7 @@ class MultiStepPolicy:
         drafts: DraftPolicy,
         lease_seconds: float | None = None,
     ) -> None:
-        self.drafts = drafts  # what rows may gain beside a token in each step
+        self._drafts = drafts  # what rows may gain beside a token in each step
         self._state = state
         self._microbatcher = microbatcher
         self._max_steps = max_steps
@@ -55,6 +56,10 @@ class MultiStepPolicy:
         elif known is not None:
             self._step_seconds = known + SMOOTHING * (step - known)
         self._measured |= not prefill
+
+    def grants(self, decoding: Int64Array, num_steps: int) -> Int64Array | None:
+        """See ``DraftPolicy.grant``."""
+        return self._drafts.grant(decoding, num_steps)
 
     def grant(self, decoding: Int64Array) -> int:
         """Steps for the slots of ``decoding`` [N], with pages reserved for all of them.
@@ -81,3 +86,14 @@ class MultiStepPolicy:
         for slot, end in zip(decoding[crossing].tolist(), ends[crossing].tolist(), strict=True):
             tables.grow(slot, end)
         return num_steps
+
+
+def make_multi_step(
+    state: SchedulerState,
+    microbatcher: DecodeMicrobatcher,
+    config: EngineConfig,
+    lease_seconds: float | None,
+) -> MultiStepPolicy:
+    """Makes the policy of an engine."""
+    drafts = DraftPolicy(state, config.num_speculative_tokens)
+    return MultiStepPolicy(state, microbatcher, config.max_lease, drafts, lease_seconds)

@@ -10,8 +10,8 @@ from rayfin.actors.scheduler.core.lifecycle import Lifecycle
 from rayfin.actors.scheduler.core.microbatches import DecodeMicrobatcher
 from rayfin.actors.scheduler.core.step_builder import Chunk
 from rayfin.actors.scheduler.policy.chunk_budget import ChunkBudget
-from rayfin.actors.scheduler.policy.image_budget import ImageBudget
 from rayfin.actors.scheduler.policy.preemption import make_room
+from rayfin.actors.scheduler.policy.span_budget import SpanBudget
 from rayfin.actors.scheduler.state.request import Request
 from rayfin.actors.settings.uncut import ANY, Uncut
 
@@ -44,14 +44,14 @@ class TokenScheduler:
         self._limits = limits
         self._longest_chunk = long_prefill or limits.max_batch_tokens
         self._chunk_budget = chunk_budget or ChunkBudget(None, limits.max_batch_tokens)
-        self._images = ImageBudget(limits.max_batch_tokens, uncut)
+        self._spans = SpanBudget(limits.max_batch_tokens, uncut)
         self._budget = limits.max_batch_tokens  # of a step, less after one that ran out of memory
 
     def schedule(self) -> tuple[Int64Array, list[Chunk]]:
         """Decides the next step: slots that decode, then chunks of prompts."""
         decoding, preempted = make_room(self._lifecycle, self._microbatcher.next_rows())
         budget = self._chunk_budget.limit(len(decoding), self._budget - len(decoding))
-        self._images.begin(len(decoding))
+        self._spans.begin(len(decoding))
         chunks = self._continue_prompts(budget)
         if not preempted:
             self._admit(budget - sum(chunk.length for chunk in chunks), chunks)
@@ -63,7 +63,7 @@ class TokenScheduler:
         if request.slot is None:
             return longest
         computed = int(self._lifecycle.state.running.num_computed[request.slot])
-        return self._images.whole(request, computed, longest, self._limits.max_batch_tokens)
+        return self._spans.whole(request, computed, longest, self._limits.max_batch_tokens)
 
     def observe(self, info: SchedulerInfo, result: StepResult) -> None:
         """Halves the budget if a step ran out of memory; else raises it slowly to the limit."""
@@ -93,7 +93,7 @@ class TokenScheduler:
                 return
             if not (length := self._max_chunk(request, budget, chunks)):
                 return
-            if not self._images.allows(request):
+            if not self._spans.allows(request):
                 return
             budget -= self._take(lifecycle.admit(), length, chunks)
 
@@ -101,11 +101,11 @@ class TokenScheduler:
         """Adds a chunk of up to ``length`` tokens of the slot's prompt; returns its tokens."""
         running = self._lifecycle.state.running
         request, computed = running.request(slot), int(running.num_computed[slot])
-        length = self._images.cap(request, computed, length)
+        length = self._spans.cap(request, computed, length)
         if length <= 0:
             return 0
         chunks.append(take_chunk(self._lifecycle, slot, length))
-        self._images.take(request, computed, chunks[-1].length)
+        self._spans.take(request, computed, chunks[-1].length)
         return chunks[-1].length
 
     def _max_chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:

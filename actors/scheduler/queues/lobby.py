@@ -1,42 +1,38 @@
-"""Requests whose grammars are being compiled or whose adapters are being read, beside the queue.
+"""Requests for which runners prepare something, beside the queue: a grammar, an adapter.
 
 A request waits here until the runners have what it needs, so that no step waits for that. In the
 queue it would hold back all behind it. It keeps its rank: policies rank by arrival.
 
-What is known here is a hint. A runner that lacks a grammar or an adapter gets it within the step,
-so a lost call, a new runner or a forgotten grammar costs time and no request. A grammar that
-compiles in a few milliseconds is left to that, where the runner is ready for it. Few at a time are:
-a step waits for all that are new in it.
+What is known here is a hint. A runner that lacks what a request needs gets it within the step, so a
+lost call, a new runner or a forgotten grammar costs time and no request. What takes a few
+milliseconds is left to that, where the runner is ready for it. Few at a time are: a step waits for
+all that are new in it.
 """
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from rayfin.actors.errors import InvalidRequest, RayfinError
-from rayfin.actors.guidance import Guidance
+from rayfin.actors.errors import RayfinError
 from rayfin.actors.histogram import Histogram
-from rayfin.actors.messages import AdapterRef
+from rayfin.actors.parts import Need, RequestPart
 from rayfin.actors.scheduler.state.executor import Executor, PendingPrepare
 from rayfin.actors.scheduler.state.request import Request
 from rayfin.actors.timing import PREPARE_SECONDS
 
 MOST_KNOWN = 128
-"""Grammars and adapters that count as ready in the runners, the last used ones."""
+"""Needs that count as ready in the runners, the last used ones."""
 
 MOST_SKIPPING = 4
-"""Quick grammars that requests take past here at a time, before a step has begun with them."""
-
-GRAMMAR_FAILED = "grammar_failed"
+"""Quick needs that requests take past here at a time, before a step has begun with them."""
 
 
 @dataclass(slots=True)
 class _Preparation:
-    """A grammar or adapter on its way to the runners, and the requests that wait for it."""
+    """What the runners prepare, and the requests that wait for it."""
 
     pending: PendingPrepare
-    adapter: bool
+    kind: type[RequestPart]  # that needs it
     requests: dict[Request, None] = field(default_factory=dict)
 
 
@@ -56,35 +52,31 @@ class Lobby:
         self._preparing: dict[bytes, _Preparation] = {}  # in order of submission
         self._missing: dict[Request, set[bytes]] = {}
         self._skipping: dict[bytes, list[Request]] = {}  # by digest, until one is admitted
-        self._compiles = False  # the runners have their vocabulary: they have answered once
+        self._ready: set[type[RequestPart]] = set()  # of which the runners have prepared one
         self._progress = 0.0  # when a preparation was first or last heard of
 
     def __len__(self) -> int:
         return len(self._missing)
 
-    @property
-    def adapters_loading(self) -> int:
-        """Adapters that are being read; any thread may ask."""
-        return sum(own.adapter for own in list(self._preparing.values()))
+    def preparing(self, kind: type[RequestPart]) -> tuple[int, int]:
+        """Returns how many needs of a kind are prepared, and how many requests wait for them.
 
-    @property
-    def waiting_for_adapters(self) -> int:
-        """Requests that wait for one."""
-        return sum(len(own.requests) for own in list(self._preparing.values()) if own.adapter)
+        Any thread may ask.
+        """
+        preparing = [own for own in list(self._preparing.values()) if own.kind is kind]
+        return len(preparing), sum(len(own.requests) for own in preparing)
 
     def keeps(self, request: Request) -> bool:
-        """Takes the request in if its grammars or its adapter are not known to be ready.
+        """Takes the request in if not all that it needs is known to be ready.
 
         Returns:
             Whether it waits here. ``leaving`` says when it may go.
         """
-        guidance, adapter = request.source.sampling.guidance, request.source.adapter
-        if guidance is None and adapter is None:
-            return False
-        grammars = () if guidance is None or self._skips(request, guidance) else guidance.grammars
-        missing = {digest for text in grammars if (digest := self._prepare_grammar(text))}
-        if adapter is not None and (digest := self._prepare_adapter(adapter)):
-            missing.add(digest)
+        missing: set[bytes] = set()
+        for part in request.source.parts:
+            needs = part.needs
+            if needs and not self._skips(request, part, needs):
+                missing |= {need.digest for need in needs if self._lacks(need, type(part))}
         for digest in missing:
             self._preparing[digest].requests[request] = None
         if missing:
@@ -109,13 +101,12 @@ class Lobby:
             error = preparation.pending.error() if done else None
             del self._preparing[digest]
             if done and error is None:
-                self._remember(digest, preparation.adapter)
+                self._remember(digest)
+                self._ready.add(preparation.kind)
             for request in list(preparation.requests):
                 missing = self._missing.get(request, set())
                 missing.discard(digest)
                 if error is not None:
-                    if isinstance(error, str):
-                        error = InvalidRequest(error, None, GRAMMAR_FAILED)
                     yield request, error
                 elif not missing and self.discard(request):
                     self._waits.observe(now - request.arrival)
@@ -131,22 +122,22 @@ class Lobby:
     def restart(self) -> list[Request]:
         """The runners are new and have nothing; returns all requests, which have left."""
         requests = list(self._missing)
-        self._compiles = False
+        self._ready.clear()
         self._known.clear()
         self._preparing.clear()
         self._missing.clear()
         self._skipping.clear()
         return requests
 
-    def _skips(self, request: Request, guidance: Guidance) -> bool:
-        """Whether the request's first step compiles its grammars: they are quick, and few are new.
+    def _skips(self, request: Request, part: RequestPart, needs: tuple[Need, ...]) -> bool:
+        """Whether the request's first step prepares them: they are quick, and few are new.
 
-        A runner compiles them while it computes the first chunk, which is sooner than it answers.
-        But a step of a new runner would wait for its whole vocabulary.
+        A runner compiles a grammar while it computes the first chunk, which is sooner than it
+        answers. But a step of a new runner would wait for its whole vocabulary.
         """
-        if not (guidance.quick and self._compiles):
+        if not (part.quick and type(part) in self._ready):
             return False
-        new = {digest for text in guidance.grammars if not self._knows(digest := _digest(text))}
+        new = {need.digest for need in needs if not self._knows(need.digest)}
         if len(new | self._skipping.keys()) > MOST_SKIPPING:
             return False
         for digest in new:
@@ -158,35 +149,27 @@ class Lobby:
         for digest, requests in list(self._skipping.items()):
             if any(request.admitted for request in requests):
                 del self._skipping[digest]
-                self._remember(digest, adapter=False)
+                self._remember(digest)
             elif left := [request for request in requests if not request.ended]:
                 self._skipping[digest] = left
             else:
                 del self._skipping[digest]
 
-    def _prepare_grammar(self, text: str) -> bytes | None:
-        digest = _digest(text)
-        return self._prepare(digest, lambda: self._executor.prepare([text]))
-
-    def _prepare_adapter(self, adapter: AdapterRef) -> bytes | None:
-        digest = bytes.fromhex(adapter.digest)
-        return self._prepare(digest, lambda: self._executor.prepare([], [adapter]), adapter=True)
-
-    def _prepare(
-        self, digest: bytes, send: Callable[[], PendingPrepare], *, adapter: bool = False
-    ) -> bytes | None:
-        """Sends it to the runners unless they have it; returns the digest if it is waited for."""
+    def _lacks(self, need: Need, kind: type[RequestPart]) -> bool:
+        """Sends it to the runners unless they have it; returns whether it is waited for."""
+        digest = need.digest
         if self._knows(digest):
-            return None
+            return False
         if digest not in self._preparing:
             if not self._preparing:
                 self._progress = self._clock()
-            pending = send()
+            pending = self._executor.prepare([need])
             if pending.done() and pending.error() is None:
-                self._remember(digest, adapter)
-                return None
-            self._preparing[digest] = _Preparation(pending, adapter)
-        return digest
+                self._remember(digest)
+                self._ready.add(kind)
+                return False
+            self._preparing[digest] = _Preparation(pending, kind)
+        return True
 
     def _knows(self, digest: bytes) -> bool:
         if digest in self._known:
@@ -194,12 +177,7 @@ class Lobby:
             return True
         return False
 
-    def _remember(self, digest: bytes, adapter: bool) -> None:
-        self._compiles = self._compiles or not adapter
+    def _remember(self, digest: bytes) -> None:
         self._known[digest] = None
         if len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()

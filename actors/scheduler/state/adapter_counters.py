@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable
 
-from rayfin.actors.adapters.usage import AdapterStats, AdapterUsage
+from rayfin.actors.adapters.part import AdapterFacts, AdapterRef, AdapterStats, AdapterUsage
 from rayfin.actors.histogram import Histogram
+from rayfin.actors.parts import PartFacts, first_of
 from rayfin.actors.scheduler.state.request import Request
 
 
@@ -31,19 +32,26 @@ class AdapterCounters:
         self._usage = AdapterUsage()
 
     def stats(
-        self, max_loras: int, requests: Iterable[Request], *, loading: int, requests_waiting: int
+        self,
+        served: Iterable[PartFacts],
+        requests: Iterable[Request],
+        *,
+        loading: int,
+        requests_waiting: int,
     ) -> AdapterStats:
         """The report of an engine with ``requests``; no other thread changes that collection."""
-        if not max_loras:
+        facts = first_of(served, AdapterFacts)
+        if facts is None:
             return AdapterStats()
         running: set[str] = set()
         waiting: set[str] = set()
         for request in requests:
-            if request.source.adapter is not None:
+            adapter = request.source.part(AdapterRef)
+            if adapter is not None:
                 names = waiting if request.slot is None else running
-                names.add(request.source.adapter.name)
+                names.add(adapter.name)
         return AdapterStats(
-            max_loras,
+            facts.at_once or 0,
             tuple(sorted(running)),
             tuple(sorted(waiting)),
             frozenset(self._usage.resident),

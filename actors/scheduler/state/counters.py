@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
+from rayfin.actors.adapters.part import AdapterUsage
 from rayfin.actors.errors import (
     InvalidRequest,
     Overloaded,
@@ -17,11 +18,14 @@ from rayfin.actors.errors import (
     RequestHandedBack,
     RequestQuarantined,
 )
+from rayfin.actors.guidance import GrammarUsage
 from rayfin.actors.histogram import Histogram, one_two_five
-from rayfin.actors.messages import DraftUsage, GrammarUsage, ImageUsage
+from rayfin.actors.media.part import MediaUsage
 from rayfin.actors.metrics.engine_stats import ENGINE_HISTOGRAMS, FAILURES, EngineStats
+from rayfin.actors.parts import PartUsage
 from rayfin.actors.scheduler.state.adapter_counters import AdapterCounters
 from rayfin.actors.scheduler.state.request import Request
+from rayfin.actors.speculation import DraftUsage
 
 REFUSALS: dict[type[RayfinError], str] = {
     Overloaded: "queue_full",
@@ -62,6 +66,11 @@ class EngineCounters(EngineStats):
         }
         copies["histograms"] = {name: own.copy() for name, own in self.histograms.items()}
         return EngineStats(**(values | copies | now))
+
+    @property
+    def preparation(self) -> Histogram:
+        """Waits of requests for what runners prepare."""
+        return self.histograms["grammar_wait_seconds"]
 
     def _observe(self, name: str, *values: float) -> None:
         histogram = self.histograms[name]
@@ -105,7 +114,7 @@ class EngineCounters(EngineStats):
         self._observe("grammar_compile_seconds", *usage.compile_seconds)
         self._observe("grammar_mask_seconds", *usage.mask_seconds)
 
-    def images(self, usage: ImageUsage) -> None:
+    def images(self, usage: MediaUsage) -> None:
         """A step's runner has begun images."""
         self.image_cache_bytes = usage.num_bytes
         self.image_cache_hits += usage.hits
@@ -120,6 +129,18 @@ class EngineCounters(EngineStats):
         self.spec_accepted_tokens += usage.num_accepted
         for place, accepted in enumerate(usage.accepted):
             self.spec_accepted_by_position[str(place)] += accepted
+
+    def used(self, usage: PartUsage) -> None:
+        """A step's runner has done something for a feature."""
+        match usage:
+            case DraftUsage():
+                self.drafts(usage)
+            case GrammarUsage():
+                self.grammars(usage)
+            case AdapterUsage():
+                self.of_adapters.observe(usage)
+            case MediaUsage():
+                self.images(usage)
 
     def ended(self, request: Request, generated: int, reason: str, now: float) -> None:
         """The request has ended, and does not continue on another engine."""
@@ -139,6 +160,10 @@ class EngineCounters(EngineStats):
         self._observe("request_inference_time_seconds", now - request.admitted_at)
         tokens = max(1, generated - len(request.source.output) - 1)
         self._observe("request_time_per_output_token_seconds", (now - first) / tokens)
+
+    def restart(self) -> None:
+        """The runners are new and hold nothing."""
+        self.of_adapters.restart()
 
     def refused(self, error: RayfinError) -> None:
         """A new request was refused."""

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rayfin.actors.errors import RayfinError
-from rayfin.actors.messages import AdapterRef, PageTransfer, SchedulerInfo, StepResult
+from rayfin.actors.messages import PageTransfer, SchedulerInfo, StepResult
+from rayfin.actors.parts import Need
 
 
 class PendingStep(Protocol):
@@ -21,15 +22,14 @@ class PendingStep(Protocol):
 
 
 class PendingPrepare(Protocol):
-    """Grammars and adapters that the runners prepare beside their steps."""
+    """What the runners prepare beside their steps."""
 
     def done(self) -> bool:
         """Whether all runners have answered, or will never do; cheap enough for each step."""
         ...
 
-    def error(self) -> str | RayfinError | None:
-        """Why a grammar does not compile, or what is wrong with an adapter; None if all is well, or
-        if no runner could say so."""
+    def error(self) -> RayfinError | None:
+        """Why something cannot be used; None if all is well, or if no runner could say so."""
         ...
 
 
@@ -50,10 +50,8 @@ class Executor(Protocol):
 
     epoch: int
 
-    def prepare(
-        self, grammars: Sequence[str], adapters: Sequence[AdapterRef] = ()
-    ) -> PendingPrepare:
-        """Sends what requests to come need: the texts of grammars, and adapters.
+    def prepare(self, needs: Sequence[Need]) -> PendingPrepare:
+        """Sends what requests to come need.
 
         Delays no step, and never raises.
         """

@@ -56,9 +56,10 @@ class Request:
         return wanted and self.next_prompt_logprob < len(self.source.prompt)
 
     @property
-    def pools_whole(self) -> bool:
-        """Whether its vector takes the hidden states of all its tokens, which are all computed."""
-        return self.source.pooling is not None and self.source.pooling.whole
+    def computes_all(self) -> bool:
+        """Whether all tokens of its prompt are computed, none taken from the cache."""
+        parts = self.source.parts
+        return bool(parts) and any(part.computes_all for part in parts)
 
     @property
     def num_tokens(self) -> int:

@@ -16,7 +16,7 @@ from rayfin.actors.adapters.files import MAX_WEIGHT_BYTES, read_folder
 from rayfin.actors.adapters.settings import IGNORED, PLAIN, READ, read_settings
 from rayfin.actors.adapters.tensors import read_pairs
 from rayfin.actors.errors import InvalidRequest, NotFound
-from rayfin.actors.runner.lora.reader import read_adapter
+from rayfin.actors.runner.parts.lora.reader import read_adapter
 
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q"]}
 NAME = "base_model.model.layers.0.q.lora_{}.weight"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.media.media_input import VIRTUAL_TOKENS
+from rayfin.actors.media.part import VIRTUAL_TOKENS
 from rayfin.actors.media.processed import ProcessedMedia, digest, put_media
 from rayfin.actors.media.virtual_ids import put_virtual_ids, virtual_ids
 from vision_models import IMAGE, VisionModel, picture

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 import quick_interpreter
 from rayfin.actors.config import EngineArgs, resolve
 from rayfin.actors.errors import RunnerGroupFailed
+from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import (
     EngineRequest,
     Hypothesis,
@@ -29,7 +30,8 @@ from rayfin.actors.messages import (
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.runner.model_runner import ModelRunner
-from rayfin.actors.runner.sampling.grammars import GrammarBook, Vocabulary
+from rayfin.actors.runner.parts.grammars.book import GrammarBook, Vocabulary
+from rayfin.actors.runner.parts.vision.load import VisionPart
 from rayfin.actors.scheduler.engine import Engine
 
 quick_interpreter.install()
@@ -113,7 +115,8 @@ class Served:
         self._keys: dict[tuple[int, int], dict[int, int]] = {}  # of each step: handle -> key
         self._rows: list[tuple[int, int]] = []  # (key, position) that the next forward samples
         self._submit, self.executor.submit = self.executor.submit, self._record_keys
-        self._advance, self.runner._advance = self.runner._advance, self._record_rows
+        forward = self.runner._forward
+        self._advance, forward.run = forward.run, self._record_rows
         self._forward, self.runner._model.forward = self.runner._model.forward, self._record_logits
 
     def run(self, *requests: EngineRequest, stagger: int = 0) -> dict[int, list[int]]:
@@ -152,8 +155,9 @@ class Served:
             if count in calls:
                 self.lost += 1
                 self.engine.replace_runners(RunnerGroupFailed("planted"))
-                if self.runner._loaded.vision is not None:
-                    self.runner._loaded.vision.encoder.clear()
+                vision = self.runner._loaded.part(VisionPart)
+                if vision is not None:
+                    vision.encoder.clear()
             return step()
 
         self.engine.step = step_and_lose
@@ -206,6 +210,7 @@ def make_request(
     *,
     eos: Sequence[int] = (),
     sampling: Sampling | None = None,
+    guidance: Guidance | None = None,
 ) -> EngineRequest:
     return EngineRequest(
         request_id=str(key),
@@ -213,6 +218,7 @@ def make_request(
         sampling=sampling or Sampling(),
         stopping=StopRules(max_tokens, frozenset(eos), frozenset(eos)),
         key=key,
+        parts=() if guidance is None else (guidance,),
     )
 
 

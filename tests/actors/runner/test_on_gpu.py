@@ -29,7 +29,8 @@ def test_tokens_of_a_cpu(
     for device in ("cpu", "cuda"):
         engine = served(folder, device=device, max_lease=8, enforce_eager=eager)
         if device == "cuda":  # what it records is of steps that Python sees
-            engine.runner._model.forward, engine.runner._advance = engine._forward, engine._advance
+            engine.runner._model.forward = engine._forward
+            engine.runner._forward.run = engine._advance
         requests = [
             request_of(
                 key,

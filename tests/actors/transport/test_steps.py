@@ -12,7 +12,7 @@ import ray
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import CallLost, EngineUnavailable, Fenced, RunnerGroupFailed, StepMissing
-from rayfin.actors.media.media_input import MediaInput
+from rayfin.actors.media.part import MediaInput
 from rayfin.actors.messages import NewRequest, Sampling, SchedulerInfo, StepResult
 from rayfin.actors.scheduler import runner_group as group
 from rayfin.actors.scheduler.faults.watchdog import Watchdog
@@ -137,7 +137,7 @@ def test_arrays_in_the_object_store_do_not_go_by_it(link: StepLink) -> None:
     image = MediaInput(b"digest", 0, 1, arrays="a reference")
     assert link.takes(step(0))
     assert link.takes(step(0, new_requests=[NewRequest(0, Sampling(), 9)]))
-    assert not link.takes(step(0, new_requests=[NewRequest(0, Sampling(), 9, images=(image,))]))
+    assert not link.takes(step(0, new_requests=[NewRequest(0, Sampling(), 9, parts=(image,))]))
 
 
 def test_a_step_that_cannot_be_packed_is_one_for_ray(link: StepLink) -> None:

@@ -12,9 +12,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
+from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.errors import InvalidRequest, NotFound, RayfinError
 from rayfin.actors.messages import (
-    AdapterRef,
     BeamParams,
     Command,
     EngineInfo,

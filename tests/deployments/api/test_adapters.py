@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from rayfin.actors.adapters.files import read_folder
-from rayfin.actors.adapters.usage import AdapterStats, short
+from rayfin.actors.adapters.part import AdapterRef, AdapterStats, short
 from rayfin.actors.errors import EngineUnavailable, InvalidRequest
 from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.deployments.adapters.flags import folder_in, read_modules
@@ -79,10 +79,10 @@ async def test_a_request_names_an_adapter(
             assert answer.status_code == 200, answer.text
             assert answer.json()["model"] == "sql"
             seen = engine.seen[-1]
-            assert seen.adapter.digest == digest and seen.adapter.store == "store"
-            assert f"adapter:{digest}" in seen.extra_keys
+            assert seen.part(AdapterRef).digest == digest and seen.part(AdapterRef).store == "store"
+            assert f"adapter:{digest}" in seen.prefix_keys
         await http.post(path, json={"model": "tiny", **body})
-        assert engine.seen[-1].adapter is None and engine.seen[-1].extra_keys == ()
+        assert engine.seen[-1].part(AdapterRef) is None and engine.seen[-1].prefix_keys == ()
     cards = (await http.get("/v1/models")).json()["data"]
     shown = [(card["id"], card["root"], card["parent"]) for card in cards]
     assert shown[-1] == ("sql", str(folder), "org/tiny")
@@ -102,7 +102,7 @@ async def test_load_unload_and_their_mistakes(
     moved = body | {"lora_path": str(second), "load_inplace": True}
     assert (await http.post(LOAD, json=moved)).status_code == 200
     await http.post("/v1/completions", json={"model": "a", "prompt": "hi", "max_tokens": 1})
-    assert engine.seen[-1].adapter.digest == read_folder(str(second)).digest
+    assert engine.seen[-1].part(AdapterRef).digest == read_folder(str(second)).digest
     engine.bad_adapters = {"bad"}
     for change, status, param in (
         ({"lora_path": str(tmp_path / "none")}, 404, "lora_path"),
@@ -139,7 +139,7 @@ async def test_a_load_that_fails_changes_nothing(
     assert (await http.post(LOAD, json=moved)).status_code == 400
     ask = {"prompt": "hi", "max_tokens": 1}
     assert (await http.post("/v1/completions", json={"model": "a", **ask})).status_code == 200
-    assert engine.seen[-1].adapter.digest == read_folder(str(first)).digest
+    assert engine.seen[-1].part(AdapterRef).digest == read_folder(str(first)).digest
     assert (await http.post("/v1/completions", json={"model": "inside", **ask})).status_code == 404
     cards = (await http.get("/v1/models")).json()["data"]
     assert "inside" not in {card["id"] for card in cards}
@@ -163,7 +163,7 @@ async def test_an_engine_that_is_away_is_no_missing_adapter(
 async def test_a_folder_of_adapters(http: httpx.AsyncClient, engine: Any, root: Path) -> None:
     body = {"prompt": "hi", "max_tokens": 1}
     assert (await http.post("/v1/completions", json={"model": "inside", **body})).status_code == 200
-    assert engine.seen[-1].adapter.path == str(root / "inside")
+    assert engine.seen[-1].part(AdapterRef).path == str(root / "inside")
     for name in ("link", "../outside", "..", ".", "dir/inside", "inside/", "in\0side", "none"):
         answer = await http.post("/v1/completions", json={"model": name, **body})
         assert answer.status_code == 404, name

@@ -16,7 +16,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from rayfin.actors.errors import EngineUnavailable, InvalidRequest, RequestFailed
-from rayfin.actors.media.media_input import MediaInput
+from rayfin.actors.media.part import MediaInput
 from rayfin.actors.messages import (
     Ended,
     EngineInfo,
@@ -164,7 +164,7 @@ async def client(
 def request(images: tuple[MediaInput, ...] = ()) -> EngineRequest:
     prompt = np.array([1], np.int32)
     key = next(KEYS)
-    return EngineRequest(f"r{key}", prompt, Sampling(), StopRules(9), key=key, images=images)
+    return EngineRequest(f"r{key}", prompt, Sampling(), StopRules(9), key=key, parts=images)
 
 
 async def read(client: EnginePool, wanted: EngineRequest) -> list[TokenDelta]:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayfin.actors.adapters.usage import short
-from rayfin.actors.messages import AdapterRef, EngineRequest, Sampling, StopRules
+from rayfin.actors.adapters.part import AdapterRef, short
+from rayfin.actors.messages import EngineRequest, Sampling, StopRules
 from rayfin.cache.page_tables import PageTables
 from rayfin.cache.prefix_index import HashChain
 from rayfin.deployments.client.routing import (

@@ -7,7 +7,7 @@ import pytest
 
 from call_walks import Walker, byte_tokenizer, tokens_of
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.runner.sampling.processors.guided_row import Phase
+from rayfin.actors.runner.parts.grammars.guided_row import Phase
 from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.guidance.build import build_guidance
 from rayfin.deployments.guidance.calls import CallRules, make_call_rules

@@ -11,7 +11,7 @@ import pytest
 from audio_models import AUDIO, AudioModel, tone, wav
 from inline_client import media_service
 from rayfin import LLM
-from rayfin.actors.media.media_input import VIRTUAL_TOKENS
+from rayfin.actors.media.part import VIRTUAL_TOKENS
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.media.settings import MediaSettings
 from rayfin.deployments.text.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from PIL import Image
 from inline_client import media_service
 from rayfin import LLM, BeamSearchParams, SamplingParams
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.media.media_input import VIRTUAL_TOKENS
+from rayfin.actors.media.part import VIRTUAL_TOKENS
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.api.responses.store import ResponseStore
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
@@ -166,8 +166,8 @@ async def test_responses_keep_their_images(client: httpx.AsyncClient, tiny: Visi
     )
     assert second.status_code == 200, second.text
     engine: Any = client.engine  # type: ignore[attr-defined]
-    assert [len(request.images) for request in engine.seen] == [1, 1]
-    assert engine.seen[0].images[0].digest == engine.seen[1].images[0].digest
+    assert [len(request.parts) for request in engine.seen] == [1, 1]
+    assert engine.seen[0].parts[0].digest == engine.seen[1].parts[0].digest
 
 
 async def test_tools_may_give_images(client: httpx.AsyncClient, tiny: VisionModel) -> None:
@@ -203,7 +203,7 @@ async def test_tools_may_give_images(client: httpx.AsyncClient, tiny: VisionMode
     second = await client.post("/v1/responses", json={**more, "max_output_tokens": 2})
     assert second.status_code == 200, second.text
     engine: Any = client.engine  # type: ignore[attr-defined]
-    assert [len(request.images) for request in engine.seen] == [1, 1]
+    assert [len(request.parts) for request in engine.seen] == [1, 1]
 
 
 async def test_tokenize_expands(client: httpx.AsyncClient, tiny: VisionModel) -> None:
@@ -319,7 +319,7 @@ async def test_a_clients_name_of_an_image_is_ignored(client: httpx.AsyncClient) 
         reply = await client.post("/v1/chat/completions", json=body)
         assert reply.status_code == 200, reply.text
         assert reply.headers["x-rayfin-ignored-fields"] == "messages.content.uuid"
-    first, second = (request.images[0].digest for request in engine.seen)
+    first, second = (request.parts[0].digest for request in engine.seen)
     assert first != second
     body = {**CHAT, "messages": [{"role": "user", "content": [GOOD]}]}
     reply = await client.post("/v1/chat/completions", json=body)
@@ -351,7 +351,7 @@ async def test_clients_of_others_send_pictures(client: httpx.AsyncClient) -> Non
             model="tiny", max_tokens=2, messages=[{"role": "user", "content": blocks}]
         )
     assert len({tuple(request.prompt) for request in engine.seen}) == 1
-    assert [len(request.images) for request in engine.seen] == [1, 1, 1]
+    assert [len(request.parts) for request in engine.seen] == [1, 1, 1]
 
 
 async def test_langchain_sends_pictures(
@@ -368,7 +368,7 @@ async def test_langchain_sends_pictures(
     shown = {"type": "image", "base64": data, "mime_type": "image/png"}
     await chat.ainvoke([("user", [shown, {"type": "text", "text": "What?"}])])
     engine: Any = client.engine  # type: ignore[attr-defined]
-    assert [len(request.images) for request in engine.seen] == [1]
+    assert [len(request.parts) for request in engine.seen] == [1]
 
 
 async def test_images_and_refusals_are_counted(tiny: VisionModel) -> None:

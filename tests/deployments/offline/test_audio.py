@@ -10,7 +10,7 @@ import pytest
 from audio_models import AUDIO, AudioModel, tone, wav
 from rayfin import LLM, BeamSearchParams, SamplingParams
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.media.media_input import VIRTUAL_TOKENS
+from rayfin.actors.media.part import VIRTUAL_TOKENS
 
 OUTPUT = 6
 PARAMS = SamplingParams(temperature=0, max_tokens=OUTPUT)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rayfin.actors.config import EngineArgs
+from rayfin.actors.media.part import MediaFacts
 from rayfin.actors.messages import EngineInfo
 from rayfin.deployments.edge.door import PLAIN
 from rayfin.deployments.serve.model_args import ModelArgs
@@ -71,7 +72,9 @@ def test_summary_keeps_the_key_to_itself(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_summary_asks_whisper_for_a_transcript() -> None:
     models = [ModelArgs(ServerArgs(served_model_name="whisper"), EngineArgs())]
-    info = EngineInfo("engine", 1952, 300, 500, 16, clip_tokens=1504)
+    info = EngineInfo(
+        "engine", 1952, 300, 500, 16, parts=(MediaFacts(token_id=0, front_tokens=1504),)
+    )
     _, example = summary(models, "127.0.0.1", 1, PLAIN, [info])
     assert "/v1/audio/transcriptions -F model=whisper -F file=@speech.mp3" in example
 

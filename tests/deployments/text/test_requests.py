@@ -11,7 +11,7 @@ import pytest
 
 from rayfin.actors.errors import ContextLengthExceeded, InvalidConfig, InvalidRequest
 from rayfin.actors.guidance import NO_END, Guidance
-from rayfin.actors.media.media_input import MediaInput
+from rayfin.actors.media.part import MediaFacts, MediaInput
 from rayfin.actors.messages import EngineInfo, EngineRequest
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.requests.build import build_requests, sampling_defaults
@@ -88,17 +88,17 @@ def test_ends_of_guided_requests_stay_in_the_stop_table() -> None:
     (request,) = build([1, 1], guidance=GUIDED, stop_token_ids=[7], ignore_eos=True)
     assert request.stopping.stop_token_ids == {2, 7}
     assert request.stopping.eos_token_ids == {2}  # no stop_reason
-    assert request.sampling.guidance == replace(GUIDED, ends=(2,), ends_from=NO_END)
+    assert request.part(Guidance) == replace(GUIDED, ends=(2,), ends_from=NO_END)
 
 
 def test_guidance_says_from_where_ends_may_be_sampled() -> None:
     both = build([1, 1], guidance=GUIDED, stop_token_ids=[7], min_tokens=3, n=2)
     for request in both:
-        assert request.sampling.guidance == replace(GUIDED, ends=(2,), ends_from=5)
+        assert request.part(Guidance) == replace(GUIDED, ends=(2,), ends_from=5)
         assert (request.sampling.banned, request.sampling.banned_until) == ((7,), 5)
     (plain,) = build([1, 1], guidance=GUIDED, min_tokens=3)
     assert (plain.sampling.banned, plain.sampling.banned_until) == ((), 0)
-    assert build([1])[0].sampling.guidance is None
+    assert build([1])[0].part(Guidance) is None
 
 
 def test_min_tokens_bans_what_would_stop() -> None:
@@ -225,10 +225,10 @@ def test_the_models_sampling_defaults(tmp_path: Path) -> None:
 
 
 def test_a_model_that_writes_down_speech_wants_one_clip_in_front() -> None:
-    info = replace(INFO, media_token_id=3, clip_tokens=8)
+    info = replace(INFO, parts=(MediaFacts(token_id=3, front_tokens=8),))
     clip = MediaInput(b"a", 0, 8, {})
     made = build([3] * 8 + [5, 6], info, images=(clip,))
-    assert made[0].images == (clip,) and len(made[0].prompt) == 10
+    assert made[0].parts == (clip,) and len(made[0].prompt) == 10
     later = MediaInput(b"a", 1, 8, {})
     short = MediaInput(b"a", 0, 7, {})
     for ids, clips in [

@@ -14,6 +14,7 @@ import numpy as np
 from fake_runner import FakeExecutor
 from fake_stream import Mirror
 from rayfin.actors import failpoints
+from rayfin.actors.adapters.part import AdapterFacts
 from rayfin.actors.config import (
     BatchLimits,
     EngineArgs,
@@ -23,14 +24,9 @@ from rayfin.actors.config import (
     resolve_model_len,
 )
 from rayfin.actors.errors import EngineUnavailable, Fenced, NumericalError, RequestFailed
-from rayfin.actors.messages import (
-    NO_TOKEN,
-    AdapterRef,
-    Int32Array,
-    NewRequest,
-    SchedulerInfo,
-    StepResult,
-)
+from rayfin.actors.messages import NO_TOKEN, Int32Array, NewRequest, SchedulerInfo, StepResult
+from rayfin.actors.parts import Need
+from rayfin.actors.settings.lora_limits import loras_in_step
 
 FIRST, VOCAB_SIZE = 259, 2048  # the demo model's vocabulary without bytes and control tokens
 STEP_SECONDS = float(os.environ.get("CHAOS_STEP_SECONDS", "0.01"))
@@ -102,6 +98,7 @@ class ModelRunner:
             max_position=MODEL_LEN,
             page_bytes=PAGE_BYTES,
             available_bytes=args.kv_cache_memory or 1024 * PAGE_BYTES,
+            parts=(AdapterFacts(at_once=loras_in_step(args, "cpu")),) if args.serves_lora else (),
         )
         return facts, limits
 
@@ -126,9 +123,7 @@ class ModelRunner:
         if self._executor is not None:
             self._executor.sleep()
 
-    def prepare(
-        self, grammars: Sequence[str], adapters: Sequence[AdapterRef] = (), at_once: bool = False
-    ) -> None:
+    def prepare(self, needs: Sequence[Need], *, at_once: bool = False) -> None:
         """Any text is a grammar, and any adapter is there."""
 
     def begin(self, info: SchedulerInfo) -> bool:

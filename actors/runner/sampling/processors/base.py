@@ -1,19 +1,20 @@
 """The contract of a logits processor, and what every one of them shares.
 
-A processor is one file of this folder: token rules, penalties. It keeps state by slot for the
-requests that need it, and changes the logits of their rows before they are sampled. A masker does
-not change them: it says which tokens the rows may sample.
+A processor is one file: token rules, penalties, grammars. It keeps state by slot for the requests
+that need it, and changes the logits of their rows before they are sampled. A masker does not change
+them: it says which tokens the rows may sample.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from rayfin.actors.errors import RequestFailed
-from rayfin.actors.messages import GrammarUsage, Int64Array, NewRequest
+from rayfin.actors.messages import Int64Array, NewRequest
+from rayfin.actors.parts import PartUsage
 from rayfin.actors.runner.sampling.processors.device_rules import DeviceRules
 from rayfin.kernels.shapes import TokenBits
 from rayfin.kernels.staging import to_device
@@ -73,25 +74,29 @@ class Masks:
     errors: dict[int, RequestFailed]  # by row of the logits; it may sample nothing
 
 
+@runtime_checkable
 class TokenMasker(SlotRules, Protocol):
-    """Allows tokens as bits beside the logits, which stay as they are: no copy is made."""
+    """Allows tokens as bits beside the logits, which stay as they are: no copy is made.
+
+    Only requests with parts are shown to it.
+    """
 
     def begin_step(self) -> None:
-        """A step begins: before any other call of it."""
+        """A step begins that has requests of it, before any other call of that step."""
 
     def masks(self, rows: Rows, vocabulary: int) -> Masks:
         """The tokens that the ``rows`` of logits [S, vocabulary] may sample."""
         ...
 
-    def take_usage(self) -> GrammarUsage | None:
-        """What was done with grammars since the last call, or None if it is nothing."""
+    def take_usage(self) -> PartUsage | None:
+        """What was done since the last call, or None if it is nothing."""
         ...
 
 
 class ProcessorFactory(Protocol):
     """A processor's class: made anew when the runner starts."""
 
-    def __call__(self, device: torch.device) -> LogitsProcessor: ...
+    def __call__(self, device: torch.device) -> LogitsProcessor | TokenMasker: ...
 
 
 def token_pairs(

@@ -1,8 +1,8 @@
 """All logits processors of a runner, in order.
 
 vLLM's order: allowed tokens, bad words, minimum length and bias, then penalties. Temperature and
-the filters come after (`kernels/sampling`). The tokens that a grammar forbids are left out where
-the token is picked: no other rule can bring them back.
+the filters come after (`kernels/sampling`). The tokens that a masker forbids are left out where the
+token is picked: no other rule can bring them back.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rayfin.actors.messages import BoolArray, GrammarUsage, Int32Array, SchedulerInfo
+from rayfin.actors.messages import BoolArray, Int32Array, SchedulerInfo
+from rayfin.actors.parts import PartUsage
 from rayfin.actors.runner.sampling.processors.base import (
     LogitsProcessor,
     Masks,
@@ -33,17 +34,15 @@ DEFAULT_PROCESSORS: tuple[ProcessorFactory, ...] = (TokenRules, Penalties)
 class ProcessorChain:
     """Knows which slots have which processors. A slot without any costs nothing.
 
-    ``extra`` processors come before the default ones.
+    ``extra`` processors come before the default ones. One of them may be a masker.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        extra: Sequence[ProcessorFactory] = (),
-        masker: TokenMasker | None = None,
-    ) -> None:
-        self._processors = [make(device) for make in (*extra, *DEFAULT_PROCESSORS)]
-        self._masker = masker
+    def __init__(self, device: torch.device, extra: Sequence[ProcessorFactory] = ()) -> None:
+        processors = [make(device) for make in (*extra, *DEFAULT_PROCESSORS)]
+        self._processors = [own for own in processors if not isinstance(own, TokenMasker)]
+        maskers = [own for own in processors if isinstance(own, TokenMasker)]
+        assert len(maskers) <= 1, "two processors mask tokens"
+        self._masker = maskers[0] if maskers else None
         self._slots: dict[int, list[LogitsProcessor]] = {}
         self._masked: set[int] = set()  # slots that the masker knows
 
@@ -52,7 +51,7 @@ class ProcessorChain:
         return len(self._slots.keys() | self._masked)
 
     def has_rules(self, slots: Int32Array) -> BoolArray:
-        """[R] which of the slots have a processor or a grammar."""
+        """[R] which of the slots have a processor or a masker."""
         if not (self._slots or self._masked):
             return np.zeros(len(slots), np.bool_)
         ruled = self._slots.keys() | self._masked
@@ -60,13 +59,13 @@ class ProcessorChain:
 
     def apply_diff(self, info: SchedulerInfo) -> None:
         """Removes the step's finished requests, then adds its new ones."""
-        if self._masker is not None:
+        if self._masker is not None and self._masked:
             self._masker.begin_step()
         for slot in info.finished:
             self._remove(slot)
         for new in info.new_requests:
             self._remove(new.handle)
-            if self._masker is not None and self._masker.add(new.handle, new):
+            if self._masker is not None and new.parts and self._masker.add(new.handle, new):
                 self._masked.add(new.handle)
             if added := [own for own in self._processors if own.add(new.handle, new)]:
                 self._slots[new.handle] = added
@@ -128,9 +127,9 @@ class ProcessorChain:
                 processor.apply(changed, Rows(index, of_slots, at))
         return changed
 
-    def take_usage(self) -> GrammarUsage | None:
-        """What was done with grammars since the last call, or None if it is nothing."""
-        return None if self._masker is None else self._masker.take_usage()
+    def take_usage(self) -> PartUsage | None:
+        """What the masker did since the last call, or None if it is nothing."""
+        return self._masker.take_usage() if self._masker is not None and self._masked else None
 
     def needs_host(self, slots: Int32Array) -> BoolArray:
         """[R] which of the slots have a processor that works on the host at every token."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import Int64Array, NewRequest, Sampling
 from rayfin.actors.runner.sampling.processors.base import Rows, float_tensor, token_pairs
 from rayfin.actors.runner.sampling.processors.device_rules import DeviceRules
@@ -45,7 +46,8 @@ class TokenRules:
             sampling.bad_words or sampling.allowed or sampling.logit_bias or sampling.banned_until
         ):
             return False
-        ends = () if sampling.guidance is None else sampling.guidance.ends
+        guidance = request.part(Guidance)
+        ends = () if guidance is None else guidance.ends
         rules = _SlotRules(
             sampling,
             np.array(sampling.allowed, np.int64),

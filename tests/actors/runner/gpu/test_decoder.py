@@ -183,6 +183,7 @@ def test_tokens_of_a_mixture(
         tiny.folder, attention="triton", max_lease=3, max_decoding_batch=2, device=DEVICE.type
     )
     assert engine.runner._loaded.gpu_model is not None
-    engine.runner._model.forward, engine.runner._advance = engine._forward, engine._advance
+    engine.runner._model.forward = engine._forward
+    engine.runner._forward.run = engine._advance
     prompt = [5, 9, 3, 100, 7]
     assert engine.run(request_of(0, prompt, 6))[0] == tiny.greedy(prompt, 6)

@@ -77,7 +77,7 @@ def test_images(family: str, served: Make, request_of: Make, tmp_path: Path) -> 
     ids, images = model.prompt([60, 61], picture(1), [70, 71])
     engine = served(model.folder, **SETTINGS)
     request = request_of(0, ids, OUTPUT, eos=(EOS,))
-    request.images = images
+    request.parts = images
     assert engine.run(request)[0] == model.greedy(ids, images, OUTPUT)
     assert not has_graphs(engine)
 

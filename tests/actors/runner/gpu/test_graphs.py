@@ -162,7 +162,8 @@ def test_a_restarted_engine_says_the_same(
         max_decoding_batch=1,
         device="cuda" if ON_GPU else "cpu",
     )
-    engine.runner._model.forward, engine.runner._advance = engine._forward, engine._advance
+    engine.runner._model.forward = engine._forward
+    engine.runner._forward.run = engine._advance
     graphs = engine.runner._graphs
     first = engine.run(request_of(0, [5, 6, 7], 3))
     engine.engine.replace_runners(RunnerGroupFailed("lost"))

@@ -24,7 +24,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def drive(engine: Any, requests: dict[int, Any], abort: tuple[int, int]) -> dict[int, list[int]]:
     """Tokens by key. Requests come at the steps of ``requests``; (key, tokens) is aborted then."""
-    engine.runner._model.forward, engine.runner._advance = engine._forward, engine._advance
+    engine.runner._model.forward = engine._forward
+    engine.runner._forward.run = engine._advance
     tokens: dict[int, list[int]] = {}
     step, aborted = 0, False
     while requests or engine.engine.has_work:

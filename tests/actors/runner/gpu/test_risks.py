@@ -28,7 +28,7 @@ def on_gpu(served: Make) -> Make:
     def make(folder: Any, **settings: Any) -> Any:
         settings = {"max_lease": 8, "num_pages": 800, "kv_cache_memory": 10**8} | settings
         engine = served(folder, device="cuda", **settings)
-        engine.runner._model.forward, engine.runner._advance = engine._forward, engine._advance
+        engine.runner._model.forward, engine.runner._forward.run = engine._forward, engine._advance
         return engine
 
     return make
@@ -94,7 +94,7 @@ def test_one_of_two_engines_goes_on(two_layers: Any, on_gpu: Make, request_of: M
     second.runner.sleep()
     assert first.run(request_of(0, [5, 6, 7], 200)) == wanted
     second.executor.restart()
-    second.runner._model.forward, second.runner._advance = second._forward, second._advance
+    second.runner._model.forward, second.runner._forward.run = second._forward, second._advance
     assert second.run(request_of(1, [5, 6, 7], 200))[1] == wanted[0]
     assert first.run(request_of(0, [5, 6, 7], 200)) == wanted
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from rayfin.actors.runner import model_runner
-from rayfin.actors.runner.proposers.draft_model import DraftedModel
 from rayfin.actors.runner.sampling.sampler import Sampler
+from rayfin.actors.runner.speculation import make
+from rayfin.actors.runner.speculation.draft_model import DraftedModel
 from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.actors.runner.step.request_slots import RequestSlots
 from rayfin.kernels.shapes import SamplingRows
@@ -147,7 +148,7 @@ def test_steps_are_timed_when_their_kernels_are_compiled(
         done.append("measure")
         return StepCost.assumed()
 
-    monkeypatch.setattr(model_runner, "measure_steps", measured)
+    monkeypatch.setattr(make, "measure_steps", measured)
     monkeypatch.setattr(model_runner.ModelRunner, "_warm_up", lambda *_: done.append("compile"))
     speculation = '{"method": "ngram", "num_speculative_tokens": 2}'
     engine = served(tiny_model("llama").folder, speculative_config=speculation)

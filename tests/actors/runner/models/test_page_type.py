@@ -146,7 +146,8 @@ def test_fp8_pages_on_triton(
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
     assert engine.runner._loaded.gpu_model is not None and engine.runner._graphs is not None
-    engine.runner._model.forward, engine.runner._advance = engine._forward, engine._advance
+    engine.runner._model.forward = engine._forward
+    engine.runner._forward.run = engine._advance
     tokens = engine.run(*(request_of(key, PROMPTS[key], 4) for key in (0, 2)))
     for key in (0, 2):
         assert tokens[key] == rounded_greedy(two_layers.model, PROMPTS[key], "fp8", 4)[0]

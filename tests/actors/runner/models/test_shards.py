@@ -15,8 +15,8 @@ from quantised import QuantisedModel
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.model_files.shards import INDEX, SINGLE, require_safetensors
 from rayfin.actors.runner.parallel.shard_weights import Checkpoint
-from rayfin.actors.runner.proposers.head_folder import read_tensors
-from rayfin.actors.runner.proposers.mtp import read_weights
+from rayfin.actors.runner.speculation.head_folder import read_tensors
+from rayfin.actors.runner.speculation.mtp import read_weights
 from rayfin.kernels.cpu.kernels import try_kernels
 
 Make = Callable[..., Any]

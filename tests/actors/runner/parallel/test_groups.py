@@ -25,6 +25,7 @@ from rayfin.actors.runner.models.paged_model import ATTENTION
 from rayfin.actors.runner.parallel.groups import ProcessGroups, open_store
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.parallel.shard_weights import Checkpoint, load_share
+from rayfin.actors.runner.parts.grammars.load import GrammarsPart
 from tiers import few
 
 pytestmark = pytest.mark.slow(reason="starts groups of two and four ranks")
@@ -74,13 +75,14 @@ def test_guided(
     folder = tiny_model("llama").folder
     grammar = Guidance(grammar="start: ROW+\nROW: /[a-d]{1,3}=[0-9]{1,4};/", ends=(2,))
     requests = [
-        request_of(key, own, OUTPUT, eos=(2,), sampling=Sampling(guidance=grammar if key else None))
+        request_of(key, own, OUTPUT, eos=(2,), guidance=grammar if key else None)
         for key, own in enumerate(PROMPTS)
     ]
     ranks = group(folder, tensor, stages, **settings)
     tokens, _, _ = run_group(ranks, requests, fast=lease > 1)
     assert tokens == served(folder, **settings).run(*requests)
-    compiled = [len(runner._book) for runner in ranks.runners]
+    parts = [runner._loaded.part(GrammarsPart) for runner in ranks.runners]
+    compiled = [0 if part is None else len(part.book) for part in parts]
     assert compiled == [0] * (tensor * (stages - 1)) + [1] * tensor
 
 

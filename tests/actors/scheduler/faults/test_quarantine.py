@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.errors import RequestHandedBack, RequestQuarantined
-from rayfin.actors.messages import AdapterRef
 from rayfin.actors.scheduler.faults.quarantine import MAX_ENGINE_DEATHS
 from rayfin.actors.timing import BLOCKED_PROMPT_SECONDS
 

@@ -124,12 +124,12 @@ def test_backoff_doubles_until_a_step_is_done() -> None:
 
 def test_a_large_image_behind_a_short_chunk_is_no_hang(trained: Watchdog) -> None:
     """Of 4000 tokens, of which the chunk has 10: the tower computes all of them."""
-    few, usual = replace(step(0, (10,)), image_tokens=4000), step(0, (8000,))
+    few, usual = replace(step(0, (10,)), span_tokens=4000), step(0, (8000,))
     before = trained.patience(usual)
     assert trained.patience(few) == FIRST_STEPS_LIMIT_SECONDS  # of the first image
     trained.observe(few, 8.005, 8.0)
     assert trained.patience(few) > MULTIPLE * 8.0
-    assert trained.patience(replace(few, image_tokens=8000)) > MULTIPLE * 16.0
+    assert trained.patience(replace(few, span_tokens=8000)) > MULTIPLE * 16.0
     assert trained.patience(step(0, (10,))) == MIN_STEP_LIMIT_SECONDS
     assert trained.patience(usual) <= before, "the tower's time counts for a text"
     for _ in range(10):

@@ -8,6 +8,7 @@ import pytest
 
 from fake_stream import Stream
 from harness import Harness, make_harness
+from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.errors import (
     DeadlineExceeded,
     EngineUnavailable,
@@ -16,7 +17,6 @@ from rayfin.actors.errors import (
     RequestHandedBack,
 )
 from rayfin.actors.guidance import CallGrammar, Guidance, Thinking
-from rayfin.actors.messages import AdapterRef
 from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.scheduler.queues.lobby import MOST_KNOWN, MOST_SKIPPING
 from rayfin.actors.timing import PREPARE_SECONDS
@@ -399,7 +399,7 @@ def test_the_toy_needs_its_grammar() -> None:
     source = h.add([1, 2, 3], 12, guidance=Guidance("a")).source
     tokens = []
     for guidance in (None, Guidance("a"), Guidance("b")):
-        other = replace(source, sampling=replace(source.sampling, guidance=guidance))
+        other = replace(source, parts=() if guidance is None else (guidance,))
         tokens.append(truth(h, Stream(other, h.config.vocab_size)))
     h.run()
     assert h.streams["a", 0].tokens == tokens[1]

@@ -3,10 +3,10 @@
 import pytest
 
 from harness import Harness, make_harness
-from rayfin.actors.adapters.usage import AdapterStats, AdapterUsage
+from rayfin.actors.adapters.part import AdapterFacts, AdapterRef, AdapterStats, AdapterUsage
 from rayfin.actors.errors import RunnerGroupFailed
 from rayfin.actors.histogram import Histogram
-from rayfin.actors.messages import AdapterRef, EngineRequest
+from rayfin.actors.messages import EngineRequest
 from rayfin.actors.metrics.engine_stats import lora_labels
 from rayfin.actors.scheduler.state.adapter_counters import AdapterCounters
 
@@ -56,12 +56,12 @@ def test_news_of_the_runner() -> None:
     counters = AdapterCounters(Histogram(()))
     counters.observe(AdapterUsage(("a", "b"), 300, (0.5, 0.25), 1, 0))
     counters.observe(AdapterUsage(("b", "c"), 250, (0.25,), 0, 1))
-    stats = counters.stats(4, [], loading=0, requests_waiting=0)
+    stats = counters.stats([AdapterFacts(at_once=4)], [], loading=0, requests_waiting=0)
     assert stats.resident == {"b", "c"} and stats.bytes == 250
     assert stats.loads == {"ok": 3, "failed": 1} and stats.evicted == 1
     assert counters.load.sum == 1.0
     counters.restart()
-    after = counters.stats(4, [], loading=0, requests_waiting=0)
+    after = counters.stats([AdapterFacts(at_once=4)], [], loading=0, requests_waiting=0)
     assert after.resident == frozenset() and after.bytes == 0
     assert after.loads == stats.loads and after.evicted == 1
 

@@ -4,7 +4,7 @@ import pytest
 
 from harness import make_harness
 from rayfin.actors.errors import ContextLengthExceeded, Overloaded, RayfinError, RequestHandedBack
-from rayfin.actors.messages import ImageUsage
+from rayfin.actors.media.part import MediaUsage
 from rayfin.actors.metrics.engine_stats import ENGINE_HISTOGRAMS, EngineStats
 
 R, P, T = 4, 11, 7  # requests, one after the other; tokens of each prompt and each output
@@ -169,8 +169,8 @@ def test_new_runners_are_counted() -> None:
 def test_images_are_counted() -> None:
     h = make_harness()
     counters = h.engine.lifecycle.state.counters
-    counters.images(ImageUsage(num_bytes=100, seconds=(0.2, 0.3)))
-    counters.images(ImageUsage(num_bytes=60, hits=3, evictions=1, seconds=(0.1,)))
+    counters.images(MediaUsage(num_bytes=100, seconds=(0.2, 0.3)))
+    counters.images(MediaUsage(num_bytes=60, hits=3, evictions=1, seconds=(0.1,)))
     stats = h.engine.stats()
     assert (stats.image_cache_bytes, stats.image_cache_hits) == (60, 3)
     assert (stats.images_encoded, stats.image_cache_evictions) == (3, 1)

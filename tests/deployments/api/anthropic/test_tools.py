@@ -10,6 +10,7 @@ import pytest
 from anthropic import AsyncAnthropic
 from pydantic import BaseModel
 
+from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import EngineInfo
 from rayfin.deployments.text.parsing.detect import Detected
 from rayfin.deployments.text.parsing.rows import find_reasoning_format, find_tool_format
@@ -193,7 +194,7 @@ async def test_a_form_becomes_a_grammar(
     body = {name: {"format": form} if name == "output_config" else form}
     reply = await anthropic.messages.create(**ASKED, extra_body=body)
     assert json.loads(reply.content[0].text) == {"city": "Rome"}
-    assert "city" in engine.seen[-1].sampling.guidance.grammar
+    assert "city" in engine.seen[-1].part(Guidance).grammar
     if name == "output_config":
         parsed = await anthropic.messages.parse(**ASKED, output_format=Place)
         assert parsed.parsed_output == Place(city="Rome")

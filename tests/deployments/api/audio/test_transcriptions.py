@@ -94,7 +94,7 @@ async def test_language_and_hint(client: httpx.AsyncClient, tiny: AudioModel) ->
     else:
         hint = " The language of the speech is de.\nNames: Ada <|AUDIO|>"
         assert text == (before + behind).rstrip() + hint + end
-        assert len(engine.seen[-1].images) == 1
+        assert len(engine.seen[-1].parts) == 1
         assert "x-rayfin-ignored-fields" not in reply.headers
 
 

@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from rayfin.actors.errors import NoTokenLeft
-from rayfin.actors.guidance import NO_END
+from rayfin.actors.guidance import NO_END, Guidance
 from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.guidance.grammar import Grammar, make_grammar
@@ -45,7 +45,7 @@ async def test_a_form_becomes_a_grammar(
     assert response.status_code == 200, response.text
     assert len(engine.seen) == 2
     for request in engine.seen:
-        guidance = request.sampling.guidance
+        guidance = request.part(Guidance)
         assert part in guidance.grammar and guidance.calls is None
         assert guidance.ends == (engine.eos,)
         assert guidance.ends_from == len(request.prompt) + 1
@@ -60,7 +60,7 @@ async def test_the_engine_hears_which_grammars_are_quick(
     for _ in range(2):
         response = await http.post(path, json={**PATHS[path], "guided_json": SCHEMA})
         assert response.status_code == 200, response.text
-    assert [request.sampling.guidance.quick for request in engine.seen] == [most > 0] * 2
+    assert [request.part(Guidance).quick for request in engine.seen] == [most > 0] * 2
 
 
 RULED: list[tuple[dict[str, Any], str]] = [
@@ -123,7 +123,7 @@ async def test_the_checker_makes_grammars_that_take_long(
     response = await http.post(path, json={**PATHS[path], "structured_outputs": {"json": schema}})
     assert response.status_code == 200, response.text
     expected = make_grammar(outputs)
-    assert engine.seen[0].sampling.guidance.grammar == expected.text
+    assert engine.seen[0].part(Guidance).grammar == expected.text
     paths = ", ".join(expected.unenforced)
     assert response.headers.get("x-rayfin-unenforced", "") == paths
     assert made == [expected] * makes
@@ -141,14 +141,14 @@ async def test_a_long_form_is_refused_by_its_path(http: httpx.AsyncClient, path:
 async def test_plain_text_has_no_grammar(http: httpx.AsyncClient, engine: Any, path: str) -> None:
     body = {**PATHS[path], "response_format": {"type": "text"}, "guided_json": None}
     assert (await http.post(path, json=body)).status_code == 200
-    assert engine.seen[0].sampling.guidance is None
+    assert engine.seen[0].part(Guidance) is None
 
 
 async def test_ignore_eos_forbids_ends(http: httpx.AsyncClient, engine: Any) -> None:
     body = {**PATHS["/v1/completions"], "guided_regex": "a*", "ignore_eos": True}
     assert (await http.post("/v1/completions", json=body)).status_code == 200
     request = engine.seen[0]
-    assert request.sampling.guidance.ends_from == NO_END
+    assert request.part(Guidance).ends_from == NO_END
     assert engine.eos in request.stopping.stop_token_ids
 
 
@@ -309,4 +309,4 @@ async def test_the_openai_package(openai: AsyncOpenAI, engine: Any) -> None:
         model="tiny", messages=messages, response_format=format, stream=True
     )
     assert [chunk async for chunk in stream]
-    assert '"integer"' in engine.seen[0].sampling.guidance.grammar
+    assert '"integer"' in engine.seen[0].part(Guidance).grammar

@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import EngineInfo, TokenLog
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.text.parsing.detect import Detected
@@ -370,7 +371,7 @@ async def test_tools_that_templates_do_not_see(
 
 
 def guidance(engine: Any) -> Any:
-    return engine.seen[-1].sampling.guidance
+    return engine.seen[-1].part(Guidance)
 
 
 async def test_rules_of_a_choice(http: httpx.AsyncClient, engine: Any, marked: Tokenizer) -> None:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import EngineInfo
 from rayfin.deployments.text.parsing.detect import Detected
 from rayfin.deployments.text.parsing.rows import find_reasoning_format, find_tool_format
@@ -245,10 +246,10 @@ async def test_a_form_becomes_a_grammar(
     says('{"city": "Rome"}')
     reply = await openai.responses.create(**ASKED, text={"format": form, "verbosity": "low"})
     assert json.loads(reply.output_text) == {"city": "Rome"}
-    assert engine.seen[-1].sampling.guidance.grammar
+    assert engine.seen[-1].part(Guidance).grammar
     assert reply.text.format.type == form["type"]
     plain = await openai.responses.create(**ASKED, text={"format": {"type": "text"}})
-    guidance = engine.seen[-1].sampling.guidance
+    guidance = engine.seen[-1].part(Guidance)
     assert plain.output_text and (guidance is None or not guidance.grammar)
 
 

@@ -12,10 +12,10 @@ import torch
 from rayfin.actors.messages import Sampling
 from rayfin.actors.runner.cpu.packed_experts import PackedExpertsModule
 from rayfin.actors.runner.cpu.packed_layers import PackedLinear
-from rayfin.actors.runner.lora.reader import layer_sizes
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.models.attention import indexer
 from rayfin.actors.runner.models.inspect_layers import gates_plainly, is_experts
+from rayfin.actors.runner.parts.lora.reader import layer_sizes
 from rayfin.kernels.cpu.library import try_load
 
 MAX_TOKENS = 10

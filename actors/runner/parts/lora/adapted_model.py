@@ -1,0 +1,87 @@
+"""Adds each row's adapter to the outputs of linear layers: the obvious version.
+
+The layers stay as they are, whatever they compute with (packed, 8-bit, on a GPU). Rows are grouped
+by adapter once per step; rows of the base model are not touched.
+"""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.runner.models.paged_model import PagedModel
+from rayfin.actors.runner.parts.lora.reader import Adapter
+from rayfin.actors.runner.parts.lora.store import AdapterStore
+from rayfin.actors.runner.step.batch import StepInputs
+from rayfin.cache.kv_tensors import KVLayout, KVTensors
+
+
+class AdaptedModel:
+    """A ``StepModel`` over ``paged``, whose rows compute with the adapters of their slots."""
+
+    def __init__(self, paged: PagedModel, store: AdapterStore) -> None:
+        self._paged = paged
+        self._store = store
+        self._tokens = 0
+        self._groups: list[tuple[Adapter, torch.Tensor]] = []  # of the current step
+        for path in store.sizes:
+            module = paged.transformer.get_submodule(path)
+            module.register_forward_hook(partial(self._add, path))
+
+    @property
+    def layouts(self) -> list[KVLayout]:
+        return self._paged.layouts
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._paged.dtype
+
+    @property
+    def transformer(self) -> nn.Module:
+        return self._paged.transformer
+
+    def bind(self, cache: KVTensors) -> None:
+        """Makes the layers keep their keys and values in ``cache``."""
+        self._paged.bind(cache)
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """The logits [S, V] of the tokens at ``inputs.sampled``; the cache gets all T tokens."""
+        self._groups = group_tokens(self._store.of_rows(inputs.slots), inputs)
+        self._tokens = len(inputs.input_ids)
+        try:
+            return self._paged.forward(inputs)
+        finally:
+            self._groups = []
+
+    def _add(self, path: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        """The module's output with the adapters' parts; a hook of torch's."""
+        groups = [(own.layers[path], rows) for own, rows in self._groups if path in own.layers]
+        if not groups:
+            return output
+        x = inputs[0].reshape(-1, inputs[0].shape[-1])
+        if len(x) != self._tokens:
+            raise InvalidRequest(f"An adapter's layer {path} sees some of the tokens only.")
+        y = output.reshape(-1, output.shape[-1]).clone()
+        for low_rank, rows in groups:
+            y[rows] += low_rank.delta(x[rows]).to(y.dtype)
+        return y.view(output.shape)
+
+
+def group_tokens(
+    adapters: list[Adapter | None], inputs: StepInputs
+) -> list[tuple[Adapter, torch.Tensor]]:
+    """The tokens [N] int64 of each adapter of a step, by the adapters of its rows."""
+    if not adapters:
+        return []
+    starts = np.asarray(inputs.batch.query_start_cpu).tolist()
+    tokens: dict[str, tuple[Adapter, list[int]]] = {}
+    for row, adapter in enumerate(adapters):
+        if adapter is not None:
+            own = tokens.setdefault(adapter.digest, (adapter, []))[1]
+            own.extend(range(starts[row], starts[row + 1]))
+    device = inputs.input_ids.device
+    return [(adapter, torch.tensor(rows, device=device)) for adapter, rows in tokens.values()]

@@ -1,0 +1,100 @@
+"""Makes the proposer that the settings name, and the speculator around it.
+
+What drafts with weights of its own is in ``stepping.py``: it brings transformers' modelling code,
+which takes seconds to import, and which n-grams do without.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from rayfin.actors.config import EngineArgs, EngineConfig
+from rayfin.actors.runner.loading import LoadedModel
+from rayfin.actors.runner.models.step_model import StepModel
+from rayfin.actors.runner.sampling.sampler import Sampler
+from rayfin.actors.runner.speculation.interface import Proposer, Stepping
+from rayfin.actors.runner.speculation.ngram import NGramProposer
+from rayfin.actors.runner.speculation.planner import DraftPlanner
+from rayfin.actors.runner.speculation.speculator import Speculator
+from rayfin.actors.runner.speculation.suffix import SuffixProposer
+from rayfin.actors.runner.step.batch import StepInputs
+from rayfin.actors.runner.step.measured_step import measure_steps
+from rayfin.actors.runner.step.request_slots import RequestSlots
+from rayfin.actors.step_cost import StepCost
+
+
+def with_speculation(loaded: LoadedModel, args: EngineArgs) -> LoadedModel:
+    """The model with the layers of the draft model or head that ``args`` names, if any.
+
+    Raises:
+        InvalidConfig: they cannot be loaded, or are of another model.
+    """
+    if args.speculation is None or not args.speculation.one_device:
+        return loaded
+    from rayfin.actors.runner.speculation.stepping import with_weights
+
+    return with_weights(loaded, args, args.speculation)
+
+
+def make_proposer(
+    config: EngineConfig, model: StepModel, slots: RequestSlots, device: torch.device
+) -> Proposer:
+    """The proposer of ``config.speculation``, which must be set.
+
+    Args:
+        model: the runner's; with a draft model a ``DraftedModel``, with a head a ``HeadedModel``.
+    """
+    settings = config.speculation
+    assert settings is not None
+    if settings.one_device:
+        from rayfin.actors.runner.speculation.stepping import make_stepping
+
+        return make_stepping(config, model, slots, device)
+    count, length = config.limits.max_decoding_batch, config.max_model_len
+    shortest, longest = settings.prompt_lookup_min, settings.prompt_lookup_max
+    own = NGramProposer(count, length, shortest=shortest, longest=longest)
+    if settings.method == "ngram":
+        return own
+    return SuffixProposer(
+        count,
+        length,
+        most_texts=settings.suffix_decoding_max_cached_requests,
+        factor=settings.suffix_decoding_max_spec_factor,
+        own=own,
+    )
+
+
+def make_speculator(
+    plugin: Callable[[], Proposer] | None,
+    args: EngineArgs,
+    config: EngineConfig,
+    loaded: LoadedModel,
+    forward: Callable[[StepInputs], torch.Tensor],
+    slots: RequestSlots,
+    sampler: Sampler,
+) -> Speculator | None:
+    """Makes the speculator of a start, which measures steps; None if nothing drafts.
+
+    Args:
+        plugin: makes a proposer in place of the one that the settings name.
+        forward: computes a step.
+    """
+    settings, named = config.speculation, args.sets_speculation
+    if plugin is None and settings is None:
+        return None
+    device = loaded.device
+    proposer = plugin() if plugin else make_proposer(config, loaded.model, slots, device)
+    adaptive = settings is not None and settings.adaptive and (named or plugin is None)
+    follow = loaded.peers is None  # ranks would measure different times
+    cost = StepCost.assumed()
+    if adaptive and follow:
+        cost = measure_steps(forward, config, device, loaded.states, few=not named)
+    planner = DraftPlanner(
+        config.limits.max_decoding_batch,
+        config.num_speculative_tokens,
+        cost,
+        adaptive=adaptive,
+        follow=follow,
+        draft_seconds=proposer.seconds if isinstance(proposer, Stepping) else None,
+    )
+    return Speculator(proposer, slots, sampler, device, config.limits, planner, loaded.states)

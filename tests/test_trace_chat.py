@@ -1,0 +1,32 @@
+"""How many files a plain chat runs through, and that it enters no more rooms of features."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow(reason="serves a model")
+
+PATH = Path(__file__).parents[1] / "tools" / "trace_chat.py"
+MOST_FILES = 123  # the goal is 60; lower it with each file that a chat no longer enters
+STILL_ENTERED = {  # rooms of features that a plain chat is still to leave
+    "actors/runner/speculation": 5,  # the default method drafts for every chat
+    "deployments/embeds": 1,
+    "deployments/guidance": 4,
+}
+
+
+def test_a_plain_chat_runs_through_few_files() -> None:
+    spec = importlib.util.spec_from_file_location("rayfin_trace_chat", PATH)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    files = module.trace_chat()
+    assert "actors/scheduler/engine.py" in files and "actors/runner/model_runner.py" in files
+    assert len(files) <= MOST_FILES, "\n".join(files)
+    entered = [name for name in files if name.startswith(module.FEATURES)]
+    rooms = {str(Path(name).parent) for name in entered}
+    counts = {room: sum(str(Path(name).parent) == room for name in entered) for room in rooms}
+    assert all(count <= STILL_ENTERED.get(room, 0) for room, count in counts.items()), entered
