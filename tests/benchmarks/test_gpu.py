@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import gpu
-import offline_host
+import hops
 import pytest
 from gpu_bench import Bench
 from gpu_engine import busy_seconds, nano_trace
@@ -69,9 +69,9 @@ def test_calls_are_sections_in_the_order_of_the_page() -> None:
 def test_the_host_of_a_step(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["offline_host.py", "--rows", "3"])
-    monkeypatch.setattr(offline_host, "ROUNDS", 1)
-    offline_host.main()
+    monkeypatch.setattr(sys, "argv", ["hops.py host", "--rows", "3"])
+    monkeypatch.setattr(hops, "HOST_ROUNDS", 1)
+    hops.host()
     *_, row = capsys.readouterr().out.splitlines()
     assert row.startswith("| 3 |") and len(row.split("|")) == 6
 
