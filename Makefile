@@ -7,7 +7,7 @@ SERVING := $(VENV)/.installed-serving
 PLOTS := $(VENV)/.installed-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help install kernels sanitize serve wheel observe check test test-all simulate chaos soak docs lint format bench bench-core bench-gpu pictures demo-model
+.PHONY: help install kernels sanitize serve wheel observe check test test-all test-newest simulate chaos soak docs lint format bench bench-core bench-gpu pictures demo-model
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -76,6 +76,13 @@ test: $(INSTALLED)  ## lint, types and the tests, on two cores (ARGS="-k schedul
 test-all: $(INSTALLED)  ## lint, types and all tests at their full depth, on two cores
 	$(BIN)/ruff check .
 	$(PYTEST) --all $(ARGS)
+
+# Without constraints.txt: once a week, it says what the next releases of torch, transformers, Ray and others break.
+test-newest:  ## run the tests with the newest versions of all packages, in .venv-newest (ARGS="--fast")
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev]'
+	.venv-newest/bin/pip list --format=freeze | grep -E '^(torch|transformers|ray|starlette|pydantic|triton)=='
+	.venv-newest/bin/python -m pytest -q -n 2 --no-loadscope-reorder --durations=10 $(ARGS)
 
 simulate: $(INSTALLED)  ## simulate lives of the scheduler without a model (SEEDS=10000 or REQUESTS=100000)
 	$(BIN)/python tools/simulate.py $(if $(REQUESTS),--requests $(REQUESTS),--seeds $(or $(SEEDS),1000))
