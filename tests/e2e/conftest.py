@@ -168,7 +168,7 @@ class Deployed:
             assert done, "the stream broke off"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster() -> Iterator[None]:
     """A Ray of the tests' own."""
     with short_folder() as folder, pytest.MonkeyPatch.context() as environment:
@@ -189,7 +189,7 @@ def cluster() -> Iterator[None]:
             ray.shutdown()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def served(cluster: None) -> str:
     """Ray Serve on a free port: its address."""
     port = _free_port()
@@ -197,14 +197,14 @@ def served(cluster: None) -> str:
     return f"http://127.0.0.1:{port}"  # it goes down with its Ray
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def app(served: str) -> Deployed:
     """The model behind the OpenAI API."""
     server = ServerArgs(admin_api_key=ADMIN_KEY, metrics_alias="vllm")
     return _deploy(bind_app(server, EngineArgs(**SETTINGS)), APP, served)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def site(served: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Deployed]:
     """Makes one application of several models, and returns each of them by its name."""
     from audio_models import AudioModel
@@ -254,41 +254,41 @@ def port() -> int:
     return _free_port()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def serve_driver() -> str:
     """A program that serves: its arguments are the model and the port."""
     return SERVE_DRIVER
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def deploy() -> Callable[..., Deployed]:
     return _deploy
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def model() -> str:
     return MODEL
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def eventually() -> Callable[..., Any]:
     return _eventually
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def settings() -> dict[str, Any]:
     """The engine's settings, for tests that start one more."""
     return SETTINGS
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def solo() -> Iterator[LLM]:
     """The same model in this process: what every served answer must equal."""
     with LLM(**SETTINGS) as llm:
         yield llm
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def actors(cluster: None) -> Iterator[LLM]:
     """The same model as actors."""
     with LLM(executor="ray", **SETTINGS) as llm:
@@ -301,7 +301,7 @@ def llm(request: pytest.FixtureRequest) -> LLM:
     return chosen
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def greedy(solo: LLM) -> Callable[[str, int], list[int]]:
     """prompt, length -> the tokens that it is answered with when nothing else runs."""
 
