@@ -342,14 +342,14 @@ def attend_tiles(
         seen = tl.minimum(end_key, position + 1) - first_key  # by the first query, so by all
         masked_from += tl.maximum(seen, 0) // KEYS * KEYS
         for start in range(first_key, masked_from, KEYS):
-            own = page
+            whole_page = page
             ahead = start + KEYS + tl.arange(0, KEYS)
             page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end_key, other=0)
             highest, total, summed = attend_block(
                 q,
                 k_pages,
                 v_pages,
-                own,
+                whole_page,
                 start,
                 end_key,
                 positions,
@@ -373,14 +373,14 @@ def attend_tiles(
                 FORM,
             )
     for start in range(masked_from, end_key, KEYS):
-        own = page
+        block_page = page
         ahead = start + KEYS + tl.arange(0, KEYS)
         page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end_key, other=0)
         highest, total, summed = attend_block(
             q,
             k_pages,
             v_pages,
-            own,
+            block_page,
             start,
             end_key,
             positions,

@@ -91,7 +91,7 @@ def test_policy_follows_the_measured_time(harness: Make) -> None:
     """Of a step, not of a call: a lease of 16 that takes 16 times as long changes nothing."""
     h = harness()
     own = h.engine._multi_step
-    policy = MultiStepPolicy(h.engine.lifecycle.state, own._microbatcher, 16, own.drafts)
+    policy = MultiStepPolicy(h.engine.lifecycle.state, own._microbatcher, 16, own._drafts)
     policy.observe(0.001, 1)
     policy.observe(0.016, 16)
     assert policy._step_seconds == pytest.approx(0.001)

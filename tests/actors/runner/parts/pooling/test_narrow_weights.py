@@ -83,7 +83,8 @@ def test_nothing_is_narrow_when_it_runs(tmp_path: Path, monkeypatch: pytest.Monk
         lambda *given: loaded.append(real(*given)) or loaded[-1],
     )
     answers(folder, "classify")
-    model, head = loaded[0].model.transformer, loaded[0].pools.head._model
+    (part,) = loaded[0].parts
+    model, head = loaded[0].model.transformer, part._head._model
     for module in (model, head):
         own = [parameter for _, parameter in module.named_parameters()]
         assert own and not any(isinstance(parameter, NarrowWeight) for parameter in own)
