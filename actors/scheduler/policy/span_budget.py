@@ -57,7 +57,8 @@ class SpanBudget:
         """Counts the spans of a chunk that is in the step."""
         self._room -= length
         if self._left is not None and request.source.parts:
-            self._left -= len(self._begun(request, computed, length))
+            # More than are left may begin in a prompt that no step cuts.
+            self._left = max(self._left - len(self._begun(request, computed, length)), 0)
 
     @staticmethod
     def _begun(request: Request, computed: int, length: int) -> list[int]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from rayfin.actors.guidance import Guidance
 from rayfin.actors.media.part import MediaInput
 from rayfin.actors.scheduler.policy.span_budget import SpanBudget
 from rayfin.actors.settings.uncut import Uncut
@@ -50,6 +51,17 @@ def test_prompts_are_whole() -> None:
     budget.take(_request(), 0, 1)
     assert budget.cap(_request(), 0, 8) == 0
     assert budget.cap(_request(), 60, 2) == 2, "a token of the answer"
+
+
+def test_a_whole_prompt_may_begin_more_images_than_are_left() -> None:
+    budget = SpanBudget(200, Uncut("prompt"))
+    budget.begin(4)
+    pictures, guided = _request((3, 16), (25, 16)), _request()
+    guided.source.parts.append(Guidance("a grammar"))
+    assert budget.cap(pictures, 0, 60) == 60
+    budget.take(pictures, 0, 60)
+    assert not budget.allows(pictures), "one image beside streams"
+    assert budget.allows(guided) and budget.cap(guided, 0, 60) == 60
 
 
 def test_other_images_are_cut_anywhere() -> None:
