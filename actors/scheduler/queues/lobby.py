@@ -11,6 +11,7 @@ all that are new in it.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass, field
 
 from rayfin.actors.errors import RayfinError
@@ -107,7 +108,7 @@ class Lobby:
                 missing = self._missing.get(request, set())
                 missing.discard(digest)
                 if error is not None:
-                    yield request, error
+                    yield request, copy(error)  # whose client names its own field in it
                 elif not missing and self.discard(request):
                     self._waits.observe(now - request.arrival)
                     yield request, None

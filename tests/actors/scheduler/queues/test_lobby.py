@@ -181,6 +181,8 @@ def test_a_grammar_that_does_not_compile_ends_its_requests() -> None:
         error = stream.ended.error
         assert isinstance(error, InvalidRequest) and error.code == "grammar_failed"
         assert "does not compile" in error.message
+    first, second = (stream.ended for stream in failing)
+    assert first and second and first.error is not second.error, "each client names its own field"
     assert fine.ended is not None and fine.ended.finish_reason == "length"
     stats = h.engine.stats()
     assert stats.grammar_failures == {"compile": 2} and stats.failed == {"grammar_failed": 2}
