@@ -113,7 +113,7 @@ def all_of(parts: Iterable[object], kind: type[P]) -> tuple[P, ...]:
 
 def uncut_of(parts: Iterable[PartFacts]) -> Uncut:
     """Returns what no step cuts: of the one part that has such."""
-    return next((part.uncut for part in parts if part.uncut is not ANY), ANY)
+    return next((part.uncut for part in parts if part.uncut != ANY), ANY)
 
 
 def front_tokens(parts: Iterable[PartFacts]) -> int:

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from rayfin.actors import errors
+from rayfin.actors.adapters.part import AdapterFacts
 from rayfin.actors.errors import (
     ContextLengthExceeded,
     InvalidRequest,
     RayfinError,
 )
+from rayfin.actors.media.part import MediaFacts
 from rayfin.actors.messages import (
     NO_STEP,
     Ended,
@@ -27,6 +29,8 @@ from rayfin.actors.messages import (
     TokenDeltas,
 )
 from rayfin.actors.metrics.engine_stats import EngineStats
+from rayfin.actors.parts import uncut_of
+from rayfin.actors.settings.uncut import Uncut
 
 
 def _ints(*values: int) -> np.ndarray:
@@ -77,6 +81,11 @@ def _same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_messages_pickle(message: Any) -> None:
     assert _same(message, pickle.loads(pickle.dumps(message)))
+
+
+def test_facts_of_parts_mean_the_same_in_another_process() -> None:
+    parts = AdapterFacts(), MediaFacts(token_id=3, uncut=Uncut("image", 9))
+    assert uncut_of(pickle.loads(pickle.dumps(parts))) == uncut_of(parts) == Uncut("image", 9)
 
 
 def test_chunk_prompt_is_a_view() -> None:
