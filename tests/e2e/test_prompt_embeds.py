@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rayfin import LLM, SamplingParams
-from rayfin.actors.messages import EngineInfo
+from rayfin.deployments.embeds.read import embeds_size
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -21,11 +21,9 @@ def both(cluster: None, settings: dict[str, Any]) -> Iterator[tuple[LLM, LLM]]:
 
 def test_executors_agree(both: tuple[LLM, LLM]) -> None:
     there, here = both
-    info: EngineInfo = here._engine.info
+    size = embeds_size(here._engine.info)
     torch.manual_seed(0)
-    prompts: list[Any] = [
-        {"prompt_embeds": 0.1 * torch.randn(count, info.embeds_size)} for count in (3, 40)
-    ]
+    prompts: list[Any] = [{"prompt_embeds": 0.1 * torch.randn(count, size)} for count in (3, 40)]
     prompts.append("To be or not to be,")
     tokens = [
         [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
@@ -39,7 +37,7 @@ def test_executors_agree(both: tuple[LLM, LLM]) -> None:
 def test_chats_agree(both: tuple[LLM, LLM]) -> None:
     """Each part of a conversation is an object of its own in the store."""
     there, here = both
-    size = here._engine.info.embeds_size
+    size = embeds_size(here._engine.info)
     torch.manual_seed(1)
     rows = [torch.randn(count, size) for count in (3, 40)]
     parts = [{"type": "prompt_embeds", "data": own} for own in rows]
