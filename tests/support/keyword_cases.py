@@ -132,6 +132,18 @@ ENFORCED = [
     Case("exclusiveMinimum", {"type": "number", "exclusiveMinimum": 1}, [1.5, 2], [1, 0]),
     Case("exclusiveMaximum", {"type": "integer", "exclusiveMaximum": 10}, [9, -1], [10, 11]),
     Case(
+        "exclusiveMinimum near another bound",
+        {"type": "number", "exclusiveMinimum": 0, "anyOf": [{"maximum": 0.5}, {"minimum": 3}]},
+        [0.1, 0.5, 3],
+        [0, 0.6],
+    ),
+    Case(
+        "exclusiveMaximum near another bound",
+        {"type": "number", "minimum": -99.5, "exclusiveMaximum": -99},
+        [-99.5, -99.1],
+        [-99, -99.6],
+    ),
+    Case(
         "bounds of draft 4",
         {"$schema": D4, "type": "integer", "minimum": 1, "exclusiveMinimum": True},
         [2],
@@ -607,4 +619,10 @@ REFUSED = [
     Refusal("a constant beyond doubles", {"const": 2**53 + 1}, ".const", narrows=False),
     Refusal("a bound beyond 18 digits", {"minimum": 10**19}, ".minimum", narrows=False),
     Refusal("a factor of many digits", {"multipleOf": 1.23456789012e-3}, ".multipleOf"),
+    Refusal("a factor of many remainders", {"multipleOf": 1_000_003}, ".multipleOf"),
+    Refusal(
+        "factors that overflow",
+        {"multipleOf": 65537, "allOf": [{"multipleOf": 65539}]},
+        ".multipleOf",
+    ),
 ]

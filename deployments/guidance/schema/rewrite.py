@@ -44,6 +44,9 @@ MAX_BOUND = (
     999_999_999_999_999_872  # the largest double of 18 digits, which llguidance can count to
 )
 MAX_COUNT = 2**32 - 1  # of characters, elements, properties
+MIN_BOUND = 1e-18  # of a number greater than 0
+MAX_FACTOR = 100_000  # in units of its last digit: an automaton has a state for each remainder
+MAX_TENS = 10**8  # of a factor that is one digit and zeros, whose remainders are few
 
 _COUNTS = frozenset("minLength maxLength minItems maxItems minProperties maxProperties".split())
 _BOUNDS = frozenset("minimum maximum exclusiveMinimum exclusiveMaximum".split())
@@ -90,6 +93,8 @@ class Rewriter:
         self._waiting: list[str] = []  # names of definitions
         self._one_ofs: list[tuple[dict[str, Any], str]] = []  # schemas with oneOf, and their paths
         self._open: list[dict[str, Any]] = []  # objects that take names that are not listed
+        self._factors: list[tuple[dict[str, Any], str]] = []  # schemas with one, and its path
+        self._joins = False  # several schemas hold one value
         self._has_patterns = False
         self.unenforced: list[str] = []  # paths of keywords
 
@@ -108,6 +113,7 @@ class Rewriter:
             name = self._waiting.pop()
             if name not in self._definitions:
                 self._definitions[name] = self._object(targets[name])
+        self._hold_factors()
         disjoint = Disjoint(self._definitions)
         for schema, path in self._one_ofs:
             options = schema.pop("oneOf")
@@ -145,6 +151,7 @@ class Rewriter:
         if isinstance(schema, bool):
             return schema
         node: dict[str, Any] = {}
+        self._joins = self._joins or _joins(schema)
         for keyword in _in_order(schema):
             inner = f"{path}.{short(keyword)}"
             handler = self._handlers.get(keyword)
@@ -231,9 +238,8 @@ class Rewriter:
 
     def _bound(self, node: dict[str, Any], path: str, value: Any, at: Pointer) -> None:
         """Draft 4's booleans become numbers; bounds that cannot be counted to are tightened."""
-        keyword = str(at[-1])
+        keyword, schema = str(at[-1]), self._references.value(at[:-1])
         if isinstance(value, bool):
-            schema = self._references.value(at[:-1])
             plain = "minimum" if keyword == "exclusiveMinimum" else "maximum"
             if not value or plain not in schema:
                 return
@@ -241,20 +247,37 @@ class Rewriter:
         is_least = keyword in ("minimum", "exclusiveMinimum")
         if not _is_exact(value):
             value = _inner(value, is_least)
+        if keyword.startswith("exclusive") and _is_passed(value, is_least, schema.get("type")):
+            keyword = keyword.replace("exclusiveM", "m")
+            value += _step_from(value) if is_least else -_step_from(value)
         if abs(value) > MAX_BOUND:
             if (value > 0) == is_least:
                 raise unsupported(path, f"a bound of more than {MAX_BOUND}")
             keyword = keyword.replace("exclusiveM", "m")
-            if keyword in node:
-                return
             value = -MAX_BOUND if is_least else MAX_BOUND
-        node[keyword] = value
+        tighter = max if is_least else min
+        node[keyword] = tighter(value, node.get(keyword, value))
 
     def _factor(self, node: dict[str, Any], path: str, value: float, at: Pointer) -> None:
         if _is_countable(value):
             node["multipleOf"] = value
+            self._factors.append((node, path))
         else:
             self._drop(path, "a factor of many digits")
+
+    def _hold_factors(self) -> None:
+        """Leaves factors out that may hold one number: llguidance multiplies them in 32 bits."""
+        factors = {Fraction(str(node["multipleOf"])) for node, _ in self._factors}
+        unit = math.lcm(*(factor.denominator for factor in factors))
+        counts = [int(factor * unit) for factor in factors]
+        common = math.lcm(*counts)
+        if not self._joins or len(factors) < 2:
+            return
+        if common * max(counts) < 2**32 and _is_small(common):
+            return
+        for node, path in self._factors:
+            self._drop(path, "factors whose common multiple is large")
+            del node["multipleOf"]
 
     def _reference(self, node: dict[str, Any], path: str, value: str, at: Pointer) -> None:
         target = self._references.targets[at[:-1]]
@@ -474,12 +497,38 @@ def _inner(value: int, is_least: bool) -> float:
     return near
 
 
+def _joins(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema holds a value to several schemas, which llguidance makes one of."""
+    if len(schema.get("allOf", ())) > 1 or schema.keys() >= {"properties", "patternProperties"}:
+        return True
+    return bool(schema.keys() & APPLICATORS) and len(schema.keys() - _SILENT) > 1
+
+
+def _is_passed(bound: float, is_least: bool, kind: Any) -> bool:
+    """Whether llguidance may let a bound itself through that is exclusive.
+
+    It does so with whole ones that are nearer to 0 than another bound less than 1 away.
+    """
+    is_whole = abs(bound) < 10**14 and bound == int(bound)
+    return kind != "integer" and is_whole and (bound >= 0 if is_least else bound <= 0)
+
+
+def _step_from(bound: float) -> float:
+    """To the next number of 15 digits, which llguidance reads exactly."""
+    return float(10.0 ** (len(str(abs(int(bound)))) - 15)) if bound else MIN_BOUND
+
+
+def _is_small(count: int) -> bool:
+    """Whether an automaton can hold a number to multiples of a whole one."""
+    return count <= MAX_FACTOR or (count <= MAX_TENS and len(str(count).rstrip("0")) == 1)
+
+
 def _is_countable(factor: float) -> bool:
-    """Whether llguidance reads a factor as this decimal, with at most 32 bits of digits."""
+    """Whether llguidance reads a factor as this decimal, and holds numbers to it in time."""
     scaled, digits = float(factor), 0
     while scaled != int(scaled):
         scaled *= 10.0
         digits += 1
         if digits > 20:
             return False
-    return scaled < 2**32 and Fraction(str(factor)) == Fraction(int(scaled), 10**digits)
+    return _is_small(int(scaled)) and Fraction(str(factor)) == Fraction(int(scaled), 10**digits)
