@@ -281,10 +281,20 @@ class Rewriter:
 
     def _reference(self, node: dict[str, Any], path: str, value: str, at: Pointer) -> None:
         target = self._references.targets[at[:-1]]
-        if not isinstance(self._references.value(target), bool):
-            node["$ref"] = self._named(target)
-        elif not self._references.value(target):
+        if self._references.value(target) is False or self._is_endless(target):
             also(node, NOTHING)
+        elif self._references.value(target) is not True:
+            node["$ref"] = self._named(target)
+
+    def _is_endless(self, target: Pointer) -> bool:
+        """Whether references lead from a schema back to it, so that no value can be valid."""
+        seen = set[Pointer]()
+        while target in self._references.targets:
+            if target in seen:
+                return True
+            seen.add(target)
+            target = self._references.targets[target]
+        return False
 
     # Keywords that hold schemas.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from byte_matcher import accepts, compile_error, vocabulary
+from byte_matcher import accepts, compile_error, vocabulary, walk
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.guidance.compile_check import judge
@@ -197,6 +197,18 @@ def test_paths_are_those_of_the_request() -> None:
         with pytest.raises(InvalidRequest) as caught:
             make_grammar(outputs, param)
         assert caught.value.param == f"{start}.properties.tags.uniqueItems"
+
+
+@pytest.mark.parametrize("definition", [{"$ref": "#/$defs/d"}, {"$ref": "#/$defs/e", "title": "D"}])
+def test_a_reference_that_leads_to_itself_is_not_begun(definition: dict[str, Any]) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/d"}},
+        "additionalProperties": False,
+        "$defs": {"d": definition, "e": {"$ref": "#/$defs/d"}},
+    }
+    grammar = make_grammar(StructuredOutputs(json=schema)).text
+    assert {walk(grammar, seed) for seed in range(5)} <= {"{}", "{ }", None}
 
 
 def test_a_schema_may_be_text() -> None:
