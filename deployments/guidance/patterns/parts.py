@@ -161,8 +161,16 @@ def _texts(part: Part, most: int) -> list[str] | None:
                     return None
                 texts = [before + after for before in texts for after in several]
         case Repeat(inner, least, largest) if largest is not None and largest <= most:
-            times = range(least, largest + 1)
-            return _texts(OneOf(tuple(Sequence((inner,) * n) for n in times)), most)
+            once = _texts(inner, most)
+            if once is None:
+                return None
+            repeated = [""]
+            for times in range(largest + 1):
+                texts += repeated if times >= least else []
+                if len(texts) > 2 * most or len(repeated) * len(once) > most * most:
+                    return None
+                repeated = list(dict.fromkeys(text + more for text in repeated for more in once))
+            texts = list(dict.fromkeys(texts))
         case _:
             return None
     return list(dict.fromkeys(texts)) if len(texts) <= most else None

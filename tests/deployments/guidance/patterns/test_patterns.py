@@ -143,3 +143,8 @@ def test_complements_share_nothing(pairs: list[tuple[int, int]]) -> None:
     others = complement(ranges)
     assert not intersects(ranges, others)
     assert ranges_of([*ranges, *others]) == ranges_of(ALL)
+
+
+@pytest.mark.parametrize("pattern", ["^(a{0}){0,64}$", f"^{'(' * 5}a{{0}}{'){0,7}' * 5}$"])
+def test_repetitions_of_nothing_are_one_text(pattern: str) -> None:
+    assert texts_of(parse(pattern, "pattern"), 64) == [""]
