@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from run_order import FileDurations, sort_by_duration
 from tiers import why_thorough, without_repeated_pairs
@@ -43,6 +43,9 @@ SLOW_FOLDERS = {
 }
 FAST_ARCHITECTURES = ("llama", "gemma3_text", "mixtral")
 FAST_EXAMPLES = 10
+# How long an example takes says how busy the machine is. Properties name only what they need more.
+settings.register_profile("rayfin", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("rayfin")
 FEWER = 4  # of a property's examples `make test` takes one in so many, and no fewer than fast
 
 

@@ -233,7 +233,5 @@ class PageTablesMachine(RuleBasedStateMachine):
         self.tables.check_integrity()
 
 
-PageTablesMachine.TestCase.settings = settings(
-    deadline=None, max_examples=150, stateful_step_count=40
-)
+PageTablesMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 test_random_histories = PageTablesMachine.TestCase

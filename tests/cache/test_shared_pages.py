@@ -478,7 +478,5 @@ class SharedPagesMachine(RuleBasedStateMachine):
             assert found == self._longest_known(salt, tokens)
 
 
-SharedPagesMachine.TestCase.settings = settings(
-    deadline=None, max_examples=150, stateful_step_count=40
-)
+SharedPagesMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 test_random_histories = SharedPagesMachine.TestCase

@@ -166,7 +166,7 @@ def test_tokenizer_is_made_by_the_recipe(tokenizer: Any) -> None:
     assert tokenizer.chat_template == CHAT_TEMPLATE
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_tokenizer_round_trips_any_text(text: str) -> None:
     assert _load_tokenizer().decode(_load_tokenizer().encode(text)) == text

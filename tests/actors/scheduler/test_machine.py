@@ -166,5 +166,5 @@ class SchedulerMachine(RuleBasedStateMachine):
 def test_any_order_of_things() -> None:
     run_state_machine_as_test(
         SchedulerMachine,
-        settings=settings(max_examples=120, stateful_step_count=40, deadline=None),
+        settings=settings(max_examples=120, stateful_step_count=40),
     )

@@ -74,7 +74,7 @@ def _play(h: Any, requests: list[dict[str, Any]]) -> None:
     crashed_submits=st.sets(st.integers(0, 30), max_size=1),
     errors=st.sets(st.tuples(st.integers(0, 5), st.integers(0, 4)), max_size=2),
 )
-@settings(deadline=None, max_examples=250, suppress_health_check=FUNCTION_FIXTURES)
+@settings(max_examples=250, suppress_health_check=FUNCTION_FIXTURES)
 def test_streams_are_exact(
     harness: Callable[..., Any],
     scheduler: str,
@@ -121,7 +121,7 @@ def test_tiny_pool_preempts_and_loses_nothing(
 
 
 @given(seed=st.integers(0, 2**16), cut=st.integers(0, 9), prompt=st.integers(1, 30))
-@settings(deadline=None, max_examples=30, suppress_health_check=FUNCTION_FIXTURES)
+@settings(max_examples=30, suppress_health_check=FUNCTION_FIXTURES)
 def test_resubmission_goes_on_where_it_broke_off(
     harness: Callable[..., Any], seed: int, cut: int, prompt: int
 ) -> None:

@@ -51,7 +51,6 @@ def test_the_api_is_as_described(
         @given(cases)
         @settings(
             max_examples=depth(EXAMPLES),
-            deadline=None,
             derandomize=True,
             database=None,
             suppress_health_check=list(HealthCheck),

@@ -20,7 +20,7 @@ from rayfin.deployments.guidance.tool_choice import declared_tools, read_tool_ch
 from rayfin.deployments.text.parsing.rows import TOOL_FORMATS
 from rayfin.deployments.text.tokenizer import Tokenizer
 
-SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), print_blob=False)
+SETTINGS = settings(suppress_health_check=list(HealthCheck), print_blob=False)
 CODES = {
     *("invalid_value", "invalid_type", "missing_required_parameter", "empty_array"),
     *("invalid_schema", "unsupported_schema", "unsatisfiable_schema", "schema_too_complex"),

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from byte_matcher import MARKS, accepts, compile_error, matcher_of, walk
@@ -167,7 +167,6 @@ def recognizes(rules: dict[str, list[list[str]]], text: str) -> bool:
 
 @given(rules=rule_sets, samples=st.lists(st.text("abcx.", max_size=5), max_size=6),
        seed=st.integers(0, 2**32))  # fmt: skip
-@settings(deadline=None)
 def test_what_is_accepted_is_of_the_grammar(
     rules: dict[str, list[list[str]]], samples: list[str], seed: int
 ) -> None:

@@ -62,7 +62,7 @@ def read(text: OutputText, ids: list[int], sizes: list[int]) -> TextDelta:
     return whole
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 40), max_size=20),
     stops=st.sampled_from([None, ["absent"], ["END"], ["}} "]]),

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow(reason="many random texts")
 
 KINDS = ["byte_level", "byte_fallback", "metaspace"]
 HALF = "\ufffd"
-EXAMPLES = settings(max_examples=150, deadline=None)
+EXAMPLES = settings(max_examples=150)
 
 
 @pytest.fixture(params=KINDS, scope="session")
@@ -103,7 +103,7 @@ def test_neighbouring_added_tokens_without_a_space(byte_level: Tokenizer) -> Non
 def test_ten_thousand_invalid_bytes_take_linear_time(byte_level: Tokenizer) -> None:
     invalid = byte_level.backend.token_to_id("ÿ")  # the byte 0xFF
     detokenizer = byte_level.detokenizer()
-    started = time.perf_counter()
+    started = time.thread_time()
     text = "".join(detokenizer.push([invalid]) for _ in range(10_000)) + detokenizer.finish()
     assert text == HALF * 10_000
-    assert time.perf_counter() - started < 5
+    assert time.thread_time() - started < 5

@@ -64,7 +64,7 @@ def test_without_detokenize_there_is_no_text(byte_level: Tokenizer) -> None:
     assert result.cached_tokens == 7
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), stops=st.lists(st.sampled_from(["a", "the", "é", "\n", "o w"]), max_size=3))
 def test_the_size_of_deltas_changes_nothing(
     byte_level: Tokenizer, data: st.DataObject, stops: list[str]

@@ -17,7 +17,7 @@ def whole_text(text: str, stops: list[str], include: bool) -> tuple[str, str | N
     return text[: end if include else start], stop
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(pieces=st.lists(LETTERS, max_size=10), stops=STOPS, include=st.booleans())
 def test_any_cutting_gives_what_the_whole_text_gives(
     pieces: list[str], stops: list[str], include: bool

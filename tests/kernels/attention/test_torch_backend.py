@@ -94,7 +94,7 @@ def test_half_precision(paged_case: Case, dtype: torch.dtype, options: dict[str,
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_random_steps(paged_case: Case, data: st.DataObject) -> None:
     decode = st.tuples(st.integers(0, 40), st.just(1))

@@ -107,7 +107,7 @@ def test_16_bit_pages(paged_case: Case, attend: CpuAttention, options: dict[str,
 CASE_FIELDS = ("k_pages", "v_pages", "batch", "keys", "values")
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_random_steps(paged_case: Case, attend: CpuAttention, data: st.DataObject) -> None:
     decode = st.tuples(st.integers(0, 90), st.just(1))

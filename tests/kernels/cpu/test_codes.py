@@ -88,7 +88,7 @@ def check(kernels: CpuKernels, x: torch.Tensor, weight: Grouped) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(rows=ROWS, outputs=SIZES, inputs=SIZES, group=GROUPS, seed=st.integers(0, 99))
 def test_any_shape(
     kernels: CpuKernels, kind: str, rows: int, outputs: int, inputs: int, group: int, seed: int
@@ -258,7 +258,7 @@ def drawn_integers(kind: str, outputs: int, inputs: int, group: int) -> Grouped:
     return plain
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     rows=ROWS,
     outputs=SIZES,

@@ -26,7 +26,7 @@ def routing(rows: int, count: int, top_k: int, seed: int) -> tuple[torch.Tensor,
     return chosen.contiguous(), torch.rand(rows, top_k, generator=generator)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     rows=st.sampled_from([1, 2, 5, 13, 40]),
     count=st.integers(1, 9),
@@ -68,7 +68,7 @@ def test_all_rows_to_one_expert_and_none(kernels: CpuKernels) -> None:
     assert experts.run(x[:0], chosen[:0], weights[:0]).shape == (0, 16)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     rows=st.sampled_from([1, 2, 5, 13, 40]),
     count=st.integers(1, 5),

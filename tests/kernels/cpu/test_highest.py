@@ -13,7 +13,7 @@ from rayfin.kernels.sampling.sample import find_bad_rows
 INF, NAN = math.inf, math.nan
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.integers(1, 9),
     count=st.sampled_from([1, 2, 15, 16, 17, 100, 4095, 4096, 4097, 9001]),

@@ -52,7 +52,7 @@ def expected_of(
     return torch.cat(parts, dim=1)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     rows=st.sampled_from([1, 2, 5, 13, 40, 75]),
     ranks=st.lists(st.integers(1, 70), min_size=1, max_size=4),

@@ -27,7 +27,7 @@ def check(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(rows=ROWS, outputs=SIZES, inputs=SIZES, half=st.booleans(), seed=st.integers(0, 99))
 def test_any_shape(
     kernels: CpuKernels, rows: int, outputs: int, inputs: int, half: bool, seed: int
@@ -40,7 +40,7 @@ def test_any_shape(
     check(kernels.matmul(x, matrix), product(x, weight))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(rows=ROWS, outputs=st.integers(1, 1500), seed=st.integers(0, 99))
 def test_however_outputs_are_dealt_out(
     kernels: CpuKernels, rows: int, outputs: int, seed: int
@@ -56,7 +56,7 @@ def test_depth_in_blocks(kernels: CpuKernels, rows: int, inputs: int) -> None:
     check(kernels.matmul(x, kernels.pack([weight])), product(x, weight))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(rows=ROWS, outputs=SIZES, inputs=SIZES)
 def test_bias_residual_and_factor(
     kernels: CpuKernels, rows: int, outputs: int, inputs: int
@@ -70,7 +70,7 @@ def test_bias_residual_and_factor(
     check(residual, expected)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(rows=ROWS, half=SIZES, inputs=SIZES, activation=st.sampled_from(GATES))
 def test_gate_and_up(
     kernels: CpuKernels, rows: int, half: int, inputs: int, activation: Activation

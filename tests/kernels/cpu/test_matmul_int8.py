@@ -35,7 +35,7 @@ def kernels(
     return made
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(rows=ROWS, outputs=SIZES, inputs=SIZES, seed=st.integers(0, 99))
 def test_any_shape(kernels: CpuKernels, rows: int, outputs: int, inputs: int, seed: int) -> None:
     weight, x = normal(outputs, inputs, seed=seed), normal(rows, inputs, seed=seed + 1)
@@ -61,7 +61,7 @@ def test_the_largest_sums(kernels: CpuKernels) -> None:
         torch.testing.assert_close(actual, torch.full((14, 40), 4096 * sign))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(rows=ROWS, half=SIZES, inputs=SIZES)
 def test_epilogues(kernels: CpuKernels, rows: int, half: int, inputs: int) -> None:
     gate, up = normal(half, inputs), normal(half, inputs, seed=1)

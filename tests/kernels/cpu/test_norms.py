@@ -8,7 +8,7 @@ from rayfin.kernels import reference
 from rayfin.kernels.cpu.kernels import CpuKernels
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(rows=st.integers(0, 70), dim=st.integers(1, 600), seed=st.integers(0, 99))
 def test_any_shape(kernels: CpuKernels, rows: int, dim: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -80,7 +80,7 @@ def doubles(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.double() for tensor in tensors]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     rows=some_rows, channels=st.integers(1, 300), taps=st.integers(1, 5), seed=st.integers(0, 99)
 )
@@ -100,7 +100,7 @@ def test_short_conv(
         *doubles(x[part], weight, bias), state))  # fmt: skip
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     rows=some_rows,
     heads=st.sampled_from([(1, 1), (2, 4), (3, 3)]),
@@ -134,7 +134,7 @@ def test_delta_rule(
     check(rows, states, run, expect)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     rows=some_rows,
     heads=st.sampled_from([(1, 1), (4, 2), (3, 3)]),

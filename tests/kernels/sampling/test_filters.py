@@ -70,7 +70,7 @@ def test_the_kept_logits_are_unchanged() -> None:
         assert survivors[3].all() and not survivors[0].all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
     vocabulary=st.integers(1, 60),

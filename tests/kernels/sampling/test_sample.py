@@ -118,7 +118,7 @@ def test_distribution_after_all_filters() -> None:
     assert chi_square(tokens, left / left.sum()) < 3 + 6 * 6**0.5
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 100_000), vocabulary=st.integers(25, 80))
 def test_same_as_reference(seed: int, vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(seed)

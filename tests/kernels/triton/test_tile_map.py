@@ -27,7 +27,7 @@ def seen_keys(tile_map: TileMap, tokens: int) -> list[list[int]]:
     return [sorted(keys) for keys in seen]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), min_size=1, max_size=6),
     tile_queries=st.sampled_from([1, 5, 32]),

@@ -61,7 +61,7 @@ def batch_of(rows: Sequence[tuple[int, int]], decoding: int) -> PagedBatch:
     return SimpleNamespace(**fields, decoding=decoding, rows=len(rows))  # type: ignore[return-value]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     decodes=st.lists(st.integers(0, 5000), max_size=20),
     prompts=st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 200)), max_size=20),

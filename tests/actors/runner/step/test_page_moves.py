@@ -56,7 +56,7 @@ MOVES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(moves=MOVES)
 def test_moves_are_as_if_one_after_another(moves: list[tuple[int, int, int]]) -> None:
     device, host = _tensors(PAGES, 0), _tensors(HOST_PAGES, 100)

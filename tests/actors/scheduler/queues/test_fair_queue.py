@@ -248,7 +248,7 @@ def _bound(weight: float) -> float:
     threshold=st.sampled_from([0, 3]),
     crash=st.none() | st.integers(5, 60),
 )
-@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 def test_backlogged_tenants_are_served_alike(
     harness: Make,
     data: st.DataObject,

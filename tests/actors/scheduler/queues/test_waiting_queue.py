@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfin.actors.messages import EngineRequest, Sampling, StopRules
@@ -47,7 +47,6 @@ def test_discarded_requests_are_skipped() -> None:
 
 
 @given(priorities=st.lists(st.integers(-2, 2), min_size=1, max_size=20))
-@settings(deadline=None)
 def test_order(priorities: list[int]) -> None:
     for by_priority in (False, True):
         waiting = RankedQueue(by_priority, aging=0.0)

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from anthropic.lib.streaming._messages import accumulate_event
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayfin.deployments.api.anthropic.blocks import ReplyBlocks
@@ -129,7 +129,7 @@ def test_an_empty_answer_has_no_block() -> None:
     assert all_events(blocks, [Event("content", "")]) == [] == blocks.content()
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(answers())
 def test_any_answer(deltas: list[list[Event]]) -> None:
     """Every block starts, has deltas and stops before the next; a client sees the whole."""

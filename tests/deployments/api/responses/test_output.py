@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayfin.deployments.api.responses.events import events_from
@@ -191,7 +191,7 @@ def check_stack(state: ResponseState) -> None:
         assert open_item is None and items == events[-1].response.output
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(answers(), st.sampled_from(ENDS), st.booleans())
 def test_any_answer(deltas: list[list[Event]], end: Status, background: bool) -> None:
     state = state_of(background=background)
@@ -213,7 +213,7 @@ def test_any_answer(deltas: list[list[Event]], end: Status, background: bool) ->
         ) == "".join(event.text for delta in deltas for event in delta if event.kind == "content")
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(answers(), st.sampled_from(ENDS), st.data())
 def test_a_copy_that_follows(deltas: list[list[Event]], end: Status, data: st.DataObject) -> None:
     """It asks now and then, a change may reach it twice, and it sees the same events."""

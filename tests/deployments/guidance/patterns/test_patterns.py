@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
@@ -59,7 +59,6 @@ patterns = st.tuples(st.sampled_from(["", "^"]), expressions, st.sampled_from(["
     lambda parts: f"{parts[0]}(?:{parts[1]}){parts[2]}"
 )
 texts = st.text("abc1-", max_size=6)
-SETTINGS = settings(deadline=None)
 
 
 @pytest.mark.parametrize(("pattern", "written"), WRITTEN)
@@ -92,7 +91,6 @@ def _refused(pattern: str, code: str) -> None:
 
 
 @given(pattern=patterns, samples=st.lists(texts, max_size=8))
-@SETTINGS
 def test_matches_are_those_of_llguidance(pattern: str, samples: list[str]) -> None:
     part = parse(pattern, "p")
     schema: dict[str, Any] = {"type": "string", "pattern": write(part)}
@@ -129,7 +127,6 @@ def test_texts_of_finite_patterns(pattern: str, texts: list[str] | None) -> None
 
 
 @given(pattern=patterns, samples=st.lists(texts, max_size=8))
-@SETTINGS
 def test_finite_patterns_match_their_texts_alone(pattern: str, samples: list[str]) -> None:
     found = texts_of(parse(pattern, "p"), 64)
     if found is not None:

@@ -92,7 +92,7 @@ def composed(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 schemas = st.recursive(leaf_schemas, composed, max_leaves=8)
 roots = st.tuples(composed(schemas), schemas).map(lambda pair: {**pair[0], "$defs": {"d": pair[1]}})
-SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), print_blob=False)
+SETTINGS = settings(suppress_health_check=list(HealthCheck), print_blob=False)
 
 
 def exact(text: str) -> Any:

@@ -29,7 +29,7 @@ VALUES = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXTS, inner, max_size=3)),
     max_leaves=8,
 )
-FAST = settings(max_examples=150, deadline=None)
+FAST = settings(max_examples=150)
 
 
 def parses(text: str) -> bool:

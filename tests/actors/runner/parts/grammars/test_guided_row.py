@@ -364,7 +364,7 @@ GUIDANCES = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(which=st.integers(0, len(GUIDANCES) - 1), seed=st.integers(0, 10**6), data=st.data())
 def test_replay_and_rollback_give_the_state_of_the_run(
     which: int, seed: int, data: st.DataObject, book: GrammarBook
