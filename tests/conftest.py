@@ -43,10 +43,11 @@ SLOW_FOLDERS = {
 }
 FAST_ARCHITECTURES = ("llama", "gemma3_text", "mixtral")
 FAST_EXAMPLES = 10
-# How long an example takes says how busy the machine is. Properties name only what they need more.
+FEWER = 4  # of a property's examples `make test` takes one in so many, and no fewer than fast
+
+# Here, for settings copy the profile: how long an example takes says how busy the machine is.
 settings.register_profile("rayfin", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rayfin")
-FEWER = 4  # of a property's examples `make test` takes one in so many, and no fewer than fast
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -84,7 +84,8 @@ def test_the_requests_are_shared_out() -> None:
     load = run(UsersPlan(model="m", ask=asking(), users=3, requests=7))
     assert answered(load) == len(load.timelines) == 7
     assert all(user.done >= 2 and user.state == "done" for user in load.users)
-    assert load.elapsed < 7 * 5 * PAUSE  # at the same time
+    first, _, third, *_ = sorted(load.timelines, key=lambda own: own.sent)
+    assert third.sent < first.pieces[-1][0]  # at the same time
     assert load.users[0].mean_gap is not None and load.users[0].tokens == 5 * load.users[0].done
 
 
@@ -95,7 +96,7 @@ def test_fewer_requests_than_users() -> None:
 def test_duration_ends_the_run() -> None:
     load = run(UsersPlan(model="m", ask=asking(), users=2, duration=0.2, think_time=0.01, seed=3))
     assert 2 <= answered(load) <= 4
-    assert 0.2 <= load.elapsed < 2  # the answer under way was awaited, no thought was
+    assert load.elapsed >= 0.2  # the answer under way was awaited
 
 
 def test_failures_are_counted_not_timed() -> None:

@@ -34,6 +34,7 @@ from rayfin.deployments.client.pool import EnginePool, Patience
 
 pytestmark = pytest.mark.anyio
 VOCABULARY = 50
+PATIENCE = 30.0  # seconds; only a failure waits so long
 Make = Callable[..., Any]
 
 
@@ -53,7 +54,7 @@ async def client(
     monkeypatch.setattr(engine_link, "HEARTBEAT_SECONDS", 0.005)
     monkeypatch.setattr(engine_link, "SILENCE_TICK_SECONDS", 0.01)
     monkeypatch.setattr(engine_link, "ENGINE_SILENT_SECONDS", 0.1)
-    client = EnginePool("edge", lambda: world.registered, patience=Patience(1.0, 5.0))
+    client = EnginePool("edge", lambda: world.registered, patience=Patience(PATIENCE, PATIENCE))
     yield client
     client.close()
 
@@ -80,7 +81,7 @@ def request(max_tokens: int = 30, **settings: Any) -> EngineRequest:
 
 
 async def until(happened: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         while not happened():
             await asyncio.sleep(0)
 
@@ -103,7 +104,7 @@ class Reader:
 
     async def check(self) -> None:
         """It has ended, with every token and log probability just once."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             await self.task
         oracle = Stream(self.source, VOCABULARY)
         tokens, reason, stop = oracle.outcome()

@@ -120,14 +120,15 @@ async def test_nothing_listens_there() -> None:
 
 
 async def test_an_opening_that_is_cancelled_closes_its_socket() -> None:
-    closed = threading.Event()
+    accepted, closed = threading.Event(), threading.Event()
 
     def serve(connected: socket.socket) -> None:
+        accepted.set()
         silent(connected)
         closed.set()
 
     opening = asyncio.create_task(opened(serve, Heard()))
-    await asyncio.sleep(0.01)
+    assert await asyncio.to_thread(accepted.wait, PATIENCE)
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
         await opening

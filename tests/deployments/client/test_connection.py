@@ -150,7 +150,10 @@ async def client(
     for name in ("REGISTRY_REFRESH_SECONDS", "REGISTRY_SEARCH_SECONDS"):
         monkeypatch.setattr(engine_pool, name, 0.01)
     monkeypatch.setattr(engine_connection, "RECONNECT_SECONDS", 0.01)
-    monkeypatch.setattr(engine_connection, "LINK_WELCOME_SECONDS", 0.5)
+    silent = address is not None  # nobody says welcome there
+    monkeypatch.setattr(engine_connection, "LINK_WELCOME_SECONDS", 0.5 if silent else PATIENCE)
+    for name in ("LINK_DRAIN_SECONDS", "ENGINE_SILENT_SECONDS"):  # a socket's end is waited for
+        monkeypatch.setattr(engine_connection, name, PATIENCE)
     schedulers.append(Scheduler())
     if address is not None:
         schedulers[0].address = address
@@ -167,9 +170,15 @@ def request(images: tuple[MediaInput, ...] = ()) -> EngineRequest:
     return EngineRequest(f"r{key}", prompt, Sampling(), StopRules(9), key=key, parts=images)
 
 
-async def read(client: EnginePool, wanted: EngineRequest) -> list[TokenDelta]:
+async def read(
+    client: EnginePool, wanted: EngineRequest, heard: list[TokenDelta] | None = None
+) -> list[TokenDelta]:
+    """All deltas, which are in ``heard`` as soon as they have come."""
+    heard = [] if heard is None else heard
     async with asyncio.timeout(PATIENCE):
-        return [delta async for delta in client.stream(wanted)]
+        async for delta in client.stream(wanted):
+            heard.append(delta)
+    return heard
 
 
 async def until(happened: Callable[[], object]) -> None:
@@ -243,12 +252,13 @@ async def test_a_scheduler_that_dies_is_replaced_and_its_streams_go_on(
 ) -> None:
     reasons: list[str] = []
     client.events.replayed = reasons.append
-    reading = asyncio.create_task(read(client, request()))
+    heard: list[TokenDelta] = []
+    reading = asyncio.create_task(read(client, request(), heard))
     first = schedulers[0] if schedulers else None
     assert first is not None
     (sent,) = (await first.heard()).requests
     first.say(sent.key, 5)
-    await asyncio.sleep(0.02)
+    await until(lambda: heard)
     schedulers[0] = second = Scheduler()
     first.die()
     (again,) = (await second.heard()).requests

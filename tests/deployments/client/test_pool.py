@@ -33,6 +33,7 @@ pytestmark = pytest.mark.anyio
 INFO = EngineInfo("fake", 128, 100, 10, 16)
 Calls = list[tuple[list[EngineRequest], list[int], list[int]]]
 KEYS = itertools.count(7)
+PATIENCE = 30.0  # seconds; only a failure waits so long
 CALLER: contextvars.ContextVar[str] = contextvars.ContextVar("CALLER", default="no request")
 
 
@@ -169,12 +170,12 @@ def request(name: str) -> EngineRequest:
 
 
 async def read(client: EnginePool, name: str) -> list[TokenDelta]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         return [delta async for delta in client.stream(request(name))]
 
 
 async def until(happened: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while not happened():
             await asyncio.sleep(0.001)
 
@@ -403,11 +404,14 @@ async def test_lease_is_renewed_whatever_the_event_loop_does(
     client = EnginePool("edge", lambda: {"app/engine/0": engines[0]})
     await until(lambda: bool(engines[0].calls))
     before = len(engines[0].calls)
-    time.sleep(0.2)  # the event loop stands still
-    assert len(engines[0].calls) > before + 3
+    (connection,) = client._connections.values()
+    deadline = time.monotonic() + PATIENCE
+    while len(engines[0].calls) <= before + 3:  # the event loop stands still
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
     assert engines[0].calls[:3] == [([], [], [])] * 3
     client.close()
-    await asyncio.sleep(0.02)
+    await asyncio.wait([connection._task])
     calls = len(engines[0].calls)
     await asyncio.sleep(0.05)
     assert len(engines[0].calls) == calls and engines[0].left == ["edge.0"]
@@ -454,7 +458,10 @@ async def test_event_loop_that_hangs_loses_its_lease(
     monkeypatch.setattr(engine_link, "CLIENT_STUCK_SECONDS", 0.2)
     client = EnginePool("edge", lambda: {"app/engine/0": engines[0]})
     await until(lambda: bool(engines[0].calls))
-    time.sleep(0.3)
+    (connection,) = client._connections.values()
+    while not connection._attached.silence.loop_is_stuck:
+        time.sleep(0.01)
+    time.sleep(0.1)  # a call that was under way
     calls = len(engines[0].calls)
     time.sleep(0.1)
     assert len(engines[0].calls) == calls

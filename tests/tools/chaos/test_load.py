@@ -46,7 +46,7 @@ async def delivered(
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     load = Load(
-        f"http://127.0.0.1:{port}", "m", Asks(1), patience=0.2 if silent else 5, resumes=bool(rest)
+        f"http://127.0.0.1:{port}", "m", Asks(1), patience=0.2 if silent else 60, resumes=bool(rest)
     )
     ask = load.asks.long_prompt(4)
     async with load.running(0, 0):

@@ -150,7 +150,10 @@ async def test_the_end_of_a_stream_is_known_everywhere(
 
 
 async def test_one_in_the_background_is_followed(
-    replicas: list[httpx.AsyncClient], engine: Any, shared: list[ResponseStoreClient]
+    replicas: list[httpx.AsyncClient],
+    remote: Remote,
+    engine: Any,
+    shared: list[ResponseStoreClient],
 ) -> None:
     here, there = replicas
     engine.pause_after = (6, asyncio.Event())
@@ -165,7 +168,7 @@ async def test_one_in_the_background_is_followed(
         asyncio.create_task(there.get(path, params={"stream": "true", "starting_after": after}))
         for after in (0, 7)
     ]
-    await asyncio.sleep(0.01)
+    await until(lambda: remote.calls.count("progress") == len(following))
     engine.pause_after[1].set()
     whole, rest = [(await stream).text for stream in following]
     assert whole.endswith(rest) and len(rest) < len(whole)
@@ -200,7 +203,7 @@ async def test_one_in_the_background_is_cancelled(
 
 
 async def test_one_in_the_background_is_deleted(
-    replicas: list[httpx.AsyncClient], engine: Any, store: ResponseStore
+    replicas: list[httpx.AsyncClient], remote: Remote, engine: Any, store: ResponseStore
 ) -> None:
     here, there = replicas
     engine.pause_after = (4, asyncio.Event())
@@ -208,7 +211,7 @@ async def test_one_in_the_background_is_deleted(
     await until(lambda: engine.taken >= 4)
     path = f"/v1/responses/{made['id']}"
     following = asyncio.create_task(there.get(path, params={"stream": "true"}))
-    await asyncio.sleep(0.01)
+    await until(lambda: "progress" in remote.calls)
     assert (await there.delete(path)).status_code == 200
     assert "response.failed" in (await following).text.splitlines()[-2]
     await until(lambda: engine.aborted)
@@ -266,7 +269,8 @@ async def test_a_replica_that_ends_takes_its_responses_along(
     )
     await until(lambda: engine.taken >= 4)
     shared[0].close()
-    await asyncio.sleep(0.02)
+    for _ in range(10):  # a call that was under way
+        await asyncio.sleep(0)
     clock.now += RESPONSE_OWNER_SECONDS + 1
     assert "response.failed" in (await following).text.splitlines()[-2]
     found = await retrieve(there, lost["id"])
