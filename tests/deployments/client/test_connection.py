@@ -150,7 +150,7 @@ async def client(
     for name in ("REGISTRY_REFRESH_SECONDS", "REGISTRY_SEARCH_SECONDS"):
         monkeypatch.setattr(engine_pool, name, 0.01)
     monkeypatch.setattr(engine_connection, "RECONNECT_SECONDS", 0.01)
-    silent = address is not None  # nobody says welcome there
+    silent = address is not None  # no engine sends a welcome there
     monkeypatch.setattr(engine_connection, "LINK_WELCOME_SECONDS", 0.5 if silent else PATIENCE)
     for name in ("LINK_DRAIN_SECONDS", "ENGINE_SILENT_SECONDS"):  # a socket's end is waited for
         monkeypatch.setattr(engine_connection, name, PATIENCE)
