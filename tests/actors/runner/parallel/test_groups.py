@@ -214,7 +214,7 @@ def test_peer_that_does_not_come(tiny_model: Make, group: Make) -> None:
 def test_ranks_out_of_step(left_out: int | None, steps: tuple[int, int], begun: bool) -> None:
     """A rank that leaves a sum out, or is at another step: no rank goes on with wrong numbers."""
     store = open_store()
-    # The others wait until the limit for a rank that leaves a sum out; else for as long as it takes.
+    # The others wait for a rank that leaves a sum out until the limit; else as long as it takes.
     patience = 60 if left_out is None else 2
 
     def agrees(at: int) -> bool:
