@@ -174,6 +174,8 @@ def cluster() -> Iterator[None]:
     with short_folder() as folder, pytest.MonkeyPatch.context() as environment:
         environment.setenv(CALLBACK, CALLBACK_PATH)  # as rayfin serve does
         environment.setenv("RAY_worker_niceness", "0")  # 15 is behind the other worker of pytest
+        # Functions of tests travel to workers whole: these cannot import the package.
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__.rpartition(".")[0]])
         ray.init(
             address="local",
             _temp_dir=folder,
