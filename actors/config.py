@@ -15,6 +15,7 @@ from typing import Any, get_args
 from rayfin.actors.code_version import code_version, grammar_version
 from rayfin.actors.errors import InvalidConfig, NoRoomNow
 from rayfin.actors.parts import PartFacts, front_tokens, uncut_of
+from rayfin.actors.settings.bidirectional import ANY, Bidirectional
 from rayfin.actors.settings.choices import (
     CHOICES,
     OPTIONAL_CHOICES,
@@ -34,11 +35,10 @@ from rayfin.actors.settings.choices import (
     Runner,
     SchedulerName,
 )
-from rayfin.actors.settings.kept_pages import page_folder, require_disk, resolve_host_pages
-from rayfin.actors.settings.kept_states import draft_states, resolve_snapshots
+from rayfin.actors.settings.kv_disk import page_folder, require_disk, resolve_host_pages
 from rayfin.actors.settings.lora_limits import require_one_device
 from rayfin.actors.settings.spare_runners import require_spares
-from rayfin.actors.settings.uncut import ANY, Uncut
+from rayfin.actors.settings.state_snapshots import draft_states, resolve_snapshots
 from rayfin.actors.speculation import SpeculativeConfig, chosen_speculation, read_speculation
 from rayfin.cache.page_files import PageFolder
 
@@ -420,7 +420,7 @@ class ModelFacts:
         return front_tokens(self.parts)
 
     @property
-    def uncut(self) -> Uncut:
+    def uncut(self) -> Bidirectional:
         """Parts of prompts that no step cuts."""
         return uncut_of(self.parts)
 
@@ -465,7 +465,7 @@ class EngineConfig:
     whole_prompts: bool = False  # a step computes prompts whole; pages are names without memory
     send_history: bool = False  # runners get the tokens of every request, for a proposer, say
     parts: tuple[PartFacts, ...] = ()  # what the model has beside its decoder
-    uncut: Uncut = Uncut()  # parts of prompts that no step cuts
+    uncut: Bidirectional = Bidirectional()  # parts of prompts that no step cuts
     page_bytes: int = 0  # of all layers
     kv_cache_dtype: str = "auto"  # this and the next: what the cache was made from, for metrics
     memory_utilization: float | None = None
@@ -482,7 +482,7 @@ def resolve_limits(
     args: EngineArgs,
     device: str,
     model_len: int,
-    uncut: Uncut = ANY,
+    uncut: Bidirectional = ANY,
     *,
     whole_prompts: bool = False,
     row_by_row: bool = False,

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from rayfin.actors.errors import RayfinError, RequestFailed
 from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.parts import P, PartFacts, PartUsage, RequestPart, first_of
-from rayfin.actors.settings.uncut import Uncut
+from rayfin.actors.settings.bidirectional import Bidirectional
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
@@ -451,7 +451,7 @@ class EngineInfo:
     identity: str = ""  # EngineArgs.identity
     prefix_caching: bool = True
     parts: tuple[PartFacts, ...] = ()  # what its model has beside a decoder
-    uncut: Uncut = Uncut()  # parts of prompts that no step cuts
+    uncut: Bidirectional = Bidirectional()  # parts of prompts that no step cuts
 
     def part(self, kind: type[P]) -> P | None:
         """Returns the facts of a kind, or None."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-from rayfin.actors.settings.uncut import ANY, Uncut
+from rayfin.actors.settings.bidirectional import ANY, Bidirectional
 
 P = TypeVar("P")
 
@@ -85,7 +85,7 @@ class PartFacts:
 
     num_bytes: int = 0  # kept for it, and not among those left for pages
     front_tokens: int = 0  # in front of each prompt; they do not count in max_model_len
-    uncut: Uncut = ANY  # parts of prompts that no step cuts
+    uncut: Bidirectional = ANY  # parts of prompts that no step cuts
     at_once: int | None = None  # most that differ by their key in one step; None: any number
     smaller: tuple[str, int] | None = None  # settings with which it takes so many bytes less
 
@@ -111,7 +111,7 @@ def all_of(parts: Iterable[object], kind: type[P]) -> tuple[P, ...]:
     return tuple(part for part in parts if isinstance(part, kind))
 
 
-def uncut_of(parts: Iterable[PartFacts]) -> Uncut:
+def uncut_of(parts: Iterable[PartFacts]) -> Bidirectional:
     """Returns what no step cuts: of the one part that has such."""
     return next((part.uncut for part in parts if part.uncut != ANY), ANY)
 

@@ -46,8 +46,8 @@ WHOLE_VOCABULARY = -1  # as a number of log probabilities
 class SamplingParams:
     """The sampling settings of one request.
 
-    ``deployments/requests/build.py`` checks what depends on the engine: its vocabulary and its
-    ``max_logprobs``.
+    ``deployments/generation/build_requests.py`` checks what depends on the engine: its vocabulary
+    and its ``max_logprobs``.
 
     Raises:
         InvalidRequest: a value outside its range; ``param`` names the field.

@@ -22,11 +22,11 @@ from sections import run
 from shapes import SHAPES
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rayfin.actors.runner.batch import StepInputs
 from rayfin.actors.runner.cpu.build_decoder import build_cpu_decoder
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.cpu.packed_layers import pack_linears
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel
-from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.cache.kv_tensors import KVTensors
 from rayfin.kernels.attention.torch_backend import paged_attention
 from rayfin.kernels.cpu.attention import CpuAttention

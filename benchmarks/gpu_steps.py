@@ -12,7 +12,7 @@ from gpu_paths import Paths, runner_of
 
 from rayfin import LLM, SamplingParams
 from rayfin.actors.messages import NewRequest, Sampling, SchedulerInfo
-from rayfin.actors.runner.step.request_slots import RequestSlots
+from rayfin.actors.runner.request_slots import RequestSlots
 
 CONTEXT = 1024
 REPLAYS = 40  # of one load: no more steps than the pages hold

@@ -55,8 +55,8 @@ from rayfin.actors.processes.environment import set_ray_environment
 from rayfin.actors.runner.actor import ModelRunnerActor
 from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.scheduler import runner_group as group
-from rayfin.actors.scheduler.core.step_builder import Chunk
 from rayfin.actors.scheduler.engine import Engine
+from rayfin.actors.scheduler.step_builder import Chunk
 from rayfin.actors.scheduler.subscriptions import Subscriptions
 from rayfin.actors.timing import CLIENT_LEASE_SECONDS
 from rayfin.deployments.app import bind_app

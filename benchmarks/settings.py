@@ -39,6 +39,7 @@ from transformers import AutoConfig
 from rayfin import LLM, SamplingParams
 from rayfin.actors.config import EngineArgs, EngineConfig, resolve
 from rayfin.actors.messages import EngineRequest, Sampling, SchedulerInfo, StopRules
+from rayfin.actors.runner.batch import StepInputs
 from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.models.step_model import StepModel
@@ -46,7 +47,6 @@ from rayfin.actors.runner.observers import Observer
 from rayfin.actors.runner.plugins import RunnerPlugins
 from rayfin.actors.runner.speculation.draft_model import DraftedModel
 from rayfin.actors.runner.speculation.heads import HeadedModel
-from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.actors.scheduler.engine import Engine
 
 PROMPT, OUTPUT, VOCABULARY = 128, 128, 2000

@@ -16,8 +16,8 @@ from rayfin.deployments.http.body_limits import (
 )
 from rayfin.deployments.http.layers import Cors, HttpSettings
 from rayfin.deployments.serve.autoscaling import autoscaling
-from rayfin.deployments.serve.cluster_room import has_room
 from rayfin.deployments.serve.engine import EngineDeployment
+from rayfin.deployments.serve.free_resources import has_room
 from rayfin.deployments.serve.ingress import IngressDeployment, reply_settings
 from rayfin.deployments.serve.model_args import SECRETS, ModelArgs, several_models
 from rayfin.deployments.serve.preflight import located

@@ -16,18 +16,18 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, RayfinError
-from rayfin.actors.supervision.ahead import EngineAhead
+from rayfin.actors.supervision.early_engine import EarlyEngine
 from rayfin.actors.timing import START_POLL_SECONDS
 from rayfin.deployments.app import bind_models
 from rayfin.deployments.client.engine_names import engine_prefix
-from rayfin.deployments.edge.door import PLAIN, Door
+from rayfin.deployments.edge.listen_options import PLAIN, ListenOptions
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.ports import require_free
 from rayfin.deployments.serve.preflight import InBackground, located
 from rayfin.deployments.serve.server_args import ServerArgs
 
 RAISED = re.compile(r"rayfin\.actors\.errors\.(\w+): (.+)")
-Address = tuple[str, int, Door]
+Address = tuple[str, int, ListenOptions]
 
 
 def start_on_own_ray(
@@ -63,9 +63,9 @@ def start_on_serve(
     return partial(_deploy_on, bind_models(server, engine, models), name)
 
 
-def _engine_ahead(app: str, model: ModelArgs) -> EngineAhead:
+def _engine_ahead(app: str, model: ModelArgs) -> EarlyEngine:
     """Starts a model's engine now: Serve takes seconds to start what will watch it."""
-    return EngineAhead(located(model.engine), engine_prefix(app, model.deployment))
+    return EarlyEngine(located(model.engine), engine_prefix(app, model.deployment))
 
 
 def _has_one_engine(server: ServerArgs) -> bool:
@@ -73,14 +73,14 @@ def _has_one_engine(server: ServerArgs) -> bool:
     return server.data_parallel_size == 1 and server.max_engines is None
 
 
-def _start_serve(host: str, port: int, door: Door) -> InBackground:
+def _start_serve(host: str, port: int, listen_options: ListenOptions) -> InBackground:
     """Starts Ray Serve on a Ray of our own; returns when it takes applications.
 
     Its proxy starts meanwhile, as long as the result is waited for (:func:`_deploy_beside`).
     """
-    if door.uds is None:
+    if listen_options.uds is None:
         require_free(host, port, "port")
-    proxies = InBackground(partial(_start_proxies, host, port, door))
+    proxies = InBackground(partial(_start_proxies, host, port, listen_options))
     while not proxies.done and _serve_port() is None:
         time.sleep(START_POLL_SECONDS)
     if proxies.done:
@@ -89,16 +89,18 @@ def _start_serve(host: str, port: int, door: Door) -> InBackground:
 
 
 @contextmanager
-def serve_instance(host: str, port: int, door: Door, name: str) -> Iterator[None]:
+def serve_instance(
+    host: str, port: int, listen_options: ListenOptions, name: str
+) -> Iterator[None]:
     """The Serve of a cluster on ``port``: the one that runs, if it listens there, or a new one.
 
     Raises:
         InvalidConfig: it listens elsewhere, or has an application of that name.
     """
-    door.require_own_ray()
+    listen_options.require_own_ray()
     running = _serve_port()
     if running is not None:
-        if door != PLAIN:
+        if listen_options != PLAIN:
             raise InvalidConfig("ssl_certfile: Ray Serve runs on this cluster already", "port")
         if running != port:
             raise InvalidConfig(
@@ -108,30 +110,30 @@ def serve_instance(host: str, port: int, door: Door, name: str) -> Iterator[None
             raise InvalidConfig(f"an application {name!r} runs on this cluster already", "name")
         yield
         return
-    if door.uds is None:
+    if listen_options.uds is None:
         require_free(host, port, "port")
     try:
-        _start_proxies(host, port, door)
+        _start_proxies(host, port, listen_options)
         yield
     finally:
         ray_serve.shutdown()  # type: ignore[no-untyped-call]
 
 
-def _start_proxies(host: str, port: int, door: Door) -> None:
+def _start_proxies(host: str, port: int, listen_options: ListenOptions) -> None:
     """Starts Ray Serve, and waits for its proxies.
 
     On a slow machine Serve may replace a proxy that takes long to start: then the deployment waits
     for the next one.
     """
     try:
-        ray_serve.start(http_options=door.http_options(host, port))
+        ray_serve.start(http_options=listen_options.http_options(host, port))
     except RayActorError as error:
         if "ray.kill" not in str(error):  # it ended by itself: on a port that is taken, for example
             raise
 
 
 def _deploy(
-    application: ray_serve.Application, name: str, ahead: Sequence[EngineAhead] = ()
+    application: ray_serve.Application, name: str, ahead: Sequence[EarlyEngine] = ()
 ) -> None:
     """Deploys and waits until the application runs.
 
@@ -182,7 +184,7 @@ def _state(name: str) -> ApplicationStatusOverview:
 
 def _deploy_beside(
     proxies: InBackground,
-    ahead: Sequence[EngineAhead],
+    ahead: Sequence[EarlyEngine],
     application: ray_serve.Application,
     name: str,
 ) -> None:

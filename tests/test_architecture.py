@@ -29,7 +29,7 @@ MAY_IMPORT_RAY = {
     "actors/runner/parts/vision/arrays.py",
     "actors/scheduler/runner_group.py",
     "actors/supervision/adoption.py",
-    "actors/supervision/ahead.py",
+    "actors/supervision/early_engine.py",
     "actors/supervision/placement.py",
     "actors/supervision/supervisor.py",
 }

@@ -13,7 +13,7 @@ FOLDERS = (
     "tests/kernels/triton",
     "tests/actors/runner/gpu",
     "tests/actors/runner/test_on_gpu.py",
-    "tests/actors/runner/step/test_page_moves.py",
+    "tests/actors/runner/test_page_moves.py",
 )
 
 

@@ -43,13 +43,13 @@ from rayfin.actors.metrics.engine_stats import (
 )
 from rayfin.actors.metrics.ledger import Ledger
 from rayfin.actors.metrics.render import render
-from rayfin.actors.scheduler.state.counters import EngineCounters
-from rayfin.deployments.api.admin.routes import Operated
+from rayfin.actors.scheduler.counters import EngineCounters
+from rayfin.deployments.api.admin import Operated
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.app import build_app
 from rayfin.deployments.cli.main import cli
 from rayfin.deployments.client.engine_client import EngineReport
-from rayfin.deployments.edge.door import CALLBACK, CALLBACK_PATH
+from rayfin.deployments.edge.listen_options import CALLBACK, CALLBACK_PATH
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.anthropic_errors import TYPES
 from rayfin.deployments.http.errors import HTTP_CODES

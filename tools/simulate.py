@@ -34,7 +34,7 @@ from rayfin.actors.media.part import VIRTUAL_TOKENS, MediaInput
 from rayfin.actors.media.virtual_ids import virtual_ids
 from rayfin.actors.messages import COPY, BeamParams
 from rayfin.actors.parts import all_of
-from rayfin.actors.settings.uncut import Uncut
+from rayfin.actors.settings.bidirectional import Bidirectional
 from rayfin.actors.timing import PAGE_READ_SECONDS, PREPARE_SECONDS
 
 STARTS = [[(3 * i + i * i // 7) % 50 for i in range(70)], [1] * 70]
@@ -182,10 +182,10 @@ class Life:
         for _ in range(draw.choice([0, 5, 30])):  # the disk has what the device has no more
             self._at(draw.random() * 0.1, self.harness.engine.lifecycle.forget_prefixes)
 
-    def _uncut(self) -> Uncut:
+    def _uncut(self) -> Bidirectional:
         """Whether images are computed whole. Those that are, are small beside a step."""
         self.most_image_tokens = self.seeing.choice([0, 2, 9])
-        return Uncut(self.seeing.choice(["nothing", "image"]))
+        return Bidirectional(self.seeing.choice(["nothing", "image"]))
 
     def _plan_adapters(self) -> None:
         """Names of adapters and what they mean at first; how long a runner reads each content."""

@@ -175,7 +175,7 @@ class ModelRunnerActor:
         if config.page_folder is None:
             return
         if self._pages is None:
-            from rayfin.actors.runner.step.disk_pages import DiskPages
+            from rayfin.actors.runner.disk_pages import DiskPages
 
             runner = self._runner
             self._pages = DiskPages(

@@ -21,10 +21,10 @@ from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.cpu.packed_layers import has_products, pack_linears
 from rayfin.actors.runner.cpu.recurrent_rows import fuse_recurrent
 from rayfin.actors.runner.loading import LoadedModel, cpu_kernels, reads_states
-from rayfin.actors.runner.models.attention.indexer import inside_indexers
 from rayfin.actors.runner.models.compare import require_equal
 from rayfin.actors.runner.models.dtypes import page_type
-from rayfin.actors.runner.models.narrow import widen
+from rayfin.actors.runner.models.indexer import inside_indexers
+from rayfin.actors.runner.models.mapped_weights import widen
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.models.weights import load_model

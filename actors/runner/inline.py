@@ -8,8 +8,8 @@ from rayfin.actors.config import EngineConfig
 from rayfin.actors.errors import AdapterUnavailable, InvalidRequest, RayfinError, RequestFailed
 from rayfin.actors.messages import PageTransfer, SchedulerInfo, StepResult
 from rayfin.actors.parts import Need
+from rayfin.actors.runner.disk_pages import DiskPages
 from rayfin.actors.runner.model_runner import ModelRunner
-from rayfin.actors.runner.step.disk_pages import DiskPages
 
 
 @dataclass(slots=True)

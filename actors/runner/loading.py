@@ -29,8 +29,8 @@ from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.parts.grammars.load import GrammarsPart
 from rayfin.actors.runner.parts.model_part import ModelPart
 from rayfin.actors.runner.quantized.config import source_config
-from rayfin.actors.runner.step.state_tensors import StateTensors
-from rayfin.actors.settings.kept_states import draft_states
+from rayfin.actors.runner.state_tensors import StateTensors
+from rayfin.actors.settings.state_snapshots import draft_states
 from rayfin.cache.kv_tensors import KVTensors, page_bytes
 from rayfin.kernels.attention.select import page_types, select_attention
 from rayfin.kernels.cpu.kernels import CpuKernels, try_kernels

@@ -22,26 +22,26 @@ from rayfin.actors.messages import (
     StepResult,
 )
 from rayfin.actors.parts import Need, front_tokens
+from rayfin.actors.runner.batch import (
+    build_inputs,
+)
 from rayfin.actors.runner.execution.execution import StepExecution
 from rayfin.actors.runner.execution.failed_rows import leave_broken_device
 from rayfin.actors.runner.execution.forward import Forward
 from rayfin.actors.runner.execution.graph_steps import GraphSteps, make_graphs
 from rayfin.actors.runner.loading import load
+from rayfin.actors.runner.memory import available_bytes, bytes_taken, largest_step
 from rayfin.actors.runner.observers import RankAgreement, RowFaults, StepObserver
+from rayfin.actors.runner.page_checksums import PageChecksums
+from rayfin.actors.runner.page_moves import PageMover
+from rayfin.actors.runner.page_prefaulter import PagePrefaulter
 from rayfin.actors.runner.parallel.pipeline import PipelineTokenChannel
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.plugins import RunnerPlugins
+from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.sampling.sampler import Sampler, StepOutput, StepSampler
 from rayfin.actors.runner.speculation.make import make_speculator, with_speculation
 from rayfin.actors.runner.speculation.speculator import Speculator
-from rayfin.actors.runner.step.batch import (
-    build_inputs,
-)
-from rayfin.actors.runner.step.memory import available_bytes, bytes_taken, largest_step
-from rayfin.actors.runner.step.page_checksums import PageChecksums
-from rayfin.actors.runner.step.page_moves import PageMover
-from rayfin.actors.runner.step.page_prefaulter import PagePrefaulter
-from rayfin.actors.runner.step.request_slots import RequestSlots
 from rayfin.cache.kv_tensors import KVTensors
 from rayfin.kernels.sampling.select import select_sample
 

@@ -7,7 +7,7 @@ from rayfin.actors.adapters.files import AdapterFiles, read_ref
 from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.observers import StepObserver
-from rayfin.actors.runner.sampling.processors.base import ProcessorFactory
+from rayfin.actors.runner.sampling.processor import ProcessorFactory
 from rayfin.actors.runner.speculation.interface import Proposer
 
 

@@ -30,10 +30,10 @@ from rayfin.actors.messages import (
     Sampling,
     StepResult,
 )
-from rayfin.actors.scheduler.core.lifecycle import Lifecycle
-from rayfin.actors.scheduler.core.step_builder import StepRecord
-from rayfin.actors.scheduler.state.beam_search import BeamSearch, candidates_per_beam
-from rayfin.actors.scheduler.state.request import Request
+from rayfin.actors.scheduler.beam_search import BeamSearch, candidates_per_beam
+from rayfin.actors.scheduler.lifecycle import Lifecycle
+from rayfin.actors.scheduler.request import Request
+from rayfin.actors.scheduler.step_builder import StepRecord
 
 
 def as_it_runs(source: EngineRequest, config: EngineConfig) -> EngineRequest:

@@ -35,19 +35,18 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.metrics.snapshot import EngineSnapshot
+from rayfin.actors.scheduler import repetition
 from rayfin.actors.scheduler.beam_groups import BeamGroups, as_it_runs
-from rayfin.actors.scheduler.core.cached_prefix import find_fork_parent
-from rayfin.actors.scheduler.core.lifecycle import Lifecycle
-from rayfin.actors.scheduler.core.microbatches import DecodeMicrobatcher
-from rayfin.actors.scheduler.core.page_tier import make_tier
-from rayfin.actors.scheduler.core.part_gate import PartGate
-from rayfin.actors.scheduler.core.preempted_pages import make_preemption
-from rayfin.actors.scheduler.core.scheduler_state import make_state
-from rayfin.actors.scheduler.core.step_builder import StepRecord
-from rayfin.actors.scheduler.core.step_pipeline import StepPipeline
+from rayfin.actors.scheduler.cached_prefix import find_fork_parent
+from rayfin.actors.scheduler.executor import Executor
 from rayfin.actors.scheduler.faults.corruption import requests_sharing_failed_pages
 from rayfin.actors.scheduler.faults.quarantine import SAME_PROMPT, Quarantine
 from rayfin.actors.scheduler.faults.token_logs import TokenLogs
+from rayfin.actors.scheduler.lifecycle import Lifecycle
+from rayfin.actors.scheduler.microbatches import DecodeMicrobatcher
+from rayfin.actors.scheduler.outbox import Outbox, column_logprobs, compacted
+from rayfin.actors.scheduler.page_tier import make_tier
+from rayfin.actors.scheduler.part_gate import PartGate
 from rayfin.actors.scheduler.policy.background import BackgroundScheduler
 from rayfin.actors.scheduler.policy.chunk_budget import ChunkBudget
 from rayfin.actors.scheduler.policy.multi_step import make_multi_step
@@ -55,15 +54,16 @@ from rayfin.actors.scheduler.policy.request_scheduler import RequestScheduler
 from rayfin.actors.scheduler.policy.step_scheduler import StepScheduler
 from rayfin.actors.scheduler.policy.token_scheduler import TokenScheduler
 from rayfin.actors.scheduler.policy.whole_prompts import WholePrompts
+from rayfin.actors.scheduler.preempted_pages import make_preemption
 from rayfin.actors.scheduler.queues.background_queue import BackgroundQueue
 from rayfin.actors.scheduler.queues.deadlines import Deadlines, exceeded
-from rayfin.actors.scheduler.queues.lobby import Lobby
-from rayfin.actors.scheduler.state import repetition
-from rayfin.actors.scheduler.state.executor import Executor
-from rayfin.actors.scheduler.state.outbox import Outbox, column_logprobs, compacted
-from rayfin.actors.scheduler.state.request import Request
-from rayfin.actors.scheduler.state.stopping import ended_requests
+from rayfin.actors.scheduler.queues.preparation import Preparations
+from rayfin.actors.scheduler.request import Request
+from rayfin.actors.scheduler.scheduler_state import make_state
 from rayfin.actors.scheduler.stats import take_snapshot, take_stats
+from rayfin.actors.scheduler.step_builder import StepRecord
+from rayfin.actors.scheduler.step_pipeline import StepPipeline
+from rayfin.actors.scheduler.stopping import ended_requests
 from rayfin.cache.prefix_index import HashChain
 
 MAX_RESTARTS_WITHOUT_PROGRESS = 8
@@ -109,9 +109,9 @@ class Engine:
     ) -> None:
         self.config = config
         state = make_state(config)
-        lobby = Lobby(executor, clock, state.counters.preparation)
+        preparations = Preparations(executor, clock, state.counters.preparation)
         tier = make_tier(config, state, executor, clock)
-        self.lifecycle = Lifecycle(state, make_preemption(config, state), lobby, clock, tier)
+        self.lifecycle = Lifecycle(state, make_preemption(config, state), preparations, clock, tier)
         self._clock = clock
         self._deadlines = Deadlines()
         microbatcher = DecodeMicrobatcher(state.running, max(config.steps_in_flight - 1, 1))
@@ -153,11 +153,15 @@ class Engine:
 
     @property
     def has_steps(self) -> bool:
-        """Whether it has work of which not all waits in the lobby, or for pages of a disk."""
-        state, lobby, tier = self.lifecycle.state, self.lifecycle.lobby, self.lifecycle.tier
+        """Whether it has work of which not all waits for preparation, or for pages of a disk."""
+        state, preparations, tier = (
+            self.lifecycle.state,
+            self.lifecycle.preparations,
+            self.lifecycle.tier,
+        )
         # Where nothing runs, pages on their way may be what the first in the queue waits for.
         held_up = tier.is_busy and not len(state.running) and self._is_held_up()
-        ready = len(state.live) > len(lobby) + len(tier) and not held_up
+        ready = len(state.live) > len(preparations) + len(tier) and not held_up
         return (ready or bool(self._pipeline)) and not self._asleep
 
     def _is_held_up(self) -> bool:
@@ -335,7 +339,7 @@ class Engine:
             Output by client; empty if nothing was sampled and no request ended.
         """
         self._expire()
-        self._leave_lobby()
+        self._leave_preparations()
         if self._asleep:
             return self._drain_outbox()
         try:
@@ -471,9 +475,9 @@ class Engine:
         for request in self._deadlines.take_due(now):
             self._end(request, "error", error=exceeded(request, now))
 
-    def _leave_lobby(self) -> None:
+    def _leave_preparations(self) -> None:
         """Moves requests into the queue that have what they waited for; ends those that fail."""
-        for request, error in self.lifecycle.lobby.leaving():
+        for request, error in self.lifecycle.preparations.leaving():
             if error is None:
                 self.lifecycle.queue(request)
             else:

@@ -20,9 +20,9 @@ from rayfin.actors.metrics.snapshot import (
     StepView,
     WaitingView,
 )
-from rayfin.actors.scheduler.core.lifecycle import Lifecycle
-from rayfin.actors.scheduler.core.scheduler_state import SchedulerState
-from rayfin.actors.scheduler.state.request import Request
+from rayfin.actors.scheduler.lifecycle import Lifecycle
+from rayfin.actors.scheduler.request import Request
+from rayfin.actors.scheduler.scheduler_state import SchedulerState
 from rayfin.cache.page_tables import PageTables
 
 
@@ -31,10 +31,10 @@ def take_stats(
 ) -> EngineStats:
     """The counters, the sizes of all tables, and the fields ``of_engine``."""
     state, counters = lifecycle.state, lifecycle.state.counters
-    loading, requests_waiting = lifecycle.lobby.preparing(AdapterRef)
+    loading, requests_waiting = lifecycle.preparations.preparing(AdapterRef)
     return counters.snapshot(
         running=len(state.running),
-        waiting=len(state.waiting) + len(lifecycle.lobby) + len(lifecycle.tier),
+        waiting=len(state.waiting) + len(lifecycle.preparations) + len(lifecycle.tier),
         waiting_tokens=state.queue_limits.num_tokens,
         pages_total=config.num_pages,
         pages_held=state.tables.num_held,
@@ -45,7 +45,9 @@ def take_stats(
         page_size=config.page_size,
         pages_cached=state.tables.num_cached,
         evictions=state.tables.num_evicted,
-        deferred=min(suspects, len(state.waiting)) + len(lifecycle.lobby) + len(lifecycle.tier),
+        deferred=min(suspects, len(state.waiting))
+        + len(lifecycle.preparations)
+        + len(lifecycle.tier),
         suspects=suspects,
         cache_config=cache_config(config),
         adapters=counters.of_adapters.stats(

@@ -11,7 +11,7 @@ their supervisor, the next one claims them, and streams continue.
                                          scheduler for them
     no supervisor follows                scheduler and runners exit when their leases run out
 
-An engine may also be started before the process that will watch it: ``ahead.py``.
+An engine may also be started before the process that will watch it: ``early_engine.py``.
 
 ``actors/timing.py`` defines when.
 """

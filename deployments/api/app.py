@@ -10,7 +10,7 @@ from starlette.middleware import Middleware
 from rayfin import __version__
 from rayfin.actors.metrics.render import merged
 from rayfin.deployments.api.adapters import add_adapter_routes
-from rayfin.deployments.api.admin.routes import Operated, add_admin_routes
+from rayfin.deployments.api.admin import Operated, add_admin_routes
 from rayfin.deployments.api.anthropic.bodies import MessagesRequest, PromptBody
 from rayfin.deployments.api.anthropic.messages import MessagesAdapter, prompt_of
 from rayfin.deployments.api.anthropic.replies import TokenCount

@@ -11,6 +11,7 @@ import click
 
 from rayfin.actors.errors import InvalidConfig, InvalidRequest, RayfinError
 from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.cli.conversation import Conversation
 from rayfin.deployments.cli.options import (
     SectionedCommand,
     build,
@@ -18,8 +19,7 @@ from rayfin.deployments.cli.options import (
     server_options,
     values_of,
 )
-from rayfin.deployments.terminal.conversation import Conversation
-from rayfin.deployments.terminal.screen import MarkdownScreen, PlainScreen
+from rayfin.deployments.cli.screen import MarkdownScreen, PlainScreen
 
 SAMPLING = ("temperature", "max_tokens", "top_p", "top_k", "min_p", "seed", "stop")
 QUOTES = '"""'

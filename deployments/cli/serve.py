@@ -10,8 +10,8 @@ from click.core import ParameterSource
 from rayfin.actors.config import EngineArgs
 from rayfin.deployments.cli.options import build, field_options
 from rayfin.deployments.cli.vllm_options import VllmCommand, aliases_of
-from rayfin.deployments.edge.door import Door
 from rayfin.deployments.edge.forks import server_forks
+from rayfin.deployments.edge.listen_options import ListenOptions
 from rayfin.deployments.serve.server_args import ServerArgs
 
 
@@ -61,7 +61,7 @@ from rayfin.deployments.serve.server_args import ServerArgs
     is_flag=True,
     help="show the logs of Ray and of the actors",
 )
-@field_options(Door)
+@field_options(ListenOptions)
 @field_options(ServerArgs, None, **aliases_of(ServerArgs))
 @field_options(EngineArgs, None, **aliases_of(EngineArgs))
 def serve(
@@ -93,17 +93,22 @@ def serve(
         raise click.UsageError("MODEL and --model cannot be combined with --model-config")
     if hf_token:
         os.environ["HF_TOKEN"] = hf_token  # the processes that read the model inherit it
-    server, engine, door = build(ServerArgs), build(EngineArgs, **model), build(Door)
+    server, engine, listen_options = (
+        build(ServerArgs),
+        build(EngineArgs, **model),
+        build(ListenOptions),
+    )
 
     from rayfin.deployments.serve import ports
 
-    ports.require_ports(server, host, port, door)  # the rest takes seconds to import
+    ports.require_ports(server, host, port, listen_options)  # the rest takes seconds to import
 
     more: dict[str, Any] = {}
-    more |= {"host": host, "port": port, "door": door, "name": name, "verbose": verbose}
+    more |= {"host": host, "port": port, "listen_options": listen_options}
+    more |= {"name": name, "verbose": verbose}
     with ExitStack() as held:
         if "RAY_ADDRESS" not in os.environ:  # which imports while this process does
-            more["forks"] = server_forks(door)
+            more["forks"] = server_forks(listen_options)
             held.enter_context(more["forks"] or nullcontext())
         from rayfin.deployments.serve import serving
         from rayfin.deployments.serve.model_args import read_models

@@ -47,7 +47,7 @@ from rayfin.deployments.client.connection import Deltas, EngineConnection
 from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.client.replay import Replay
 from rayfin.deployments.client.routing import PrefixAware, Router
-from rayfin.deployments.client.waiting_room import WaitingRoom
+from rayfin.deployments.client.wait_for_engine import WaitingRoom
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import sys
 
 from rayfin.actors.processes.environment import set_ray_environment
 from rayfin.actors.processes.worker_forks import WorkerForks
-from rayfin.deployments.edge.door import CALLBACK, CALLBACK_PATH, Door
+from rayfin.deployments.edge.listen_options import CALLBACK, CALLBACK_PATH, ListenOptions
 
 PRELOADED = (
     "ray.serve._private.controller",
@@ -29,14 +29,14 @@ VARIABLE = "RAYFIN_FORKED_WORKERS"
 """0: each worker of Ray starts as ever, and imports for itself."""
 
 
-def server_forks(door: Door) -> WorkerForks | None:
+def server_forks(listen_options: ListenOptions) -> WorkerForks | None:
     """Sets the environment of a server's workers, and starts the process that they are forked of.
 
     Returns:
         None if VARIABLE asks for no forks, where there may be a Ray already, and not on Linux.
     """
     set_ray_environment()
-    door.tell_proxies()
+    listen_options.tell_proxies()
     os.environ.setdefault(CALLBACK, CALLBACK_PATH)
     if os.environ.get(VARIABLE) == "0" or "RAY_ADDRESS" in os.environ or sys.platform != "linux":
         return None

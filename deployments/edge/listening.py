@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 
 from rayfin.actors.timing import CERTIFICATE_CHECK_SECONDS
-from rayfin.deployments.edge.door import VARIABLE
+from rayfin.deployments.edge.listen_options import VARIABLE
 
 logger = logging.getLogger("rayfin.http")
 TLS = ("ssl_cert_reqs", "ssl_ciphers")

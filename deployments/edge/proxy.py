@@ -2,8 +2,8 @@
 
 Serve's proxy answers some requests itself, as plain text, and takes an answer from the replica
 whether or not its client takes it from the proxy. It runs the middlewares of the function that the
-environment variable CALLBACK of door.py names; ``rayfin serve`` sets it for a Ray of its own, and
-an operator for a cluster. Everything holds without it but what docs/security.md says.
+environment variable CALLBACK of listen_options.py names; ``rayfin serve`` sets it for a Ray of its
+own, and an operator for a cluster. Everything holds without it but what docs/security.md says.
 """
 
 import logging
@@ -14,7 +14,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayfin.actors.timing import RETRY_AFTER_SECONDS
-from rayfin.deployments.edge.flow import ProxyFlow
+from rayfin.deployments.edge.backpressure import ProxyFlow
 from rayfin.deployments.edge.listening import install as install_listening
 from rayfin.deployments.http.anthropic_errors import AnthropicErrors
 from rayfin.deployments.http.body_limits import TransportLimits

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, field, replace
 
-from rayfin.actors.embeds.prompt_embeds import PromptEmbeds
 from rayfin.actors.errors import NoTokenLeft, RayfinError
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.media.part import MediaInput
+from rayfin.actors.media.prompt_embeds import PromptEmbeds
 from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
+from rayfin.deployments.generation.best_of import Likelihood
 from rayfin.deployments.generation.calls import AnswerCall, ParsedAnswer
 from rayfin.deployments.generation.usage import RequestTimes
-from rayfin.deployments.requests.best_of import Likelihood
 from rayfin.deployments.text.output import OutputText, TextDelta
 
 

@@ -14,7 +14,15 @@ from rayfin.actors.errors import InvalidRequest, Overloaded, RayfinError, Reques
 from rayfin.actors.messages import EngineRequest, TokenDelta
 from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
 from rayfin.actors.timing import RETRY_AFTER_SECONDS
+from rayfin.deployments.generation.beam_requests import build_searches
 from rayfin.deployments.generation.beams import check_search, hypothesis_deltas
+from rayfin.deployments.generation.best_of import (
+    candidates,
+    likeliest,
+    num_candidates,
+    request_logprobs,
+)
+from rayfin.deployments.generation.build_requests import build_requests
 from rayfin.deployments.generation.calls import ParsedAnswer
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.plan import NO_PLAN, OutputPlan
@@ -28,14 +36,6 @@ from rayfin.deployments.generation.usage import (
 )
 from rayfin.deployments.http.caller import ANONYMOUS, Caller
 from rayfin.deployments.http.sse import cancelled
-from rayfin.deployments.requests.beams import build_searches
-from rayfin.deployments.requests.best_of import (
-    candidates,
-    likeliest,
-    num_candidates,
-    request_logprobs,
-)
-from rayfin.deployments.requests.build import build_requests
 from rayfin.deployments.text.output import OutputText, TextDelta
 
 LOGPROB_CHARACTERS = 50  # of JSON, at least, for a log probability

@@ -6,18 +6,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rayfin.actors.embeds.prompt_embeds import PromptEmbeds
 from rayfin.actors.errors import InvalidRequest, TemplateTooSlow
 from rayfin.actors.media.processed import WORDS, ProcessedMedia
+from rayfin.actors.media.prompt_embeds import PromptEmbeds
 from rayfin.actors.timing import INLINE_TEMPLATE_SECONDS, TEMPLATE_SECONDS
-from rayfin.deployments.embeds.parts import is_embeds, mark_embeds, place_embeds, read_parts
 from rayfin.deployments.generation.generation import off_loop
+from rayfin.deployments.generation.prompt_forms import WrittenPrompt, check_length, prompt_ids
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.guidance.tool_choice import DeclaredTools
-from rayfin.deployments.requests.prompts import WrittenPrompt, check_length, prompt_ids
+from rayfin.deployments.media.embeds_parts import is_embeds, mark_embeds, place_embeds, read_parts
+from rayfin.deployments.text.generation_prompt import ChatPrompt, render_prompt
 from rayfin.deployments.text.markers import Marked
 from rayfin.deployments.text.messages import PlainTools, media_of
-from rayfin.deployments.text.opening import ChatPrompt, render_prompt
 
 
 def thinking_variables(

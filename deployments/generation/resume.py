@@ -19,10 +19,10 @@ from starlette.requests import Request
 from rayfin.actors.errors import InvalidRequest, NotFound
 from rayfin.actors.messages import Receipt, TokenDelta, TokenLog
 from rayfin.deployments.client.engine_client import EngineClient
+from rayfin.deployments.generation.build_requests import KEY_BITS
 from rayfin.deployments.generation.choice import Choice
 from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.http.sse import event
-from rayfin.deployments.requests.build import KEY_BITS
 from rayfin.deployments.text.output import TextDelta
 
 LAST_EVENT_ID = "last-event-id"

@@ -14,13 +14,13 @@ from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.deployments.adapters.names import AdapterNames
 from rayfin.deployments.client.adapter_client import AdapterClient
 from rayfin.deployments.client.engine_client import EngineClient
-from rayfin.deployments.embeds.read import EmbedsReader
 from rayfin.deployments.generation.quotas import TokenQuotas
+from rayfin.deployments.generation.reply_settings import ReplySettings
 from rayfin.deployments.guidance.compile_check import GrammarChecker, InlineChecker
 from rayfin.deployments.http.idempotency import AnswerStore
 from rayfin.deployments.http.layers import HttpSettings
+from rayfin.deployments.media.read_embeds import EmbedsReader
 from rayfin.deployments.media.reader import MediaReader
-from rayfin.deployments.requests.settings import ReplySettings
 from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 from rayfin.deployments.telemetry.load import Load
 from rayfin.deployments.telemetry.request_log import RequestLog

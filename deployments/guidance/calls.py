@@ -8,13 +8,13 @@ from typing import Any
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.guidance import CallGrammar
 from rayfin.actors.structured_outputs import StructuredOutputs
+from rayfin.deployments.guidance.answer_writer import AnswerWriter
+from rayfin.deployments.guidance.call_writer import ANY_OBJECT, Callee, CallWriter
 from rayfin.deployments.guidance.grammar import Grammar, make_grammar
 from rayfin.deployments.guidance.lark import LarkWriter, embedded, mark_ids
-from rayfin.deployments.guidance.syntax.answers import AnswerWriter
-from rayfin.deployments.guidance.syntax.bodies import ANY_OBJECT, Callee, CallWriter
 from rayfin.deployments.guidance.tool_choice import FunctionTool, ToolChoice
 from rayfin.deployments.text.parsing.format import ToolFormat, ToolGuidance
-from rayfin.deployments.text.parsing.rows import TOOL_FORMATS
+from rayfin.deployments.text.parsing.formats import TOOL_FORMATS
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

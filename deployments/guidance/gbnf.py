@@ -12,16 +12,7 @@ from dataclasses import dataclass
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.guidance.lark import literal, regex, special
-from rayfin.deployments.guidance.patterns.parts import (
-    Chars,
-    OneOf,
-    Part,
-    Repeat,
-    Sequence,
-    unrolled,
-    write,
-)
-from rayfin.deployments.guidance.patterns.ranges import (
+from rayfin.deployments.guidance.schema.code_points import (
     ALL,
     Ranges,
     complement,
@@ -37,6 +28,15 @@ from rayfin.deployments.guidance.schema.lint import (
     check_text,
     invalid_schema,
     too_complex,
+)
+from rayfin.deployments.guidance.schema.pattern_parts import (
+    Chars,
+    OneOf,
+    Part,
+    Repeat,
+    Sequence,
+    unrolled,
+    write,
 )
 
 MAX_UNROLLED = 20_000

@@ -10,8 +10,7 @@ from rayfin.deployments.guidance.fields import KINDS
 from rayfin.deployments.guidance.gbnf import gbnf_to_lark
 from rayfin.deployments.guidance.json_text import JsonStyle, json_style, json_text
 from rayfin.deployments.guidance.lark import literal, regex, rewrite_schemas
-from rayfin.deployments.guidance.patterns.ecma import parse
-from rayfin.deployments.guidance.patterns.parts import write
+from rayfin.deployments.guidance.schema.ecma import parse
 from rayfin.deployments.guidance.schema.lint import (
     MAX_BYTES,
     MAX_CHOICES,
@@ -21,6 +20,7 @@ from rayfin.deployments.guidance.schema.lint import (
     check_text,
     parse_json,
 )
+from rayfin.deployments.guidance.schema.pattern_parts import write
 from rayfin.deployments.guidance.structural_tag import structural_tag_to_lark
 
 NAMES = tuple(field.name for field in fields(StructuredOutputs))

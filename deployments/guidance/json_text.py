@@ -7,15 +7,22 @@ from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.structured_outputs import StructuredOutputs
-from rayfin.deployments.guidance.patterns.ecma import parse
-from rayfin.deployments.guidance.patterns.parts import Chars, OneOf, Part, Repeat, Sequence, write
-from rayfin.deployments.guidance.patterns.ranges import SPACE, contains, of_text
+from rayfin.deployments.guidance.schema.code_points import SPACE, contains, of_text
+from rayfin.deployments.guidance.schema.ecma import parse
 from rayfin.deployments.guidance.schema.keywords import check_shape
 from rayfin.deployments.guidance.schema.lint import (
     MAX_BYTES,
     MAX_GROWTH,
     check_document,
     too_complex,
+)
+from rayfin.deployments.guidance.schema.pattern_parts import (
+    Chars,
+    OneOf,
+    Part,
+    Repeat,
+    Sequence,
+    write,
 )
 from rayfin.deployments.guidance.schema.references import References
 from rayfin.deployments.guidance.schema.rewrite import Rewriter

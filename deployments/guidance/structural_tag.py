@@ -16,14 +16,14 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.guidance.gbnf import gbnf_to_lark
 from rayfin.deployments.guidance.json_text import JsonStyle, json_rule
 from rayfin.deployments.guidance.lark import LarkWriter, literal, regex, rewrite_schemas, special
-from rayfin.deployments.guidance.patterns.ecma import parse
-from rayfin.deployments.guidance.patterns.parts import write
+from rayfin.deployments.guidance.schema.ecma import parse
 from rayfin.deployments.guidance.schema.lint import (
     check_document,
     check_literal,
     check_text,
     parse_json,
 )
+from rayfin.deployments.guidance.schema.pattern_parts import write
 from rayfin.deployments.text.checks import as_list, as_object, as_string, required, wrong_type
 
 MAX_TAGS = 1000

@@ -17,8 +17,8 @@ from rayfin.actors.media.kinds import MediaKind
 from rayfin.actors.media.part import MediaInput
 from rayfin.actors.media.processed import WORDS, MediaProcessor, ProcessedMedia, put_media
 from rayfin.deployments.media.decode import Pictures
+from rayfin.deployments.media.memory_limit import RecordingPlace, RecordingRoom
 from rayfin.deployments.media.parts import A, MediaPart, read_part
-from rayfin.deployments.media.room import RecordingPlace, RecordingRoom
 from rayfin.deployments.media.settings import MediaSettings
 from rayfin.deployments.media.sound import Clips, cut_at_quiet
 from rayfin.deployments.telemetry.ingress_counters import MediaCounters

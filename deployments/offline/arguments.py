@@ -6,9 +6,9 @@ from typing import Any
 from tqdm import tqdm
 
 from rayfin.actors.errors import InvalidRequest
+from rayfin.deployments.generation.prompt_forms import IDS, TEXT
+from rayfin.deployments.generation.sampling_limits import PRIORITIES
 from rayfin.deployments.offline.media import plain
-from rayfin.deployments.requests.limits import PRIORITIES
-from rayfin.deployments.requests.prompts import IDS, TEXT
 from rayfin.deployments.vllm.lacks import refuse
 
 UseTqdm = bool | Callable[..., Any]

@@ -10,7 +10,7 @@ from rayfin.actors.messages import Command, Ended, EngineInfo, EngineRequest, To
 from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.runner.parallel.rank import group_size
 from rayfin.actors.scheduler.engine import Engine
-from rayfin.actors.scheduler.state.executor import Executor
+from rayfin.actors.scheduler.executor import Executor
 from rayfin.actors.timing import OFFLINE_LEASE_SECONDS
 
 

@@ -22,7 +22,11 @@ from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.pooling.part import PoolingTask
 from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
 from rayfin.deployments.client.deltas import WholeDeltas, split_deltas
+from rayfin.deployments.generation.beam_requests import BeamSearchOutput, build_search, sequence_of
+from rayfin.deployments.generation.best_of import candidates, request_logprobs
+from rayfin.deployments.generation.build_requests import build_requests, sampling_defaults
 from rayfin.deployments.generation.plan import NO_PLAN, AnswerRules, OutputPlan, plan_offline
+from rayfin.deployments.generation.prompt_forms import WrittenPrompt, truncated
 from rayfin.deployments.guidance.compile_check import InlineChecker
 from rayfin.deployments.guidance.fields import read_structured_outputs
 from rayfin.deployments.guidance.tool_choice import declared_tools, read_tool_choice
@@ -48,10 +52,6 @@ from rayfin.deployments.offline.pooling import (
     in_groups,
 )
 from rayfin.deployments.pooling.pairs import ranked
-from rayfin.deployments.requests.beams import BeamSearchOutput, build_search, sequence_of
-from rayfin.deployments.requests.best_of import candidates, request_logprobs
-from rayfin.deployments.requests.build import build_requests, sampling_defaults
-from rayfin.deployments.requests.prompts import WrittenPrompt, truncated
 from rayfin.deployments.serve.preflight import (
     check_generation_config,
     check_model,
@@ -60,11 +60,11 @@ from rayfin.deployments.serve.preflight import (
     located,
     tokenizer_path,
 )
+from rayfin.deployments.text.generation_prompt import ChatPrompt, render_prompt
 from rayfin.deployments.text.messages import count_calls
-from rayfin.deployments.text.opening import ChatPrompt, render_prompt
 from rayfin.deployments.text.parsing.detect import Detected, detect
 from rayfin.deployments.text.parsing.format import ToolGuidance
-from rayfin.deployments.text.parsing.rows import check_parsers
+from rayfin.deployments.text.parsing.formats import check_parsers
 from rayfin.deployments.text.tokenizer import Tokenizer
 from rayfin.deployments.vllm.lacks import no_attribute, refuse
 from rayfin.deployments.vllm.settings import engine_settings

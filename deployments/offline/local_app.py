@@ -9,11 +9,11 @@ from fastapi import FastAPI
 from rayfin.actors.errors import InvalidConfig
 from rayfin.deployments.adapters.names import AdapterNames
 from rayfin.deployments.api.app import build_api
+from rayfin.deployments.generation.reply_settings import ReplySettings
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.layers import HttpSettings
 from rayfin.deployments.offline.llm import UNLIMITED
 from rayfin.deployments.offline.local_client import LocalClient
-from rayfin.deployments.requests.settings import ReplySettings
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.model_service import adapter_names, load_text
 from rayfin.deployments.serve.preflight import check_model, located

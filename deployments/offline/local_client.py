@@ -21,8 +21,8 @@ from rayfin.actors.messages import (
 from rayfin.actors.metrics.snapshot import EngineSnapshot
 from rayfin.actors.parts import first_of
 from rayfin.actors.scheduler.engine import Engine
+from rayfin.actors.scheduler.executor import Executor
 from rayfin.actors.scheduler.inbox import EngineCall
-from rayfin.actors.scheduler.state.executor import Executor
 from rayfin.actors.timing import LOBBY_TICK_SECONDS
 from rayfin.deployments.client.deltas import split_deltas
 from rayfin.deployments.client.engine_client import EngineReport

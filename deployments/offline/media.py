@@ -7,19 +7,14 @@ from typing import Any
 import numpy as np
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.embeds.prompt_embeds import PromptEmbeds
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.media.kinds import MediaKind
 from rayfin.actors.media.load import load_processor
 from rayfin.actors.media.processed import WORDS
+from rayfin.actors.media.prompt_embeds import PromptEmbeds
 from rayfin.actors.messages import EngineInfo, Int32Array
 from rayfin.actors.sampling_params import SamplingParams
-from rayfin.deployments.embeds.parts import mark_embeds, place_embeds, read_parts_now
-from rayfin.deployments.embeds.read import EmbedsReader, required
-from rayfin.deployments.embeds.tensor import DTYPES, FIELD, Tensor, refused
-from rayfin.deployments.media.reader import MediaReader
-from rayfin.deployments.media.settings import MediaSettings
-from rayfin.deployments.requests.prompts import (
+from rayfin.deployments.generation.prompt_forms import (
     IDS,
     SALT,
     TEXT,
@@ -28,8 +23,13 @@ from rayfin.deployments.requests.prompts import (
     read_prompts,
     truncated,
 )
+from rayfin.deployments.media.embeds_parts import mark_embeds, place_embeds, read_parts_now
+from rayfin.deployments.media.embeds_tensor import DTYPES, FIELD, Tensor, refused
+from rayfin.deployments.media.read_embeds import EmbedsReader, required
+from rayfin.deployments.media.reader import MediaReader
+from rayfin.deployments.media.settings import MediaSettings
+from rayfin.deployments.text.generation_prompt import ChatPrompt
 from rayfin.deployments.text.messages import READS
-from rayfin.deployments.text.opening import ChatPrompt
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 DATA = "multi_modal_data"

@@ -10,6 +10,7 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.messages import EngineRequest, Float32Array
 from rayfin.actors.pooling.part import PoolingTask
 from rayfin.actors.pooling.recipe import PoolingRecipe
+from rayfin.deployments.generation.prompt_forms import Side, WrittenPrompt
 from rayfin.deployments.offline.arguments import UseTqdm, progress
 from rayfin.deployments.offline.engines import OfflineEngine
 from rayfin.deployments.pooling.inputs import (
@@ -21,7 +22,6 @@ from rayfin.deployments.pooling.inputs import (
 )
 from rayfin.deployments.pooling.pairs import PairSettings, make_pairs, prepare_pairs
 from rayfin.deployments.pooling.vectors import activated, check_dimensions, cut
-from rayfin.deployments.requests.prompts import Side, WrittenPrompt
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 

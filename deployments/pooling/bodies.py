@@ -5,9 +5,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from rayfin.actors.errors import InvalidRequest
+from rayfin.deployments.generation.prompt_forms import check_salt
+from rayfin.deployments.generation.sampling_limits import PRIORITIES
 from rayfin.deployments.pooling.inputs import Cut
-from rayfin.deployments.requests.limits import PRIORITIES
-from rayfin.deployments.requests.prompts import check_salt
 
 
 class PoolingBody(BaseModel):

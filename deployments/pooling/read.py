@@ -6,6 +6,7 @@ from typing import Any
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.deployments.generation.generation import off_loop
+from rayfin.deployments.generation.prompt_forms import WrittenPrompt, check_length, read_prompts
 from rayfin.deployments.generation.prompts import chat_ids
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.pooling.bodies import InputBody
@@ -15,7 +16,6 @@ from rayfin.deployments.pooling.inputs import (
     instruction,
     text_input,
 )
-from rayfin.deployments.requests.prompts import WrittenPrompt, check_length, read_prompts
 
 
 async def read_inputs(

@@ -17,7 +17,7 @@ from rayfin import __version__
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig
 from rayfin.actors.metrics.hub import HEAD
 from rayfin.actors.timing import ADMIN_BIND_PAUSE_SECONDS, ADMIN_BIND_SECONDS, ADMIN_STOP_SECONDS
-from rayfin.deployments.api.admin.routes import Operated, add_admin_routes
+from rayfin.deployments.api.admin import Operated, add_admin_routes
 from rayfin.deployments.client.engine_names import find_engines
 from rayfin.deployments.client.pool import EnginePool
 from rayfin.deployments.edge.proxy import limit_heads

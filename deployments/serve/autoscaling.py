@@ -53,7 +53,7 @@ def autoscaling(least: int, most: int, idle_seconds: float) -> dict[str, Any]:
 
     With ``least`` 0 the first engine is started all the same: ingresses learn its limits. From zero
     With no engine, Serve starts one for a call that is queued at the deployment's handle, which the
-    waiting room makes (deployments/client/waiting_room.py). This policy is not called then.
+    waiting room makes (deployments/client/wait_for_engine.py). This policy is not called then.
     """
     return {
         "min_replicas": least,

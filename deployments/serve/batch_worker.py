@@ -27,10 +27,10 @@ from rayfin.deployments.batches.lines import MAX_LINE_BYTES, Line
 from rayfin.deployments.batches.sender import NO_TIMEOUT, LineSender
 from rayfin.deployments.batches.series import add_series
 from rayfin.deployments.batches.worker import TENANT, BatchWorker
+from rayfin.deployments.generation.reply_settings import ReplySettings
 from rayfin.deployments.generation.service import ServedModels
 from rayfin.deployments.http.idempotency import AnswerStore
 from rayfin.deployments.http.layers import HttpSettings
-from rayfin.deployments.requests.settings import ReplySettings
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.model_service import model_service, prepare_text
 from rayfin.deployments.serve.server_args import ServerArgs

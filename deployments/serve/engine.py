@@ -59,7 +59,7 @@ class EngineDeployment:
             raise
 
     async def started(self) -> None:
-        """Returns, for the engine is there: a call that waited for it (waiting_room.py)."""
+        """Returns, for the engine is there: a call that waited for it (wait_for_engine.py)."""
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Statistics for Serve's controller; see deployments/serve/autoscaling.py."""

@@ -16,12 +16,12 @@ from rayfin.actors.processes.environment import lower_priority
 from rayfin.actors.processes.logs import set_up
 from rayfin.actors.timing import RETRY_AFTER_SECONDS
 from rayfin.deployments.client.engine_names import INGRESS
-from rayfin.deployments.edge.flow import ReplicaFlow
+from rayfin.deployments.edge.backpressure import ReplicaFlow
 from rayfin.deployments.generation.quotas import TokenQuotas
+from rayfin.deployments.generation.reply_settings import ReplySettings
 from rayfin.deployments.http.idempotency import AnswerStore
 from rayfin.deployments.http.layers import HttpSettings
 from rayfin.deployments.http.request_id import REQUEST_ID
-from rayfin.deployments.requests.settings import ReplySettings
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.server_args import ServerArgs
 from rayfin.deployments.telemetry.load import Load

@@ -27,13 +27,13 @@ from rayfin.deployments.adapters.registry import RegistryClient
 from rayfin.deployments.client.engine_names import engine_prefix, find_engines
 from rayfin.deployments.client.metered import MeteredEngineClient
 from rayfin.deployments.client.pool import EnginePool, Patience
-from rayfin.deployments.client.waiting_room import WaitingRoom, starter
-from rayfin.deployments.embeds.read import EmbedsReader
+from rayfin.deployments.client.wait_for_engine import WaitingRoom, starter
+from rayfin.deployments.generation.build_requests import sampling_defaults
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.guidance.grammar_check import ProcessChecker
+from rayfin.deployments.media.read_embeds import EmbedsReader
 from rayfin.deployments.media.reader import MediaReader
 from rayfin.deployments.media.sound import audio_off
-from rayfin.deployments.requests.build import sampling_defaults
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.preflight import (
     end_tokens,

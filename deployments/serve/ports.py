@@ -6,11 +6,13 @@ import tempfile
 from pathlib import Path
 
 from rayfin.actors.errors import InvalidConfig
-from rayfin.deployments.edge.door import PLAIN, Door
+from rayfin.deployments.edge.listen_options import PLAIN, ListenOptions
 from rayfin.deployments.serve.server_args import ServerArgs
 
 
-def require_ports(server: ServerArgs, host: str, port: int, door: Door = PLAIN) -> None:
+def require_ports(
+    server: ServerArgs, host: str, port: int, listen_options: ListenOptions = PLAIN
+) -> None:
     """Checks the ports of a server on a Ray of its own.
 
     Where a Ray cluster runs already, its Serve may be what listens: that is checked later.
@@ -19,9 +21,9 @@ def require_ports(server: ServerArgs, host: str, port: int, door: Door = PLAIN) 
         InvalidConfig: one is taken, or two are the same.
     """
     check_ports(server, port)
-    door.require_free()
+    listen_options.require_free()
     if not joins_cluster():
-        if door.uds is None:
+        if listen_options.uds is None:
             require_free(host, port, "port")
         require_own_ports(server)
 

@@ -16,14 +16,14 @@ from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS
 from rayfin.actors.timing import SSE_COMMENT_SECONDS
 from rayfin.deployments.adapters.flags import read_modules
 from rayfin.deployments.batches.folder import FolderLimits
+from rayfin.deployments.generation.reply_settings import MAX_CHOICES, MAX_PROMPTS, MAX_STOP_STRINGS
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
 from rayfin.deployments.http.body_limits import MAX_BODY_BYTES
 from rayfin.deployments.http.keys import ApiKeys
 from rayfin.deployments.media.settings import MediaSettings, media_sources, read_limits
-from rayfin.deployments.requests.settings import MAX_CHOICES, MAX_PROMPTS, MAX_STOP_STRINGS
 from rayfin.deployments.serve.preflight import check_generation_config
 from rayfin.deployments.text.parsing.format import ReasoningField, ToolGuidance
-from rayfin.deployments.text.parsing.rows import check_parsers
+from rayfin.deployments.text.parsing.formats import check_parsers
 
 KEY_VARIABLES = ("RAYFIN_API_KEY", "VLLM_API_KEY")
 ADMIN_KEY_VARIABLES = ("RAYFIN_ADMIN_API_KEY",)

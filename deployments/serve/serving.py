@@ -19,8 +19,8 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import RayfinError
 from rayfin.actors.processes.worker_forks import WorkerForks
 from rayfin.actors.timing import SIGNAL_REPEATS
-from rayfin.deployments.edge.door import PLAIN, Door
 from rayfin.deployments.edge.forks import server_forks
+from rayfin.deployments.edge.listen_options import PLAIN, ListenOptions
 from rayfin.deployments.edge.middleware import check_middleware
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.ports import require_own_ports, require_ports
@@ -80,7 +80,7 @@ def serve(
     name: str = "rayfin",
     verbose: bool = False,
     models: Sequence[ModelArgs] = (),
-    door: Door = PLAIN,
+    listen_options: ListenOptions = PLAIN,
     forks: WorkerForks | None = None,
 ) -> int:
     """Serves a model until Ctrl-C or SIGTERM; joins a running Ray cluster or starts a local one.
@@ -103,7 +103,7 @@ def serve(
     stop = StopSignals()
     stop.install()
     try:
-        require_ports(server, host, port, door)
+        require_ports(server, host, port, listen_options)
         check_middleware(server.middleware or ())
         for model in models:
             require_files(model.engine)
@@ -113,15 +113,15 @@ def serve(
                     require_hub(model.engine)
         # What it imports takes as long as a Ray takes to start.
         checks = InBackground(lambda: _prepare(models))
-        forks = forks or server_forks(door)
+        forks = forks or server_forks(listen_options)
         with forks or nullcontext():
-            address = (host, port, door)
+            address = (host, port, listen_options)
             _serve(server, engine, models, address, name, verbose, stop, checks, forks)
     except KeyboardInterrupt:
         if stop.count != 1:
             raise
     finally:
-        door.close()
+        listen_options.close()
     print("Stopped.", flush=True)
     return 0
 
@@ -138,7 +138,7 @@ def _serve(
     server: ServerArgs,
     engine: EngineArgs,
     models: Sequence[ModelArgs],
-    address: tuple[str, int, Door],
+    address: tuple[str, int, ListenOptions],
     name: str,
     verbose: bool,
     stop: StopSignals,

@@ -18,7 +18,7 @@ from rayfin.actors.media.part import MediaFacts
 from rayfin.actors.messages import EngineInfo
 from rayfin.actors.timing import START_SHOWN_SECONDS, START_TOLD_SECONDS
 from rayfin.deployments.client.engine_names import find_engine
-from rayfin.deployments.edge.door import Door
+from rayfin.deployments.edge.listen_options import ListenOptions
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.preflight import located, on_hub, place
 
@@ -165,16 +165,16 @@ def summary(
     models: Sequence[ModelArgs],
     host: str,
     port: int,
-    door: Door,
+    listen_options: ListenOptions,
     infos: Sequence[EngineInfo | None],
 ) -> tuple[list[tuple[str, str]], str]:
     """The rows of the summary, the title first, and a command that asks the first model."""
-    address, more = door.address(host, port)
+    address, more = listen_options.address(host, port)
     served = ", ".join(own.names[0] for own in models)
     server = models[0].server
     rows = [(f"Rayfin serves {served} at {address}/v1", "(Ctrl-C stops it)")]
-    if door.uds is not None:
-        rows.append(("socket", door.uds))
+    if listen_options.uds is not None:
+        rows.append(("socket", listen_options.uds))
     for model, info in zip(models, infos, strict=True):
         if info is not None:
             tokens = info.num_pages * info.page_size

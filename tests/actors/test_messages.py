@@ -30,7 +30,7 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.parts import uncut_of
-from rayfin.actors.settings.uncut import Uncut
+from rayfin.actors.settings.bidirectional import Bidirectional
 
 
 def _ints(*values: int) -> np.ndarray:
@@ -84,8 +84,10 @@ def test_messages_pickle(message: Any) -> None:
 
 
 def test_facts_of_parts_mean_the_same_in_another_process() -> None:
-    parts = AdapterFacts(), MediaFacts(token_id=3, uncut=Uncut("image", 9))
-    assert uncut_of(pickle.loads(pickle.dumps(parts))) == uncut_of(parts) == Uncut("image", 9)
+    parts = AdapterFacts(), MediaFacts(token_id=3, uncut=Bidirectional("image", 9))
+    assert (
+        uncut_of(pickle.loads(pickle.dumps(parts))) == uncut_of(parts) == Bidirectional("image", 9)
+    )
 
 
 def test_chunk_prompt_is_a_view() -> None:

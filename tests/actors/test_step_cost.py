@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rayfin.actors import step_cost
-from rayfin.actors.runner.step.measured_step import decode_step
+from rayfin.actors.runner.measured_step import decode_step
 from rayfin.actors.step_cost import RUNS, SIZES, StepCost
 
 

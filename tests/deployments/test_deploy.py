@@ -12,7 +12,7 @@ from ray.serve.schema import ApplicationStatus
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig
 from rayfin.deployments import deploy
 from rayfin.deployments.deploy import _reason
-from rayfin.deployments.edge.door import PLAIN
+from rayfin.deployments.edge.listen_options import PLAIN
 from rayfin.deployments.serve.preflight import InBackground
 
 REPORT = """Deploying application rayfin failed: Failed to update the deployments ['engine'].

@@ -26,7 +26,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.deployments.app import bind_app, bind_models
 from rayfin.deployments.client.engine_names import ENGINE, find_engine
-from rayfin.deployments.edge.door import CALLBACK, CALLBACK_PATH
+from rayfin.deployments.edge.listen_options import CALLBACK, CALLBACK_PATH
 from rayfin.deployments.serve.model_args import several_models
 from rayfin.deployments.serve.server_args import ServerArgs
 

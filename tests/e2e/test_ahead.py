@@ -15,7 +15,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig
 from rayfin.actors.processes.identity import Process
 from rayfin.actors.processes.registry import engine_names, find_actor
-from rayfin.actors.supervision.ahead import EngineAhead
+from rayfin.actors.supervision.early_engine import EarlyEngine
 from rayfin.deployments.app import bind_app
 from rayfin.deployments.client.engine_names import ENGINE, engine_prefix
 from rayfin.deployments.serve.preflight import located
@@ -39,8 +39,8 @@ def scheduler() -> Any:
     return find_actor(name)
 
 
-def begin(args: EngineArgs) -> EngineAhead:
-    ahead = EngineAhead(located(args), PREFIX)
+def begin(args: EngineArgs) -> EarlyEngine:
+    ahead = EarlyEngine(located(args), PREFIX)
     ahead.await_scheduler()
     return ahead
 

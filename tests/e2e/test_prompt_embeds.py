@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rayfin import LLM, SamplingParams
-from rayfin.deployments.embeds.read import embeds_size
+from rayfin.deployments.media.read_embeds import embeds_size
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 

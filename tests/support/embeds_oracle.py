@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from inline_client import InlineClient
 from rayfin import LLM
 from rayfin.deployments.api.app import build_api
-from rayfin.deployments.embeds.read import EmbedsReader
 from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.media.read_embeds import EmbedsReader
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "threads": 1, "kv_cache_memory": 2**22}
 OUTPUT = 6

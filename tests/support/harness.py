@@ -27,8 +27,8 @@ from rayfin.actors.messages import (
     SchedulerInfo,
     StopRules,
 )
-from rayfin.actors.scheduler.core.page_tier import DiskTier
 from rayfin.actors.scheduler.engine import Engine
+from rayfin.actors.scheduler.page_tier import DiskTier
 from rayfin.actors.timing import LOBBY_TICK_SECONDS
 
 
@@ -124,7 +124,7 @@ class Harness:
 
     def _num_waiting_beside(self) -> int:
         """Requests that wait beside the queue, where others may pass them."""
-        return len(self.engine.lifecycle.lobby) + len(self.engine.lifecycle.tier)
+        return len(self.engine.lifecycle.preparations) + len(self.engine.lifecycle.tier)
 
     def abort(self, stream: Stream) -> None:
         self.engine.abort(stream.source.client, stream.source.key)

@@ -88,7 +88,7 @@ THOROUGH = {
     "tests/e2e/test_disconnects.py": "a storm; test_streams.py has readers that leave",
     "tests/e2e/test_garbage.py": "a storm; test_edge.py sends one of each kind",
     "tests/e2e/test_llm.py::test_executors_share_pages": (
-        "tests/actors/runner/step/test_disk_pages.py reads what another has computed"
+        "tests/actors/runner/test_disk_pages.py reads what another has computed"
     ),
     "tests/e2e/test_llm.py::test_starts_in_a_notebook": "test_faults.py kills a scheduler",
     "tests/e2e/test_models.py": "test_audio.py and test_pooling.py share an application",
@@ -96,7 +96,7 @@ THOROUGH = {
         "tests/actors/runner/parallel has groups of quantised models"
     ),
     "tests/e2e/test_prompt_embeds.py": (
-        "tests/deployments/embeds has them; test_audio.py sends arrays through Ray's store"
+        "tests/deployments/media has them; test_audio.py sends arrays through Ray's store"
     ),
     "tests/e2e/test_ray_data.py": "test_batches.py answers a Dataset's rows by the application",
     "tests/e2e/test_replicas.py": (

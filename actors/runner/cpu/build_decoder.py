@@ -17,7 +17,7 @@ from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.cpu.layer_by_layer import LayerByLayer
 from rayfin.actors.runner.models.inspect_decoder import AttentionSpec, inspect_decoder
 from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, Linear, norm_weight
-from rayfin.actors.runner.models.narrow import packed
+from rayfin.actors.runner.models.mapped_weights import packed
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.replace import (
     Replaceable,

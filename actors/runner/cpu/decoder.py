@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from rayfin.actors.runner.batch import StepInputs
 from rayfin.actors.runner.models.step_model import Tables
-from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.cpu.decoder import PackedDecoder, StepAdapters
 from rayfin.kernels.cpu.lora import Places

@@ -23,7 +23,7 @@ from rayfin.actors.runner.cpu.packed_parts import (
     packed_norm,
     rows_of,
 )
-from rayfin.actors.runner.models.narrow import packed, stored
+from rayfin.actors.runner.models.mapped_weights import packed, stored
 from rayfin.actors.runner.models.recurrent import Key, RecurrentLayers, RowByRow, StepPlan
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Pack
 from rayfin.kernels.cpu.recurrent_rows import (

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import torch
 
+from rayfin.actors.runner.batch import StepInputs
 from rayfin.actors.runner.models.inspect_decoder import DecoderSpec
-from rayfin.actors.runner.models.narrow import stored
-from rayfin.actors.runner.step.batch import StepInputs
+from rayfin.actors.runner.models.mapped_weights import stored
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.cpu.decoder import DecoderLayer, PackedDecoder
 from rayfin.kernels.cpu.kernels import CpuKernels

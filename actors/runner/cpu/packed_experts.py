@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from rayfin.actors.runner.models.inspect_layers import clamped_gate, gates_plainly, is_experts
-from rayfin.actors.runner.models.narrow import rest_in_each, stored
+from rayfin.actors.runner.models.mapped_weights import rest_in_each, stored
 from rayfin.kernels.cpu.experts import ExpertBiases, PackedExperts, pack_experts
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Pack
 

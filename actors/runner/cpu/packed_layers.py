@@ -29,9 +29,9 @@ from rayfin.actors.runner.cpu.packed_parts import (
     rows_apart,
     rows_of,
 )
-from rayfin.actors.runner.models.attention.indexer import inside_indexers
+from rayfin.actors.runner.models.indexer import inside_indexers
 from rayfin.actors.runner.models.inspect_decoder import ACTIVATIONS
-from rayfin.actors.runner.models.narrow import packed
+from rayfin.actors.runner.models.mapped_weights import packed
 from rayfin.actors.runner.models.replace import Replaceable, verified_replacement
 from rayfin.actors.runner.quantized.linear import inside_head
 from rayfin.actors.settings.choices import Quantization

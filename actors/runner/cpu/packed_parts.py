@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rayfin.actors.errors import UnrecognizedModule
 from rayfin.actors.runner.models.inspect_layers import norm_weight
-from rayfin.actors.runner.models.narrow import packed
+from rayfin.actors.runner.models.mapped_weights import packed
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Matrix, Pack
 
 MLP = ("gate_proj", "up_proj", "down_proj")

@@ -6,12 +6,12 @@ import time
 import torch
 
 from rayfin.actors.messages import Int64Array, SchedulerInfo
+from rayfin.actors.runner.batch import next_step_info
 from rayfin.actors.runner.execution.failed_rows import leave_broken_device
 from rayfin.actors.runner.execution.forward import Forward
+from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.sampling.sampler import Sampled, StepOutput
 from rayfin.actors.runner.speculation.speculator import Speculator, grants_of, last_tokens
-from rayfin.actors.runner.step.batch import next_step_info
-from rayfin.actors.runner.step.request_slots import RequestSlots
 
 logger = logging.getLogger(__name__)
 

@@ -6,14 +6,14 @@ import numpy as np
 
 from rayfin.actors.messages import Int64Array, SchedulerInfo
 from rayfin.actors.parts import PartUsage
+from rayfin.actors.runner.batch import decoding_rows
 from rayfin.actors.runner.execution.draft_steps import DraftSteps
 from rayfin.actors.runner.execution.forward import Forward
 from rayfin.actors.runner.execution.graph_steps import GraphSteps
 from rayfin.actors.runner.execution.plain_steps import PlainSteps
+from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.sampling.sampler import Sampled, StepOutput, StepSampler
 from rayfin.actors.runner.speculation.speculator import Speculator
-from rayfin.actors.runner.step.batch import decoding_rows
-from rayfin.actors.runner.step.request_slots import RequestSlots
 
 if TYPE_CHECKING:
     from rayfin.actors.runner.gpu.graphs import MultiStepOutput

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import torch
 
 from rayfin.actors.messages import Int64Array, SchedulerInfo
+from rayfin.actors.runner.batch import StepInputs, build_inputs
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.execution.failed_rows import (
     is_out_of_memory,
@@ -15,9 +16,8 @@ from rayfin.actors.runner.execution.failed_rows import (
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.observers import StepObserver
 from rayfin.actors.runner.parallel.pipeline import PipelineTokenChannel
+from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.sampling.sampler import Sampled, StepOutput, StepSampler
-from rayfin.actors.runner.step.batch import StepInputs, build_inputs
-from rayfin.actors.runner.step.request_slots import RequestSlots
 
 MAX_FAILED_STEPS = 3
 """Steps in a row without a row that could be computed: after more the runner is replaced."""

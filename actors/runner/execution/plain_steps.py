@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rayfin.actors.messages import Int64Array, SchedulerInfo
+from rayfin.actors.runner.batch import next_step_info
 from rayfin.actors.runner.execution.forward import Forward
+from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.sampling.sampler import Sampled, StepOutput, StepSampler
-from rayfin.actors.runner.step.batch import next_step_info
-from rayfin.actors.runner.step.request_slots import RequestSlots
 
 if TYPE_CHECKING:
     from rayfin.actors.runner.gpu.graphs import MultiStepOutput

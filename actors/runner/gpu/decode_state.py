@@ -8,7 +8,7 @@ import torch
 
 from rayfin.actors.messages import BoolArray, Int32Array, Int64Array, SchedulerInfo
 from rayfin.actors.runner.gpu.device_slots import DeviceSlots
-from rayfin.actors.runner.step.request_slots import RequestSlots
+from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.kernels.attention.triton_backend import (
     LAUNCHES,
     Launch,

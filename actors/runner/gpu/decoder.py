@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rayfin.actors.runner.batch import StepInputs
 from rayfin.actors.runner.gpu.experts import NAMES, TOLERANCE, GroupedExperts
 from rayfin.actors.runner.gpu.weights import (
     GatedMlp,
@@ -22,7 +23,6 @@ from rayfin.actors.runner.models.inspect_layers import LayerParts
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.replace import PROBE_PAGE_SIZE, verified_replacement
 from rayfin.actors.runner.models.step_model import Tables
-from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.attention.triton_backend import Sizes
 from rayfin.kernels.cpu.decoder import DecoderShape

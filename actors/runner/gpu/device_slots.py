@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from rayfin.actors.messages import Int32Array
-from rayfin.actors.runner.step.request_slots import RequestSlots
+from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.kernels.staging import to_device
 
 

@@ -28,8 +28,8 @@ from rayfin.actors.runner.gpu.decoder import GpuDecoder
 from rayfin.actors.runner.gpu.graph_extras import GraphExtras, GraphLogprobs
 from rayfin.actors.runner.gpu.graph_tokens import GraphTokens, SideStream
 from rayfin.actors.runner.gpu.prompt_graphs import PromptGraphs
-from rayfin.actors.runner.sampling.processors.device_rules import RowTokenRules
-from rayfin.actors.runner.step.request_slots import NO_LOGPROBS, RequestSlots
+from rayfin.actors.runner.request_slots import NO_LOGPROBS, RequestSlots
+from rayfin.actors.runner.sampling.device_rules import RowTokenRules
 from rayfin.kernels.triton.logprobs import MAX_TOP_LOGPROBS
 from rayfin.kernels.triton.sample import sample
 

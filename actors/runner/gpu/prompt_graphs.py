@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from rayfin.actors.messages import Int32Array
+from rayfin.actors.runner.batch import StepInputs
 from rayfin.actors.runner.gpu.decode_state import bucket_of
 from rayfin.actors.runner.gpu.decoder import GpuDecoder
-from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.kernels.attention.triton_backend import (
     LAUNCHES,
     Launch,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rayfin.actors.runner.models.attention.indexer import inside_indexers
+from rayfin.actors.runner.models.indexer import inside_indexers
 from rayfin.actors.runner.quantized.linear import SmallLinear, inside_head
 from rayfin.actors.runner.quantized.loader import quant_linears
 from rayfin.kernels.grouped import Grouped, round_weight

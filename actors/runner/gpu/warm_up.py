@@ -4,11 +4,11 @@ import numpy as np
 import torch
 
 from rayfin.actors.messages import NewRequest, Sampling, SchedulerInfo
+from rayfin.actors.runner.batch import build_inputs
 from rayfin.actors.runner.models.step_model import StepModel
+from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.sampling.sampler import Sampler
 from rayfin.actors.runner.speculation.draft_model import DraftedModel
-from rayfin.actors.runner.step.batch import build_inputs
-from rayfin.actors.runner.step.request_slots import RequestSlots
 
 WARMED_TOKENS = (1, 2, 4, 17, 33, 65, 129)
 """The heights of products of few rows and of tiles of weights of few bits, and a step of many rows,

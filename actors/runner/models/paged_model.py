@@ -15,7 +15,8 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
-from rayfin.actors.runner.models.attention.indexer import (
+from rayfin.actors.runner.batch import GivenInputs, StepInputs
+from rayfin.actors.runner.models.indexer import (
     NO_MASK,
     Forward,
     PagedIndex,
@@ -23,9 +24,8 @@ from rayfin.actors.runner.models.attention.indexer import (
     index_layout,
     redirect_indexers,
 )
-from rayfin.actors.runner.models.attention.own_attention import redirect_attention, with_positions
+from rayfin.actors.runner.models.model_attention import redirect_attention, with_positions
 from rayfin.actors.runner.models.recurrent import RecurrentLayers, find_stateful
-from rayfin.actors.runner.step.batch import GivenInputs, StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.attention.chosen import attend_chosen
 from rayfin.kernels.attention.chunks import within_chunks

@@ -18,8 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from rayfin.actors.runner.step.batch import StepInputs
-from rayfin.actors.runner.step.state_tensors import Rows, StateLayout, StateRows, StateTensors
+from rayfin.actors.runner.batch import StepInputs
+from rayfin.actors.runner.state_tensors import Rows, StateLayout, StateRows, StateTensors
 
 Key = tuple[str, int]
 """A state of a module: its kind (``conv``, ``recurrent``, ``linear``) and number."""

@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from rayfin.actors.errors import UnrecognizedModule
+from rayfin.actors.runner.batch import StepInputs
 from rayfin.actors.runner.models.recurrent import RecurrentLayers
 from rayfin.actors.runner.models.step_model import StepModel
-from rayfin.actors.runner.step.batch import StepInputs
-from rayfin.actors.runner.step.state_tensors import StateTensors
+from rayfin.actors.runner.state_tensors import StateTensors
 from rayfin.cache.kv_tensors import KVTensors
 from rayfin.kernels.shapes import PagedBatch
 

@@ -4,7 +4,7 @@ from typing import Protocol
 
 import torch
 
-from rayfin.actors.runner.step.batch import StepInputs
+from rayfin.actors.runner.batch import StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 
 Tables = list[tuple[torch.Tensor, torch.Tensor]]

@@ -11,7 +11,7 @@ from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.model_files.shards import place_in_index, require_safetensors
 from rayfin.actors.runner.models.config import unsupported, why_not_loaded
 from rayfin.actors.runner.models.dtypes import resolve_dtype
-from rayfin.actors.runner.models.narrow import hold_dense, hold_narrow, narrow_loads
+from rayfin.actors.runner.models.mapped_weights import hold_dense, hold_narrow, narrow_loads
 from rayfin.actors.runner.models.progress import logged_load
 from rayfin.actors.runner.quantized.loader import dequantize, plain, prepare
 
@@ -36,7 +36,7 @@ def load_model(
         keep_quantized: leaves quantised layers as the checkpoint has them (``QuantLinear``; on
             a CPU ``QuantExperts``).
         narrow: keeps 16-bit weights of a checkpoint, and dequantized ones, in a CPU's float32 model
-            (narrow.py), until the caller packs or widens them.
+            (mapped_weights.py), until the caller packs or widens them.
 
     Raises:
         InvalidConfig: Weights are missing, broken, of other shapes or not safetensors.

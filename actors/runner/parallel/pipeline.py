@@ -11,10 +11,10 @@ import torch
 
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.messages import NO_TOKEN, Int32Array, Int64Array, SchedulerInfo
+from rayfin.actors.runner.batch import SampledRows
 from rayfin.actors.runner.parallel.groups import ProcessGroups
+from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.sampling.sampler import Sampled, StepSampler
-from rayfin.actors.runner.step.batch import SampledRows
-from rayfin.actors.runner.step.request_slots import RequestSlots
 
 
 class PipelineTokenChannel:

@@ -11,7 +11,7 @@ from rayfin.actors.runner.observers import StepObserver
 if TYPE_CHECKING:  # they import modelling code
     from rayfin.actors.runner.cpu.decoder import CpuDecoder
     from rayfin.actors.runner.models.paged_model import PagedModel
-    from rayfin.actors.runner.sampling.processors.base import ProcessorFactory
+    from rayfin.actors.runner.sampling.processor import ProcessorFactory
     from rayfin.actors.runner.sampling.sampler import StepSampler
     from rayfin.kernels.cpu.kernels import CpuKernels
 

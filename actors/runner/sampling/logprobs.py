@@ -15,7 +15,7 @@ from rayfin.actors.messages import (
     Logprobs,
     SchedulerInfo,
 )
-from rayfin.actors.runner.step.request_slots import RequestSlots
+from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.kernels.sampling.sample import top_logprobs
 
 ROWS_AT_ONCE = 256

@@ -19,17 +19,17 @@ from rayfin.actors.messages import (
     StepResult,
 )
 from rayfin.actors.parts import PartUsage
+from rayfin.actors.runner.batch import SampledRows, StepInputs
+from rayfin.actors.runner.request_slots import NO_LOGPROBS, RequestSlots
+from rayfin.actors.runner.sampling.device_rules import RowTokenRules
 from rayfin.actors.runner.sampling.logprobs import (
     logprobs_of,
     of_named_tokens,
     sampled_logprobs,
     scored_chunks,
 )
-from rayfin.actors.runner.sampling.processors.base import ProcessorFactory
-from rayfin.actors.runner.sampling.processors.chain import ProcessorChain
-from rayfin.actors.runner.sampling.processors.device_rules import RowTokenRules
-from rayfin.actors.runner.step.batch import SampledRows, StepInputs
-from rayfin.actors.runner.step.request_slots import NO_LOGPROBS, RequestSlots
+from rayfin.actors.runner.sampling.processor import ProcessorFactory
+from rayfin.actors.runner.sampling.processor_chain import ProcessorChain
 from rayfin.kernels.sampling.sample import NOTHING, find_bad_rows
 from rayfin.kernels.sampling.select import SampleTokens
 

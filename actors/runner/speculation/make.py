@@ -9,17 +9,17 @@ from collections.abc import Callable
 import torch
 
 from rayfin.actors.config import EngineArgs, EngineConfig
+from rayfin.actors.runner.batch import StepInputs
 from rayfin.actors.runner.loading import LoadedModel
+from rayfin.actors.runner.measured_step import measure_steps
 from rayfin.actors.runner.models.step_model import StepModel
+from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.sampling.sampler import Sampler
 from rayfin.actors.runner.speculation.interface import Proposer, Stepping
 from rayfin.actors.runner.speculation.ngram import NGramProposer
 from rayfin.actors.runner.speculation.planner import DraftPlanner
 from rayfin.actors.runner.speculation.speculator import Speculator
 from rayfin.actors.runner.speculation.suffix import SuffixProposer
-from rayfin.actors.runner.step.batch import StepInputs
-from rayfin.actors.runner.step.measured_step import measure_steps
-from rayfin.actors.runner.step.request_slots import RequestSlots
 from rayfin.actors.step_cost import StepCost
 
 

@@ -23,12 +23,12 @@ from rayfin.actors.messages import (
     Int64Array,
     SchedulerInfo,
 )
+from rayfin.actors.runner.batch import SampledRows
+from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.sampling.sampler import NOT_FINITE, Sampled, Sampler
 from rayfin.actors.runner.speculation.interface import Drafts, Proposer
 from rayfin.actors.runner.speculation.planner import DraftPlanner
-from rayfin.actors.runner.step.batch import SampledRows
-from rayfin.actors.runner.step.request_slots import RequestSlots
-from rayfin.actors.runner.step.state_tensors import StateTensors
+from rayfin.actors.runner.state_tensors import StateTensors
 from rayfin.actors.speculation import DraftUsage
 
 

@@ -5,6 +5,7 @@ import torch
 from rayfin.actors.config import EngineArgs, EngineConfig
 from rayfin.actors.runner.loading import LoadedModel
 from rayfin.actors.runner.models.step_model import StepModel
+from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.speculation.draft_model import (
     DraftedModel,
     DraftModelProposer,
@@ -14,7 +15,6 @@ from rayfin.actors.runner.speculation.eagle import with_eagle
 from rayfin.actors.runner.speculation.eagle3 import with_eagle3
 from rayfin.actors.runner.speculation.heads import HeadedModel, HeadProposer
 from rayfin.actors.runner.speculation.mtp import with_mtp
-from rayfin.actors.runner.step.request_slots import RequestSlots
 from rayfin.actors.speculation import SpeculativeConfig
 
 

@@ -6,9 +6,9 @@ valid, and all that was computed from them must be computed again.
 """
 
 from rayfin.actors.messages import StepResult
-from rayfin.actors.scheduler.core.scheduler_state import SchedulerState
-from rayfin.actors.scheduler.core.step_builder import StepRecord
-from rayfin.actors.scheduler.state.request import Request
+from rayfin.actors.scheduler.request import Request
+from rayfin.actors.scheduler.scheduler_state import SchedulerState
+from rayfin.actors.scheduler.step_builder import StepRecord
 
 
 def requests_sharing_failed_pages(

@@ -20,13 +20,13 @@ import numpy as np
 
 from rayfin.actors.errors import RequestQuarantined
 from rayfin.actors.messages import EngineRequest, Int64Array, SchedulerInfo, StepResult
-from rayfin.actors.scheduler.core.admission import AdmissionGate
-from rayfin.actors.scheduler.core.lifecycle import Lifecycle
-from rayfin.actors.scheduler.core.step_builder import Chunk
+from rayfin.actors.scheduler.admission import AdmissionGate
+from rayfin.actors.scheduler.lifecycle import Lifecycle
 from rayfin.actors.scheduler.policy.preemption import make_room
 from rayfin.actors.scheduler.policy.step_scheduler import StepScheduler
 from rayfin.actors.scheduler.policy.token_scheduler import take_chunk
-from rayfin.actors.scheduler.state.request import Request
+from rayfin.actors.scheduler.request import Request
+from rayfin.actors.scheduler.step_builder import Chunk
 from rayfin.actors.timing import BLOCKED_PROMPT_SECONDS
 
 MAX_BLOCKED = 1024

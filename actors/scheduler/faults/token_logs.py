@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rayfin.actors.messages import Int32Array, Receipt, TokenLog
-from rayfin.actors.scheduler.state.request import Request
+from rayfin.actors.scheduler.request import Request
 from rayfin.actors.timing import TOKEN_LOG_SECONDS
 
 MAX_TOKENS = 2**20  # of all logs: 4 MiB

@@ -16,12 +16,12 @@ from collections.abc import Callable
 import numpy as np
 
 from rayfin.actors.messages import Int64Array, SchedulerInfo, StepResult
-from rayfin.actors.scheduler.core.lifecycle import Lifecycle
-from rayfin.actors.scheduler.core.microbatches import DecodeMicrobatcher
-from rayfin.actors.scheduler.core.step_builder import Chunk
+from rayfin.actors.scheduler.lifecycle import Lifecycle
+from rayfin.actors.scheduler.microbatches import DecodeMicrobatcher
 from rayfin.actors.scheduler.policy.chunk_budget import ChunkBudget
 from rayfin.actors.scheduler.policy.step_scheduler import StepScheduler
-from rayfin.actors.scheduler.state.request import Request
+from rayfin.actors.scheduler.request import Request
+from rayfin.actors.scheduler.step_builder import Chunk
 from rayfin.actors.timing import BACKGROUND_REST_SECONDS
 
 NO_SLOTS: Int64Array = np.zeros(0, np.int64)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from rayfin.actors.messages import Int64Array
-from rayfin.actors.scheduler.core.scheduler_state import SchedulerState
+from rayfin.actors.scheduler.scheduler_state import SchedulerState
 
 
 class DraftPolicy:

@@ -11,9 +11,9 @@ import numpy as np
 
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.messages import Int64Array
-from rayfin.actors.scheduler.core.microbatches import DecodeMicrobatcher
-from rayfin.actors.scheduler.core.scheduler_state import SchedulerState
+from rayfin.actors.scheduler.microbatches import DecodeMicrobatcher
 from rayfin.actors.scheduler.policy.drafts import DraftPolicy
+from rayfin.actors.scheduler.scheduler_state import SchedulerState
 
 CALL_SECONDS = 0.0012
 CALLS_OF_WORK = 4

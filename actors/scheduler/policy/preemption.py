@@ -3,7 +3,7 @@
 import numpy as np
 
 from rayfin.actors.messages import Int64Array
-from rayfin.actors.scheduler.core.lifecycle import Lifecycle
+from rayfin.actors.scheduler.lifecycle import Lifecycle
 
 
 def make_room(lifecycle: Lifecycle, slots: Int64Array) -> tuple[Int64Array, bool]:

@@ -8,12 +8,12 @@ import numpy as np
 
 from rayfin.actors.config import BatchLimits
 from rayfin.actors.messages import Int64Array, SchedulerInfo, StepResult
-from rayfin.actors.scheduler.core.lifecycle import Lifecycle
-from rayfin.actors.scheduler.core.microbatches import DecodeMicrobatcher
-from rayfin.actors.scheduler.core.step_builder import Chunk
+from rayfin.actors.scheduler.lifecycle import Lifecycle
+from rayfin.actors.scheduler.microbatches import DecodeMicrobatcher
 from rayfin.actors.scheduler.policy.preemption import make_room
 from rayfin.actors.scheduler.policy.token_scheduler import spare_pages, take_chunk
-from rayfin.actors.scheduler.state.request import Request
+from rayfin.actors.scheduler.request import Request
+from rayfin.actors.scheduler.step_builder import Chunk
 
 
 class RequestScheduler:

@@ -4,8 +4,8 @@ token waits for one at most.
 And where chunks may end: not inside a span whose tokens see each other both ways.
 """
 
-from rayfin.actors.scheduler.state.request import Request
-from rayfin.actors.settings.uncut import Uncut
+from rayfin.actors.scheduler.request import Request
+from rayfin.actors.settings.bidirectional import Bidirectional
 
 BESIDE_STREAMS = 1
 
@@ -17,7 +17,7 @@ class SpanBudget:
     already is unknown here, so each span counts.
     """
 
-    def __init__(self, max_batch_tokens: int, uncut: Uncut) -> None:
+    def __init__(self, max_batch_tokens: int, uncut: Bidirectional) -> None:
         self._max_tokens, self._uncut = max_batch_tokens, uncut
         self._room = max_batch_tokens  # tokens that the step may still have
         self._left: int | None = None  # spans that this step may still begin; None: any number

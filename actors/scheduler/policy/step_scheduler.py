@@ -3,8 +3,8 @@
 from typing import Protocol
 
 from rayfin.actors.messages import Int64Array, SchedulerInfo, StepResult
-from rayfin.actors.scheduler.core.step_builder import Chunk
-from rayfin.actors.scheduler.state.request import Request
+from rayfin.actors.scheduler.request import Request
+from rayfin.actors.scheduler.step_builder import Chunk
 
 
 class StepScheduler(Protocol):

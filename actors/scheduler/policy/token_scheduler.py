@@ -6,14 +6,14 @@ decode-first token budget.
 
 from rayfin.actors.config import BatchLimits
 from rayfin.actors.messages import Int64Array, SchedulerInfo, StepResult
-from rayfin.actors.scheduler.core.lifecycle import Lifecycle
-from rayfin.actors.scheduler.core.microbatches import DecodeMicrobatcher
-from rayfin.actors.scheduler.core.step_builder import Chunk
+from rayfin.actors.scheduler.lifecycle import Lifecycle
+from rayfin.actors.scheduler.microbatches import DecodeMicrobatcher
 from rayfin.actors.scheduler.policy.chunk_budget import ChunkBudget
 from rayfin.actors.scheduler.policy.preemption import make_room
 from rayfin.actors.scheduler.policy.span_budget import SpanBudget
-from rayfin.actors.scheduler.state.request import Request
-from rayfin.actors.settings.uncut import ANY, Uncut
+from rayfin.actors.scheduler.request import Request
+from rayfin.actors.scheduler.step_builder import Chunk
+from rayfin.actors.settings.bidirectional import ANY, Bidirectional
 
 LEAST_BUDGET = 32
 """The budget is not reduced below so many tokens."""
@@ -37,7 +37,7 @@ class TokenScheduler:
         limits: BatchLimits,
         long_prefill: int = 0,
         chunk_budget: ChunkBudget | None = None,
-        uncut: Uncut = ANY,
+        uncut: Bidirectional = ANY,
     ) -> None:
         self._lifecycle = lifecycle
         self._microbatcher = microbatcher

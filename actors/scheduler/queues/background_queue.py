@@ -7,7 +7,7 @@ import numpy as np
 
 from rayfin.actors.messages import BoolArray, Int64Array
 from rayfin.actors.scheduler.queues.lazy_heap import LazyHeap
-from rayfin.actors.scheduler.state.request import Request
+from rayfin.actors.scheduler.request import Request
 
 NO_SLOTS: Int64Array = np.zeros(0, np.int64)
 

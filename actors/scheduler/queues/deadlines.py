@@ -2,7 +2,7 @@
 
 from rayfin.actors.errors import DeadlineExceeded
 from rayfin.actors.scheduler.queues.lazy_heap import LazyHeap
-from rayfin.actors.scheduler.state.request import Request
+from rayfin.actors.scheduler.request import Request
 
 
 class Deadlines:

@@ -18,7 +18,7 @@ import numpy as np
 
 from rayfin.actors.messages import Int64Array
 from rayfin.actors.scheduler.queues.lazy_heap import LazyHeap
-from rayfin.actors.scheduler.state.request import Request
+from rayfin.actors.scheduler.request import Request
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
 """Cost of a token, as in the paper, which follows what providers charge."""

@@ -4,7 +4,7 @@ import math
 from collections import deque
 
 from rayfin.actors.errors import Overloaded
-from rayfin.actors.scheduler.state.request import Request
+from rayfin.actors.scheduler.request import Request
 
 
 class QueueLimits:

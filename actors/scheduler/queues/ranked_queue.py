@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from rayfin.actors.messages import Int64Array
 from rayfin.actors.scheduler.queues.lazy_heap import LazyHeap
-from rayfin.actors.scheduler.state.request import Request
+from rayfin.actors.scheduler.request import Request
 
 
 class RankedQueue:

@@ -8,7 +8,7 @@ from rayfin.actors.messages import Int64Array
 from rayfin.actors.scheduler.queues.background_queue import BackgroundQueue
 from rayfin.actors.scheduler.queues.fair_queue import FairQueue
 from rayfin.actors.scheduler.queues.ranked_queue import RankedQueue
-from rayfin.actors.scheduler.state.request import Request
+from rayfin.actors.scheduler.request import Request
 
 
 class WaitingQueue(Protocol):

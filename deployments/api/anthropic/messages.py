@@ -39,8 +39,8 @@ from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.anthropic_errors import error_event
 from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.http.json_body import rename_error_params
+from rayfin.deployments.text.generation_prompt import ChatPrompt
 from rayfin.deployments.text.messages import PlainTools, count_calls
-from rayfin.deployments.text.opening import ChatPrompt
 from rayfin.deployments.text.output import TextDelta
 from rayfin.deployments.text.parsing.events import Event
 

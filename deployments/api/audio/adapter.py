@@ -14,9 +14,8 @@ from starlette.requests import Request
 
 from rayfin.actors.errors import RayfinError
 from rayfin.deployments.api.audio.form import SUBTITLES, AudioForm
-from rayfin.deployments.api.audio.heard import HeardText, SpokenText
-from rayfin.deployments.api.audio.joined import JoinedText
 from rayfin.deployments.api.audio.language import LanguageFinder, rest_of
+from rayfin.deployments.api.audio.merge import JoinedText
 from rayfin.deployments.api.audio.prompts import FILE, SpeechPrompt, speech_prompt
 from rayfin.deployments.api.audio.replies import (
     DurationUsage,
@@ -30,6 +29,7 @@ from rayfin.deployments.api.audio.replies import (
     VerboseTranscript,
 )
 from rayfin.deployments.api.audio.segments import Segment, segments, srt, vtt
+from rayfin.deployments.api.audio.transcript import HeardText, SpokenText
 from rayfin.deployments.api.audio.whisper import whisper_prompt
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Deltas, Generation

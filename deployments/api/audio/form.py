@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect, Request
 from rayfin.actors.errors import ClientGone, InvalidRequest
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.generation.bodies import GenerationBody
+from rayfin.deployments.generation.prompt_forms import SALT, check_salt
 from rayfin.deployments.http.body_limits import CLOSE, RECORDING_FORM_BYTES
-from rayfin.deployments.requests.prompts import SALT, check_salt
 
 Task: TypeAlias = Literal["transcribe", "translate"]
 ResponseFormat: TypeAlias = Literal["json", "text", "verbose_json", "srt", "vtt"]

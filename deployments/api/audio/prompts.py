@@ -10,10 +10,10 @@ from rayfin.actors.media.audio_processor import AudioProcessor, Transcription
 from rayfin.deployments.api.audio.form import AudioForm
 from rayfin.deployments.generation.prompts import chat_ids
 from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.media.memory_limit import RecordingPlace
 from rayfin.deployments.media.reader import MediaReader
-from rayfin.deployments.media.room import RecordingPlace
+from rayfin.deployments.text.generation_prompt import ChatPrompt
 from rayfin.deployments.text.messages import PlacedPart
-from rayfin.deployments.text.opening import ChatPrompt
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 FILE = "file"

@@ -8,8 +8,8 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.api.audio.form import AudioForm
 from rayfin.deployments.api.audio.language import LanguageFinder
 from rayfin.deployments.api.audio.prompts import FILE, SpeechPrompt, check_hint
-from rayfin.deployments.media.room import RecordingPlace
-from rayfin.deployments.text.opening import ChatPrompt
+from rayfin.deployments.media.memory_limit import RecordingPlace
+from rayfin.deployments.text.generation_prompt import ChatPrompt
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # which imports transformers

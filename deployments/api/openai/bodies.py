@@ -10,16 +10,16 @@ from typing import Any
 from pydantic import PrivateAttr
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.deployments.embeds.read import listed
 from rayfin.deployments.generation.bodies import GenerationBody
 from rayfin.deployments.generation.plan import AnswerRules
+from rayfin.deployments.generation.prompt_forms import WrittenPrompt, read_prompts
+from rayfin.deployments.generation.reply_settings import MAX_CHOICES
 from rayfin.deployments.guidance.tool_choice import (
     DeclaredTools,
     declared_tools,
     read_tool_choice,
 )
-from rayfin.deployments.requests.prompts import WrittenPrompt, read_prompts
-from rayfin.deployments.requests.settings import MAX_CHOICES
+from rayfin.deployments.media.read_embeds import listed
 from rayfin.deployments.text.checks import as_choice, as_list, missing
 from rayfin.deployments.text.messages import MAX_MESSAGES, has_named_media
 

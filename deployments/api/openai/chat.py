@@ -16,7 +16,6 @@ from rayfin.deployments.api.openai.chunks import (
 )
 from rayfin.deployments.api.openai.messages import MessageWriter, content_delta
 from rayfin.deployments.api.openai.replies import ChatChoice, ChatCompletion
-from rayfin.deployments.embeds.parts import mark_embeds
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Generation
 from rayfin.deployments.generation.logprobs import (
@@ -26,14 +25,15 @@ from rayfin.deployments.generation.logprobs import (
     prompt_logprobs,
 )
 from rayfin.deployments.generation.plan import OutputPlan, plan_answers
+from rayfin.deployments.generation.prompt_forms import MEDIA, truncated
 from rayfin.deployments.generation.prompts import chat_prompt, shown_tools, thinking_variables
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.http.json_body import renamed_paths
 from rayfin.deployments.http.sse import event
-from rayfin.deployments.requests.prompts import MEDIA, truncated
+from rayfin.deployments.media.embeds_parts import mark_embeds
+from rayfin.deployments.text.generation_prompt import ChatPrompt
 from rayfin.deployments.text.messages import count_calls, plain_messages, text_of
-from rayfin.deployments.text.opening import ChatPrompt
 from rayfin.deployments.text.output import TextDelta
 from rayfin.deployments.text.parsing.thought import thought_start
 

@@ -9,7 +9,6 @@ from rayfin.deployments.api.openai.adapter import CompletionAdapter
 from rayfin.deployments.api.openai.bodies import CompletionRequest
 from rayfin.deployments.api.openai.chunks import text_choice
 from rayfin.deployments.api.openai.replies import Completion, CompletionChoice
-from rayfin.deployments.embeds.read import required
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Generation
 from rayfin.deployments.generation.logprobs import (
@@ -17,9 +16,10 @@ from rayfin.deployments.generation.logprobs import (
     LogprobsWriter,
     prompt_logprobs,
 )
+from rayfin.deployments.generation.prompt_forms import WrittenPrompt, truncated
 from rayfin.deployments.generation.prompts import written_ids
 from rayfin.deployments.generation.service import OpenAIService
-from rayfin.deployments.requests.prompts import WrittenPrompt, truncated
+from rayfin.deployments.media.read_embeds import required
 from rayfin.deployments.text.output import TextDelta
 
 

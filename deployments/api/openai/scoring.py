@@ -18,16 +18,16 @@ from rayfin.actors.messages import TokenLogprob
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Generation
+from rayfin.deployments.generation.prompt_forms import WrittenPrompt, check_salt, read_prompts
 from rayfin.deployments.generation.prompts import written_ids
+from rayfin.deployments.generation.reply_settings import MAX_CHOICES
 from rayfin.deployments.generation.route import GenerationAdapter
+from rayfin.deployments.generation.sampling_limits import PRIORITIES
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.generation.usage import Usage
 from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.http.json_body import rename_error_params
 from rayfin.deployments.http.request_id import LABEL
-from rayfin.deployments.requests.limits import PRIORITIES
-from rayfin.deployments.requests.prompts import WrittenPrompt, check_salt, read_prompts
-from rayfin.deployments.requests.settings import MAX_CHOICES
 from rayfin.deployments.text.checks import as_list, missing
 from rayfin.deployments.text.output import TextDelta
 

@@ -15,7 +15,7 @@ from rayfin.deployments.api.responses.store_client import ResponseStoreClient
 from rayfin.deployments.api.responses.tools import template_variables
 from rayfin.deployments.generation.prompts import chat_prompt, shown_tools
 from rayfin.deployments.generation.service import OpenAIService
-from rayfin.deployments.text.opening import ChatPrompt
+from rayfin.deployments.text.generation_prompt import ChatPrompt
 
 
 async def history_of(

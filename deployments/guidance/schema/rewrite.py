@@ -13,8 +13,7 @@ from functools import cache
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.deployments.guidance.patterns.ecma import parse
-from rayfin.deployments.guidance.patterns.parts import texts_of, write
+from rayfin.deployments.guidance.schema.ecma import parse
 from rayfin.deployments.guidance.schema.keywords import (
     APPLICATORS,
     DATES,
@@ -30,6 +29,7 @@ from rayfin.deployments.guidance.schema.keywords import (
 )
 from rayfin.deployments.guidance.schema.lint import check_literal, too_complex
 from rayfin.deployments.guidance.schema.one_of import Disjoint
+from rayfin.deployments.guidance.schema.pattern_parts import texts_of, write
 from rayfin.deployments.guidance.schema.references import Pointer, References
 
 Schema = dict[str, Any] | bool

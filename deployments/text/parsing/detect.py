@@ -4,17 +4,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rayfin.deployments.text.messages import ContentFormat
+from rayfin.deployments.text.parsing.derive import derive_row
 from rayfin.deployments.text.parsing.format import (
     ReasoningField,
     ReasoningFormat,
     ToolFormat,
     ToolGuidance,
 )
-from rayfin.deployments.text.parsing.probing.derive import derive_row
-from rayfin.deployments.text.parsing.probing.template_probe import TemplateProbe
-from rayfin.deployments.text.parsing.probing.thoughts import ThoughtsFound, find_reasoning
-from rayfin.deployments.text.parsing.probing.trials import CallTrials
-from rayfin.deployments.text.parsing.rows import (
+from rayfin.deployments.text.parsing.formats import (
     AUTO,
     NONE,
     TOOL_FORMATS,
@@ -22,6 +19,9 @@ from rayfin.deployments.text.parsing.rows import (
     find_reasoning_format,
     find_tool_format,
 )
+from rayfin.deployments.text.parsing.template_probe import TemplateProbe
+from rayfin.deployments.text.parsing.thoughts import ThoughtsFound, find_reasoning
+from rayfin.deployments.text.parsing.trials import CallTrials
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 FOR_ANY = "json"  # the row for models whose format is unknown; no template writes it

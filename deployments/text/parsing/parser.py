@@ -8,9 +8,9 @@ from rayfin.deployments.text.parsing.calls import CallReader
 from rayfin.deployments.text.parsing.channels import ChannelReader
 from rayfin.deployments.text.parsing.events import Event, EventKind, EventWriter, Piece, new_event
 from rayfin.deployments.text.parsing.format import ReasoningFormat, ToolFormat
+from rayfin.deployments.text.parsing.formats import TOOL_FORMATS
 from rayfin.deployments.text.parsing.json_calls import read_arguments
 from rayfin.deployments.text.parsing.marks import Feed, Markers, Steps, emit_text
-from rayfin.deployments.text.parsing.rows import TOOL_FORMATS
 
 _BLANKS = " \t\r\n"
 

@@ -11,8 +11,8 @@ from rayfin.actors.config import DEFAULT_BATCH_TOKENS, BatchLimits, resolve
 from rayfin.actors.errors import EngineUnavailable, Fenced, InvalidConfig, RunnerGroupFailed
 from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.loading import pick_device
+from rayfin.actors.runner.memory import largest_step, total_host_bytes
 from rayfin.actors.runner.model_runner import ModelRunner
-from rayfin.actors.runner.step.memory import largest_step, total_host_bytes
 
 Make = Callable[..., Any]
 PROMPTS = [list(range(3 + i, 3 + i + n)) for i, n in enumerate((7, 12, 1, 16, 9))]

@@ -12,8 +12,8 @@ from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.plugins import RunnerPlugins
-from rayfin.actors.runner.sampling.processors.base import Rows
-from rayfin.actors.runner.sampling.processors.device_rules import DeviceRules
+from rayfin.actors.runner.sampling.device_rules import DeviceRules
+from rayfin.actors.runner.sampling.processor import Rows
 from rayfin.actors.scheduler.engine import Engine
 
 Make = Callable[..., Any]

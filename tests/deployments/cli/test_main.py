@@ -20,7 +20,7 @@ from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.cli import chat, generate
 from rayfin.deployments.cli.main import cli, main
 from rayfin.deployments.cli.options import build, field_options, values_of
-from rayfin.deployments.edge.door import Door
+from rayfin.deployments.edge.listen_options import ListenOptions
 from rayfin.deployments.offline.outputs import CompletionOutput, RequestOutput
 from rayfin.deployments.serve.server_args import ServerArgs
 
@@ -198,7 +198,7 @@ def test_serve_passes_its_flags_on(serving: FakeServing) -> None:
     server, engine, more = serving.calls[0]
     assert server == ServerArgs(served_model_name=["me"], shutdown_timeout=5.0)
     assert engine == EngineArgs(model="org/name", max_model_len=512, trust_remote_code=True)
-    assert more.pop("door") == Door()
+    assert more.pop("listen_options") == ListenOptions()
     assert more.pop("forks") is None
     assert more == {"host": "0.0.0.0", "port": 9000, "name": "rayfin", "verbose": False}
 

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from rayfin.actors.errors import InvalidConfig
 from rayfin.deployments.edge import listening
-from rayfin.deployments.edge.door import VARIABLE, Door
+from rayfin.deployments.edge.listen_options import VARIABLE, ListenOptions
 
 pytestmark = pytest.mark.anyio
 
@@ -38,14 +38,16 @@ def certificate(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 @asynccontextmanager
-async def proxy(door: Door, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
+async def proxy(
+    listen_options: ListenOptions, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[int]:
     """uvicorn as Ray Serve starts it; gives the port that it was given."""
     monkeypatch.setenv(VARIABLE, "")
-    door.tell_proxies()
+    listen_options.tell_proxies()
     monkeypatch.setattr(uvicorn, "Config", uvicorn.Config)  # both come back after the test
     monkeypatch.setattr(uvicorn, "Server", uvicorn.Server)
     listening.install()
-    options = door.http_options("127.0.0.1", 0)
+    options = listen_options.http_options("127.0.0.1", 0)
     taken = socket.socket()
     taken.bind((options.pop("host"), options.pop("port")))
     port = taken.getsockname()[1]
@@ -60,7 +62,7 @@ async def proxy(door: Door, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[in
     finally:
         server.should_exit = True
         await asyncio.wait_for(serving, 30)
-        door.close()
+        listen_options.close()
 
 
 async def get(url: str, **options: Any) -> str:
@@ -73,10 +75,10 @@ async def test_a_unix_socket_in_place_of_the_port(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = str(tmp_path / "api.sock")
-    async with proxy(Door(uds=path), monkeypatch) as port:
+    async with proxy(ListenOptions(uds=path), monkeypatch) as port:
         assert await get("http://localhost/", uds=path) == "hello"
         with pytest.raises(InvalidConfig, match="Address already in use"):
-            Door(uds=path).require_free()
+            ListenOptions(uds=path).require_free()
         with pytest.raises(httpx.ConnectError):
             await get(f"http://127.0.0.1:{port}/")
     assert not os.path.exists(path)
@@ -85,13 +87,13 @@ async def test_a_unix_socket_in_place_of_the_port(
 def test_what_a_socket_may_replace(tmp_path: Path) -> None:
     path = tmp_path / "api.sock"
     listening.unix_socket(str(path)).close()  # left behind by a process that died
-    Door(uds=str(path)).require_free()
+    ListenOptions(uds=str(path)).require_free()
     assert not path.exists()
     path.write_text("mine")
     with pytest.raises(InvalidConfig, match="is a file"):
-        Door(uds=str(path)).require_free()
+        ListenOptions(uds=str(path)).require_free()
     with pytest.raises(InvalidConfig, match="there is no folder"):
-        Door(uds=str(tmp_path / "no" / "api.sock")).require_free()
+        ListenOptions(uds=str(tmp_path / "no" / "api.sock")).require_free()
 
 
 @pytest.mark.parametrize("needed", [False, True])
@@ -100,15 +102,15 @@ async def test_certificates_of_server_and_client(
 ) -> None:
     own, key = certificate(tmp_path, "server")
     client, client_key = certificate(tmp_path, "client")
-    door = Door(ssl_certfile=str(own), ssl_keyfile=str(key))
+    listen_options = ListenOptions(ssl_certfile=str(own), ssl_keyfile=str(key))
     if needed:
-        door = Door(
+        listen_options = ListenOptions(
             ssl_certfile=str(own),
             ssl_keyfile=str(key),
             ssl_ca_certs=str(client),
             ssl_cert_reqs=2,
         )
-    async with proxy(door, monkeypatch) as port:
+    async with proxy(listen_options, monkeypatch) as port:
         trust = ssl.create_default_context(cafile=str(own))
         url = f"https://localhost:{port}/"
         if needed:
@@ -124,9 +126,11 @@ async def test_a_new_certificate_is_read(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(listening, "CERTIFICATE_CHECK_SECONDS", 0.01)
     own, key = certificate(tmp_path, "server")
     other, other_key = certificate(tmp_path, "other")
-    door = Door(ssl_certfile=str(own), ssl_keyfile=str(key), enable_ssl_refresh=True)
+    listen_options = ListenOptions(
+        ssl_certfile=str(own), ssl_keyfile=str(key), enable_ssl_refresh=True
+    )
     trust = ssl.create_default_context(cafile=str(other))
-    async with proxy(door, monkeypatch) as port:
+    async with proxy(listen_options, monkeypatch) as port:
         key.write_text("half")  # refused, and the old one stays
         for source, target in ((other_key, key), (other, own)):
             target.write_bytes(source.read_bytes())
@@ -150,19 +154,19 @@ async def test_a_new_certificate_is_read(tmp_path: Path, monkeypatch: pytest.Mon
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidConfig, match=message):
-        Door(**settings)
+        ListenOptions(**settings)
 
 
 def test_a_running_cluster_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    Door(ssl_certfile=__file__).require_own_ray()  # Serve has a setting for it
+    ListenOptions(ssl_certfile=__file__).require_own_ray()  # Serve has a setting for it
     with pytest.raises(InvalidConfig, match="uds needs a Ray of its own"):
-        Door(uds="x").require_own_ray()
+        ListenOptions(uds="x").require_own_ray()
     monkeypatch.setenv(VARIABLE, "{}")
-    Door(uds="x").tell_proxies()
+    ListenOptions(uds="x").tell_proxies()
     assert json.loads(os.environ[VARIABLE]) == {"uds": os.path.abspath("x")}
 
 
 def test_addresses_to_print() -> None:
-    assert Door().address("0.0.0.0", 80) == ("http://127.0.0.1:80", "")
-    assert Door(ssl_certfile=__file__).address("::", 80) == ("https://127.0.0.1:80", "")
-    assert Door(uds="/s").address("h", 80) == ("http://localhost", "--unix-socket /s ")
+    assert ListenOptions().address("0.0.0.0", 80) == ("http://127.0.0.1:80", "")
+    assert ListenOptions(ssl_certfile=__file__).address("::", 80) == ("https://127.0.0.1:80", "")
+    assert ListenOptions(uds="/s").address("h", 80) == ("http://localhost", "--unix-socket /s ")

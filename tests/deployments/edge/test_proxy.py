@@ -7,7 +7,7 @@ import pytest
 from starlette.responses import JSONResponse, PlainTextResponse
 
 from rayfin.deployments.edge import proxy
-from rayfin.deployments.edge.door import CALLBACK_PATH
+from rayfin.deployments.edge.listen_options import CALLBACK_PATH
 from rayfin.deployments.edge.proxy import middlewares
 
 pytestmark = pytest.mark.anyio

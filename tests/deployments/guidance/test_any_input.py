@@ -17,7 +17,7 @@ from rayfin.deployments.guidance.fields import asked_format, read_structured_out
 from rayfin.deployments.guidance.grammar import Grammar, make_grammar
 from rayfin.deployments.guidance.schema import keywords
 from rayfin.deployments.guidance.tool_choice import declared_tools, read_tool_choice
-from rayfin.deployments.text.parsing.rows import TOOL_FORMATS
+from rayfin.deployments.text.parsing.formats import TOOL_FORMATS
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 SETTINGS = settings(suppress_health_check=list(HealthCheck), print_blob=False)

@@ -14,8 +14,8 @@ from rayfin.deployments.guidance.calls import CallRules, make_call_rules
 from rayfin.deployments.guidance.grammar import make_grammar
 from rayfin.deployments.guidance.tool_choice import FunctionTool, ToolChoice
 from rayfin.deployments.text.parsing.format import ToolFormat
+from rayfin.deployments.text.parsing.formats import TOOL_FORMATS
 from rayfin.deployments.text.parsing.render import WrittenCall, render_calls
-from rayfin.deployments.text.parsing.rows import TOOL_FORMATS
 
 PATH = "tools[0].function.parameters"
 WEATHER: dict[str, Any] = {

@@ -12,8 +12,8 @@ from rayfin.deployments.guidance.calls import CallRules, make_call_rules
 from rayfin.deployments.guidance.tool_choice import FunctionTool, ToolChoice
 from rayfin.deployments.text.parsing.events import Event, Piece
 from rayfin.deployments.text.parsing.format import ToolFormat
+from rayfin.deployments.text.parsing.formats import TOOL_FORMATS
 from rayfin.deployments.text.parsing.parser import OutputParser
-from rayfin.deployments.text.parsing.rows import TOOL_FORMATS
 from tiers import few
 
 pytestmark = pytest.mark.slow(reason="walks through grammars for a minute")

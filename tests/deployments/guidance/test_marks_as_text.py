@@ -13,7 +13,7 @@ from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.guidance.calls import make_call_rules
 from rayfin.deployments.guidance.grammar import make_grammar
 from rayfin.deployments.guidance.tool_choice import FunctionTool, ToolChoice
-from rayfin.deployments.text.parsing.rows import TOOL_FORMATS
+from rayfin.deployments.text.parsing.formats import TOOL_FORMATS
 
 MARKS = ["<|im_start|>", "<tool_call>", "</think>", "[INST]", "\uff5cDSML\uff5c"]
 

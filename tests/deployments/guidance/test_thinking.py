@@ -6,7 +6,7 @@ from call_walks import byte_tokenizer, tokens_of
 from rayfin.actors.guidance import CallGrammar
 from rayfin.deployments.guidance.thinking import call_marks, make_thinking
 from rayfin.deployments.text.parsing.format import ReasoningFormat
-from rayfin.deployments.text.parsing.rows import REASONING_FORMATS, TOOL_FORMATS
+from rayfin.deployments.text.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 
 THINK = REASONING_FORMATS["think"]
 TOKENIZER = byte_tokenizer(tokens_of(THINK))

@@ -10,7 +10,7 @@ import pytest
 from rayfin import LLM, SamplingParams
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.text.parsing.detect import Detected
-from rayfin.deployments.text.parsing.rows import TOOL_FORMATS
+from rayfin.deployments.text.parsing.formats import TOOL_FORMATS
 from tiers import few
 from wary import Wary, animals
 

@@ -11,7 +11,7 @@ import pytest
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.media.part import MediaFacts
 from rayfin.actors.messages import EngineInfo
-from rayfin.deployments.edge.door import PLAIN
+from rayfin.deployments.edge.listen_options import PLAIN
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.preflight import InBackground
 from rayfin.deployments.serve.server_args import ServerArgs

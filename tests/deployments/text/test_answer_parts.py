@@ -15,8 +15,8 @@ from rayfin.deployments.generation.plan import OutputPlan
 from rayfin.deployments.guidance.tool_choice import ToolChoice
 from rayfin.deployments.text.output import OutputText, TextDelta
 from rayfin.deployments.text.parsing.events import Event
+from rayfin.deployments.text.parsing.formats import TOOL_FORMATS
 from rayfin.deployments.text.parsing.parser import OutputParser
-from rayfin.deployments.text.parsing.rows import TOOL_FORMATS
 from rayfin.deployments.text.tokenizer import Tokenizer
 from toy_parser import ToyParser
 

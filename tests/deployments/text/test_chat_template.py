@@ -7,7 +7,7 @@ import pytest
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.text.chat_template import render_chat
-from rayfin.deployments.text.opening import render_prompt
+from rayfin.deployments.text.generation_prompt import render_prompt
 from rayfin.deployments.text.parsing.detect import detect
 from rayfin.deployments.text.tokenizer import Tokenizer
 

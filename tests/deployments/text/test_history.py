@@ -7,8 +7,8 @@ import pytest
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.guidance.tool_choice import declared_tools
+from rayfin.deployments.text.generation_prompt import opening_text
 from rayfin.deployments.text.messages import plain_messages
-from rayfin.deployments.text.opening import opening_text
 from rayfin.deployments.text.parsing.format import IdStyle
 from rayfin.deployments.text.tokenizer import Tokenizer
 

@@ -6,7 +6,12 @@ import pytest
 
 from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest
 from rayfin.actors.sampling_params import SamplingParams
-from rayfin.deployments.requests.prompts import check_salt, prompt_ids, read_prompts, truncated
+from rayfin.deployments.generation.prompt_forms import (
+    check_salt,
+    prompt_ids,
+    read_prompts,
+    truncated,
+)
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 TEXT = "hello world"

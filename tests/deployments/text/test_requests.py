@@ -14,7 +14,7 @@ from rayfin.actors.guidance import NO_END, Guidance
 from rayfin.actors.media.part import MediaFacts, MediaInput
 from rayfin.actors.messages import EngineInfo, EngineRequest
 from rayfin.actors.sampling_params import SamplingParams
-from rayfin.deployments.requests.build import build_requests, sampling_defaults
+from rayfin.deployments.generation.build_requests import build_requests, sampling_defaults
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 INFO = EngineInfo("engine", max_model_len=100, vocab_size=50, num_pages=10, page_size=8)

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from rayfin.actors.embeds.part import ROWS, EmbedsInput
+from rayfin.actors.media.embeds_part import ROWS, EmbedsInput
 from rayfin.actors.media.part import VIRTUAL_TOKENS
 from rayfin.actors.messages import NewRequest, SchedulerInfo
 from rayfin.actors.parts import all_of
+from rayfin.actors.runner.batch import GivenInputs, StepInputs
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.observers import Observer
 from rayfin.actors.runner.parts.vision.arrays import fetch
-from rayfin.actors.runner.step.batch import GivenInputs, StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 
 

@@ -13,8 +13,8 @@ from rayfin.actors.guidance import GrammarUsage, Guidance
 from rayfin.actors.messages import NewRequest
 from rayfin.actors.runner.parts.grammars.book import WORD, GrammarBook, WordArray
 from rayfin.actors.runner.parts.grammars.guided_row import GuidedRow
-from rayfin.actors.runner.sampling.processors.base import Masks, Rows
-from rayfin.actors.runner.sampling.processors.device_rules import DeviceRules
+from rayfin.actors.runner.sampling.device_rules import DeviceRules
+from rayfin.actors.runner.sampling.processor import Masks, Rows
 from rayfin.actors.timing import MASK_OVERTIME_SECONDS, MASK_SECONDS
 from rayfin.kernels.shapes import TokenBits
 from rayfin.kernels.staging import to_device

@@ -6,10 +6,10 @@ A step without adapters runs what it runs without ``--enable-lora``.
 import numpy as np
 import torch
 
+from rayfin.actors.runner.batch import StepInputs
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.parts.lora.reader import Adapter
 from rayfin.actors.runner.parts.lora.store import AdapterStore
-from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.cpu.decoder import StepAdapters
 from rayfin.kernels.cpu.lora import AdapterParts, AdapterRows, PackedLowRank

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.runner.batch import StepInputs
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.parts.lora.reader import Adapter
 from rayfin.actors.runner.parts.lora.store import AdapterStore
-from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 
 

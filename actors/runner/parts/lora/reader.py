@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from rayfin.actors.adapters.files import WEIGHTS, AdapterFiles, invalid
 from rayfin.actors.adapters.settings import read_settings
 from rayfin.actors.adapters.tensors import Entry, read_pairs
-from rayfin.actors.runner.models.attention.indexer import inside_indexers
+from rayfin.actors.runner.models.indexer import inside_indexers
 from rayfin.kernels.cpu.kernels import CpuKernels
 from rayfin.kernels.cpu.lora import PackedLowRank
 

@@ -15,8 +15,8 @@ from transformers import AttentionInterface
 
 from rayfin.actors.errors import UnsupportedModel
 from rayfin.actors.messages import Int32Array
+from rayfin.actors.runner.batch import StepInputs
 from rayfin.actors.runner.models.recurrent import RecurrentLayers
-from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.attention.torch_backend import segment_attention
 

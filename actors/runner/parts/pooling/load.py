@@ -14,7 +14,7 @@ from transformers import (
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.pooling.recipe import PoolingRecipe
-from rayfin.actors.runner.models.narrow import widen
+from rayfin.actors.runner.models.mapped_weights import widen
 from rayfin.actors.runner.models.weights import load_model
 from rayfin.actors.runner.parts.model_part import ModelPart
 from rayfin.actors.runner.parts.pooling.encoder_model import ATTENTION, EncoderModel

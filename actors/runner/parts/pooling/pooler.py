@@ -18,8 +18,8 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.pooling.part import Pooling
 from rayfin.actors.pooling.recipe import Mode, PoolingRecipe
+from rayfin.actors.runner.batch import SampledRows, StepInputs
 from rayfin.actors.runner.sampling.sampler import NOT_FINITE, Sampled
-from rayfin.actors.runner.step.batch import SampledRows, StepInputs
 
 
 class Head(Protocol):

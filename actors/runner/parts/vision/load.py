@@ -24,7 +24,7 @@ from rayfin.actors.media.part import MediaFacts, MediaInput
 from rayfin.actors.media.processed import WORDS, MediaProcessor, ProcessedMedia, put_media
 from rayfin.actors.media.virtual_ids import put_virtual_ids
 from rayfin.actors.messages import NewRequest, Sampling
-from rayfin.actors.runner.models.narrow import keep_narrow
+from rayfin.actors.runner.models.mapped_weights import keep_narrow
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, set_attention
 from rayfin.actors.runner.models.replace import chunked_logits
 from rayfin.actors.runner.models.step_model import StepModel
@@ -36,8 +36,8 @@ from rayfin.actors.runner.parts.vision.media_slots import MediaSlots, ModelRope
 from rayfin.actors.runner.parts.vision.text_view import TextView
 from rayfin.actors.runner.parts.vision.towers import model_class, tensors
 from rayfin.actors.runner.parts.vision.vision_model import VisionModel
+from rayfin.actors.settings.bidirectional import Bidirectional
 from rayfin.actors.settings.choices import SeesAhead
-from rayfin.actors.settings.uncut import Uncut
 
 PROBE_SIZE = (70, 50)
 PROBE_CLIP = 0.4  # seconds
@@ -193,7 +193,7 @@ def require_equal_media(
             "model",
         )
     if ahead != "nothing":
-        parts.facts = replace(parts.facts, uncut=Uncut(ahead, images[0].length))
+        parts.facts = replace(parts.facts, uncut=Bidirectional(ahead, images[0].length))
     if text is not paged:
         parts.release()
 
@@ -255,7 +255,7 @@ def _paged_logits(
     middle = images[0].start + images[0].length // 2
     cuts = {0, 1, middle, len(ids) - 1, len(ids)}
     own = [(images[0].start, images[0].start + images[0].length)]
-    for first, last in Uncut(parts.slots.ahead).spans(own, len(ids)):
+    for first, last in Bidirectional(parts.slots.ahead).spans(own, len(ids)):
         cuts = {cut for cut in cuts if not first < cut < last}
     tokens = torch.from_numpy(ids.astype(np.int64)).to(paged.device)
     try:

@@ -8,9 +8,9 @@ import torch
 
 from rayfin.actors.media.part import VIRTUAL_TOKENS, MediaInput
 from rayfin.actors.messages import Int64Array
+from rayfin.actors.runner.batch import GivenInputs, StepInputs
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.parts.vision.media_slots import MediaSlots
-from rayfin.actors.runner.step.batch import GivenInputs, StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 
 

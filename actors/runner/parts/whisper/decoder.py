@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from rayfin.actors.runner.batch import StepInputs
 from rayfin.actors.runner.models.recurrent import RecurrentLayers
 from rayfin.actors.runner.parts.whisper.rules import TranscriptRules
 from rayfin.actors.runner.parts.whisper.split_step import SplitStep, split_step
-from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.attention.write_kv import write_kv
 from rayfin.kernels.shapes import PagedAttention, PagedBatch

@@ -16,9 +16,9 @@ import torch
 
 from rayfin.actors.media.whisper import SpeechTokens
 from rayfin.actors.messages import Int32Array, NewRequest, SchedulerInfo
+from rayfin.actors.runner.batch import StepInputs
 from rayfin.actors.runner.observers import Observer
 from rayfin.actors.runner.parts.whisper.split_step import SplitStep
-from rayfin.actors.runner.step.batch import StepInputs
 
 NEVER = -float("inf")
 

@@ -10,7 +10,7 @@ import torch
 
 from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.gpu.device_slots import DeviceSlots
-from rayfin.actors.runner.step.request_slots import RequestSlots
+from rayfin.actors.runner.request_slots import RequestSlots
 
 Make = Callable[..., Any]
 SLOTS, PAGES = 5, 12

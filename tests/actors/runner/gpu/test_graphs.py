@@ -13,7 +13,7 @@ import torch
 from rayfin.actors.errors import RunnerGroupFailed
 from rayfin.actors.messages import NewRequest, Sampling, SchedulerInfo
 from rayfin.actors.runner import checkpoint
-from rayfin.actors.runner.step.request_slots import RequestSlots
+from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.scheduler.policy import multi_step
 from rayfin.kernels.attention import select as attention_select
 from rayfin.kernels.sampling import select as sampling_select

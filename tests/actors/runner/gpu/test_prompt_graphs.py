@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 from rayfin.actors.errors import RunnerGroupFailed
 from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner import checkpoint
+from rayfin.actors.runner.batch import StepInputs, build_inputs
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel
-from rayfin.actors.runner.step.batch import StepInputs, build_inputs
-from rayfin.actors.runner.step.request_slots import RequestSlots
+from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.cache.kv_tensors import KVTensors
 from rayfin.kernels.attention import select as attention_select
 from rayfin.kernels.attention.torch_backend import paged_attention

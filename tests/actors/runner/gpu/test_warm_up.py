@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from rayfin.actors.runner import model_runner
+from rayfin.actors.runner.batch import StepInputs
+from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.sampling.sampler import Sampler
 from rayfin.actors.runner.speculation import make
 from rayfin.actors.runner.speculation.draft_model import DraftedModel
-from rayfin.actors.runner.step.batch import StepInputs
-from rayfin.actors.runner.step.request_slots import RequestSlots
 from rayfin.kernels.shapes import SamplingRows
 
 pytest.importorskip("triton")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rayfin.actors.runner import checkpoint, loading
+from rayfin.actors.runner.batch import StepInputs
 from rayfin.actors.runner.models.replace import PROBE_TOKENS, probe_logits
-from rayfin.actors.runner.step.batch import StepInputs
 
 Make = Callable[..., Any]
 

@@ -14,7 +14,7 @@ from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.cpu.stored_config import StoredConfig
 from rayfin.actors.runner.loading import load
 from rayfin.actors.runner.models.config import load_config, max_position
-from rayfin.actors.runner.models.narrow import widen
+from rayfin.actors.runner.models.mapped_weights import widen
 from rayfin.actors.runner.models.weights import load_model
 from rayfin.kernels.cpu.codes import CodedMatrix, Codes
 from rayfin.kernels.cpu.kernels import Matrix

@@ -9,7 +9,7 @@ import pytest
 from rayfin.actors.messages import EngineRequest, Receipt, Sampling, StopRules, TokenLog
 from rayfin.actors.scheduler.faults import token_logs
 from rayfin.actors.scheduler.faults.token_logs import TokenLogs
-from rayfin.actors.scheduler.state.request import Request
+from rayfin.actors.scheduler.request import Request
 from rayfin.cache.prefix_index import HashChain
 
 Make = Callable[..., Any]

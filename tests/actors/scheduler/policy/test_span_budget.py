@@ -8,7 +8,7 @@ import pytest
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.media.part import MediaInput
 from rayfin.actors.scheduler.policy.span_budget import SpanBudget
-from rayfin.actors.settings.uncut import Uncut
+from rayfin.actors.settings.bidirectional import Bidirectional
 
 
 def _request(*images: tuple[int, int], prompt: int = 60) -> Any:
@@ -30,13 +30,13 @@ def _request(*images: tuple[int, int], prompt: int = 60) -> Any:
     ],
 )
 def test_chunks_end_outside_of_images(computed: int, length: int, expected: int) -> None:
-    budget = SpanBudget(24, Uncut("image"))
+    budget = SpanBudget(24, Bidirectional("image"))
     budget.begin(0)
     assert budget.cap(_request((3, 16), (25, 16)), computed, length) == expected
 
 
 def test_an_image_waits_for_room() -> None:
-    budget = SpanBudget(24, Uncut("image"))
+    budget = SpanBudget(24, Bidirectional("image"))
     request = _request((3, 16))
     budget.begin(8)
     assert budget.cap(request, 3, 2) == 16
@@ -45,7 +45,7 @@ def test_an_image_waits_for_room() -> None:
 
 
 def test_prompts_are_whole() -> None:
-    budget = SpanBudget(64, Uncut("prompt"))
+    budget = SpanBudget(64, Bidirectional("prompt"))
     budget.begin(4)
     assert budget.cap(_request(), 0, 8) == 60
     budget.take(_request(), 0, 1)
@@ -54,7 +54,7 @@ def test_prompts_are_whole() -> None:
 
 
 def test_a_whole_prompt_may_begin_more_images_than_are_left() -> None:
-    budget = SpanBudget(200, Uncut("prompt"))
+    budget = SpanBudget(200, Bidirectional("prompt"))
     budget.begin(4)
     pictures, guided = _request((3, 16), (25, 16)), _request()
     guided.source.parts.append(Guidance("a grammar"))
@@ -65,7 +65,7 @@ def test_a_whole_prompt_may_begin_more_images_than_are_left() -> None:
 
 
 def test_other_images_are_cut_anywhere() -> None:
-    budget = SpanBudget(24, Uncut())
+    budget = SpanBudget(24, Bidirectional())
     budget.begin(0)
     assert budget.cap(_request((3, 16)), 0, 9) == 9
     budget.begin(1)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rayfin.actors.messages import EngineRequest, Sampling, StopRules
 from rayfin.actors.scheduler.queues import fair_queue
 from rayfin.actors.scheduler.queues.fair_queue import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairQueue
-from rayfin.actors.scheduler.state.request import Request
+from rayfin.actors.scheduler.request import Request
 from rayfin.cache.prefix_index import HashChain
 
 Make = Callable[..., Any]

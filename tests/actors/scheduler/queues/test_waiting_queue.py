@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rayfin.actors.messages import EngineRequest, Sampling, StopRules
 from rayfin.actors.scheduler.queues.ranked_queue import RankedQueue
-from rayfin.actors.scheduler.state.request import Request
+from rayfin.actors.scheduler.request import Request
 from rayfin.cache.prefix_index import HashChain
 
 

@@ -10,12 +10,12 @@ from starlette.testclient import TestClient
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.messages import Command
-from rayfin.deployments.api.admin.routes import Operated
+from rayfin.deployments.api.admin import Operated
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.app import AppArgs, bind_app, build_app, edge_settings
 from rayfin.deployments.cli import engines
 from rayfin.deployments.cli.main import main
-from rayfin.deployments.edge.door import PLAIN
+from rayfin.deployments.edge.listen_options import PLAIN
 from rayfin.deployments.http.body_limits import MAX_URL
 from rayfin.deployments.http.keys import ApiKeys
 from rayfin.deployments.http.paths import ADMIN_PATHS

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.messages import Command
-from rayfin.deployments.api.admin.routes import Operated, add_admin_routes
+from rayfin.deployments.api.admin import Operated, add_admin_routes
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.app import AppArgs, build_app, edge_settings
 from rayfin.deployments.http.errors import add_error_handlers

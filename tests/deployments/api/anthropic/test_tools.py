@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import EngineInfo
 from rayfin.deployments.text.parsing.detect import Detected
-from rayfin.deployments.text.parsing.rows import find_reasoning_format, find_tool_format
+from rayfin.deployments.text.parsing.formats import find_reasoning_format, find_tool_format
 
 pytestmark = pytest.mark.anyio
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]

@@ -14,10 +14,10 @@ from audio_models import RATE, AudioModel, tone, wav
 from rayfin.actors.errors import Overloaded, RayfinError, RequestFailed
 from rayfin.actors.messages import EngineRequest, TokenDelta
 from rayfin.deployments.api.audio.adapter import AT_ONCE
-from rayfin.deployments.api.audio.heard import HeardText
-from rayfin.deployments.api.audio.joined import JoinedText
+from rayfin.deployments.api.audio.merge import JoinedText
+from rayfin.deployments.api.audio.transcript import HeardText
 from rayfin.deployments.generation import generation
-from rayfin.deployments.media.room import RecordingRoom
+from rayfin.deployments.media.memory_limit import RecordingRoom
 from rayfin.deployments.media.sound import cut_at_quiet
 from rayfin.deployments.text.tokenizer import Tokenizer
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from audio_models import FAMILIES, AudioModel, tone, wav
-from rayfin.deployments.api.audio.heard import HeardText
+from rayfin.deployments.api.audio.transcript import HeardText
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.anyio

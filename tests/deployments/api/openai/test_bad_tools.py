@@ -8,7 +8,7 @@ import pytest
 
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.text.parsing.detect import Detected
-from rayfin.deployments.text.parsing.rows import REASONING_FORMATS, TOOL_FORMATS
+from rayfin.deployments.text.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/chat/completions"

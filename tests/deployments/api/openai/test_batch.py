@@ -10,7 +10,7 @@ import pytest
 import vllm_shapes as shapes
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.text.parsing.detect import Detected
-from rayfin.deployments.text.parsing.rows import REASONING_FORMATS
+from rayfin.deployments.text.parsing.formats import REASONING_FORMATS
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.anyio

@@ -10,7 +10,7 @@ import pytest
 import vllm_shapes as shapes
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.text.parsing.detect import Detected
-from rayfin.deployments.text.parsing.rows import REASONING_FORMATS, TOOL_FORMATS
+from rayfin.deployments.text.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 
 pytestmark = pytest.mark.anyio
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -16,7 +16,7 @@ from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import EngineInfo, TokenLog
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.text.parsing.detect import Detected
-from rayfin.deployments.text.parsing.rows import REASONING_FORMATS, TOOL_FORMATS
+from rayfin.deployments.text.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 from rayfin.deployments.text.tokenizer import Tokenizer
 from wary import Wary, animals
 

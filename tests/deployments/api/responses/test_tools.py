@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import EngineInfo
 from rayfin.deployments.text.parsing.detect import Detected
-from rayfin.deployments.text.parsing.rows import find_reasoning_format, find_tool_format
+from rayfin.deployments.text.parsing.formats import find_reasoning_format, find_tool_format
 
 pytestmark = pytest.mark.anyio
 ASKED: dict[str, Any] = {"model": "tiny", "input": "hello"}

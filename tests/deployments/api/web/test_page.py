@@ -12,7 +12,7 @@ from rayfin.actors.metrics.snapshot import FREE, EngineSnapshot, PagesView
 from rayfin.deployments.http.keys import ApiKeys
 from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 from rayfin.deployments.text.parsing.detect import Detected
-from rayfin.deployments.text.parsing.rows import REASONING_FORMATS, TOOL_FORMATS
+from rayfin.deployments.text.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
 

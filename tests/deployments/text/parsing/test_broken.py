@@ -7,13 +7,13 @@ import pytest
 
 from rayfin.deployments.text.parsing.events import Event, Piece
 from rayfin.deployments.text.parsing.format import ToolFormat
-from rayfin.deployments.text.parsing.parser import OutputParser
-from rayfin.deployments.text.parsing.render import WrittenCall, render_calls
-from rayfin.deployments.text.parsing.rows import (
+from rayfin.deployments.text.parsing.formats import (
     TOOL_FORMATS,
     find_reasoning_format,
     find_tool_format,
 )
+from rayfin.deployments.text.parsing.parser import OutputParser
+from rayfin.deployments.text.parsing.render import WrittenCall, render_calls
 from transcripts import joined
 
 FUNCTIONS = {

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from rayfin.deployments.text.parsing.events import Event, Piece
 from rayfin.deployments.text.parsing.format import ReasoningFormat, ToolFormat
-from rayfin.deployments.text.parsing.parser import OutputParser
-from rayfin.deployments.text.parsing.rows import (
+from rayfin.deployments.text.parsing.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
     find_reasoning_format,
     find_tool_format,
 )
+from rayfin.deployments.text.parsing.parser import OutputParser
 from transcripts import FUNCTIONS, TRANSCRIPTS, Transcript, joined
 
 FRAGMENTS = (

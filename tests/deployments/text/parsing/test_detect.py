@@ -12,10 +12,10 @@ from rayfin.deployments.serve.preflight import DEMO_FOLDER
 from rayfin.deployments.text.parsing.detect import Detected, detect
 from rayfin.deployments.text.parsing.events import Piece
 from rayfin.deployments.text.parsing.parser import OutputParser
-from rayfin.deployments.text.parsing.probing.template_probe import TemplateProbe
-from rayfin.deployments.text.parsing.probing.trials import read_calls
 from rayfin.deployments.text.parsing.render import WrittenCall, render_calls
+from rayfin.deployments.text.parsing.template_probe import TemplateProbe
 from rayfin.deployments.text.parsing.thought import thought_start
+from rayfin.deployments.text.parsing.trials import read_calls
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 ALL = [pytest.param(case, id=name) for name, case in CASES.items()]
@@ -129,9 +129,7 @@ BROKEN = [
 
 @pytest.mark.parametrize("template", BROKEN)
 def test_a_broken_template_has_no_format(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "rayfin.deployments.text.parsing.probing.template_probe.TEMPLATE_SECONDS", 0.05
-    )
+    monkeypatch.setattr("rayfin.deployments.text.parsing.template_probe.TEMPLATE_SECONDS", 0.05)
     assert detect(byte_tokenizer(), template).names == (None, None)
 
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayfin.deployments.text.parsing.events import EventWriter, Piece
+from rayfin.deployments.text.parsing.formats import TOOL_FORMATS
 from rayfin.deployments.text.parsing.json_text import MAX_DEPTH, JsonText, check_json
 from rayfin.deployments.text.parsing.marks import Feed, Markers
 from rayfin.deployments.text.parsing.parser import OutputParser
 from rayfin.deployments.text.parsing.python_calls import as_number
-from rayfin.deployments.text.parsing.rows import TOOL_FORMATS
 from rayfin.deployments.text.parsing.tagged_calls import (
     ALL_TYPES,
     to_json,

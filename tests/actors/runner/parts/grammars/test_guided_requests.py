@@ -22,7 +22,7 @@ from rayfin.actors.runner.parts.grammars.compile_threads import IdleCompiler
 from rayfin.actors.runner.parts.grammars.load import GrammarsPart
 from rayfin.actors.runner.parts.grammars.masker import GuidanceProcessor
 from rayfin.actors.runner.plugins import RunnerPlugins
-from rayfin.actors.runner.sampling.processors.base import Rows
+from rayfin.actors.runner.sampling.processor import Rows
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.timing import GRAMMAR_BARRED_SECONDS
 

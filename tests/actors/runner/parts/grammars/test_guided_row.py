@@ -18,8 +18,8 @@ from rayfin.actors.messages import Int32Array, NewRequest, Sampling
 from rayfin.actors.runner.parts.grammars.book import WORD, GrammarBook
 from rayfin.actors.runner.parts.grammars.guided_row import GuidedRow, Phase
 from rayfin.actors.runner.parts.grammars.masker import GuidanceProcessor
-from rayfin.actors.runner.sampling.processors.base import Rows
-from rayfin.actors.runner.sampling.processors.device_rules import DeviceRules
+from rayfin.actors.runner.sampling.device_rules import DeviceRules
+from rayfin.actors.runner.sampling.processor import Rows
 
 Make = Callable[..., Any]
 END, THINK, CLOSE, CALL, CALLED, NEVER = 2, 3, 4, 5, 6, 7

@@ -171,7 +171,7 @@ def test_an_adapter_that_is_gone_fails_its_rows_alone(
     adapter = lost.part(AdapterRef)
     assert adapter is not None
     lost.parts = (dataclasses.replace(adapter, path=str(tmp_path / "gone")),)
-    server.engine.lifecycle.lobby._known[bytes.fromhex(adapter.digest)] = None
+    server.engine.lifecycle.preparations._known[bytes.fromhex(adapter.digest)] = None
     server.runner._model.forward = server._forward  # records whole steps only
     tokens = server.run(base, lost)
     assert tokens == {0: expected[""], 1: []}

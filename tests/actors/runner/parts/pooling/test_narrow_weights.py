@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from pooling_models import TEXTS, add_modules, make_decoder, make_encoder
 from rayfin import LLM
-from rayfin.actors.runner.models import narrow, weights
-from rayfin.actors.runner.models.narrow import NarrowWeight, narrow_loads
+from rayfin.actors.runner.models import mapped_weights, weights
+from rayfin.actors.runner.models.mapped_weights import NarrowWeight, narrow_loads
 from rayfin.deployments.offline.pooling import PooledRequest
 
 SETTINGS: dict[str, Any] = {"threads": 1, "max_decoding_batch": 4, "max_batch_tokens": 64}
@@ -55,7 +55,7 @@ def test_the_same_bits_as_of_a_model_in_float32(
         folder = MAKES[make](tmp_path, kind, "classes", num_labels=3)
     in_16_bits(folder)
     held: list[set[str]] = []
-    real = narrow.hold_narrow
+    real = mapped_weights.hold_narrow
 
     def spy(model: torch.nn.Module, names: set[str]) -> None:
         held.append(set(names))

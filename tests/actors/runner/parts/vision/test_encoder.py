@@ -17,7 +17,7 @@ from rayfin.actors.failpoints import Failpoints
 from rayfin.actors.media.part import MediaInput
 from rayfin.actors.messages import StepResult
 from rayfin.actors.runner.loading import load
-from rayfin.actors.runner.models.narrow import NarrowWeight
+from rayfin.actors.runner.models.mapped_weights import NarrowWeight
 from rayfin.actors.runner.parts.vision.encoder import MediaEncoder
 from rayfin.actors.runner.parts.vision.load import VisionPart
 from vision_models import VisionModel, picture

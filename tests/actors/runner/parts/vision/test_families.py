@@ -19,7 +19,7 @@ from rayfin.actors.runner.loading import load
 from rayfin.actors.runner.models import paged_model
 from rayfin.actors.runner.parts.vision.load import VisionPart
 from rayfin.actors.sampling_params import SamplingParams
-from rayfin.deployments.requests.build import build_requests
+from rayfin.deployments.generation.build_requests import build_requests
 from rayfin.kernels.cpu.library import try_load
 from vision_models import EOS, FAMILIES, VisionModel, picture
 

@@ -1,0 +1,143 @@
+"""SchedulerInfo + RequestSlots -> the tensors of one step, by index arithmetic only."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from rayfin.actors.messages import (
+    SAMPLED_LAST_STEP,
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    SchedulerInfo,
+)
+from rayfin.actors.runner.request_slots import RequestSlots
+from rayfin.kernels.shapes import PagedBatch, SamplingRows
+from rayfin.kernels.staging import to_device
+
+ALL = slice(None)
+
+
+@dataclass(slots=True, frozen=True)
+class GivenInputs:
+    """Inputs of G tokens that are no embedded tokens: parts of images."""
+
+    index: torch.Tensor  # [G] int64, in T, rising
+    states: torch.Tensor  # [G, hidden]
+    added: torch.Tensor | None = None  # [G, L, hidden], to what the first L layers give
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """Everything that a model's forward reads."""
+
+    input_ids: torch.Tensor  # [T] int64
+    batch: PagedBatch
+    sampled: torch.Tensor  # [S] int64, indices in T of the tokens whose logits are needed
+    slots: Int32Array | None = None  # [R] the slot of each row's request, for data kept by slot:
+    # adapters, positions of images
+    token_types: torch.Tensor | None = None  # [T] int64, 1 in the second text of a pair
+    first_prompt: int = 0  # the row from which on rows are parts of prompts
+    given: GivenInputs | None = None  # what some tokens have in place of an embedding
+    rope_positions: torch.Tensor | None = None  # [3, T] int64, where they are not the positions
+
+
+@dataclass(slots=True)
+class SampledRows:
+    """What the sampler reads beside the logits of S rows."""
+
+    rows: Int64Array  # [S], rows of the step
+    slots: Int32Array  # [S]
+    positions: Int32Array  # [S] of the tokens to sample
+    settings: SamplingRows
+
+
+def build_inputs(
+    info: SchedulerInfo, slots: RequestSlots, page_size: int, device: torch.device
+) -> tuple[StepInputs, SampledRows]:
+    """The tensors of a step; ``slots`` has already applied the step's diff."""
+    tokens, lengths = len(info.merge_prompt), info.chunk_len
+    # The row of each of the T tokens.
+    row = ALL if tokens == len(info.ids) else np.repeat(np.arange(len(info.ids)), lengths)
+    slot = info.ids[row]
+    positions = np.arange(tokens) + (info.kv_len - info.chunk_idx)[row]
+    page, within = np.divmod(positions, page_size)
+    sampled_last = info.merge_prompt == SAMPLED_LAST_STEP
+    input_ids = np.where(sampled_last, slots.last_token[slot], info.merge_prompt)
+    kv_len = info.kv_len + lengths
+    query_start = np.empty(len(lengths) + 1, np.int32)
+    query_start[:-1], query_start[-1] = info.chunk_idx, tokens
+    widest = int(info.kv_page_len.max())
+    rows = (info.last_pos >= 0).nonzero()[0]
+    batch = PagedBatch(
+        query_start=to_device(query_start, device),
+        kv_len=to_device(kv_len, device),
+        page_tables=to_device(slots.page_tables[info.ids, :widest], device),
+        slots=to_device(slots.page_tables[slot, page] * np.int64(page_size) + within, device),
+        positions=to_device(positions, device),
+        query_start_cpu=query_start,
+        kv_len_cpu=kv_len,
+        decoding=0 if info.num_guessed else info.decoding_batch,
+        page_size=page_size,
+    )
+    inputs = StepInputs(
+        input_ids=to_device(input_ids.astype(np.int64), device),
+        batch=batch,
+        sampled=to_device((info.chunk_idx + info.last_pos)[rows].astype(np.int64), device),
+        slots=info.ids,
+        first_prompt=info.decoding_batch,
+    )
+    at = info.ids[rows], kv_len[rows]
+    return inputs, SampledRows(rows, *at, slots.settings.of(*at, device))
+
+
+def decoding_rows(info: SchedulerInfo, rows: Int64Array) -> SchedulerInfo:
+    """The ``rows`` [N] of a step that only decodes, without its diff."""
+    steady = np.arange(len(rows), dtype=np.int32)
+    none = np.zeros(0, np.int32)
+    return replace(
+        info,
+        ids=info.ids[rows],
+        chunk_idx=steady,
+        chunk_len=np.ones_like(steady),
+        merge_prompt=info.merge_prompt[rows],
+        kv_len=info.kv_len[rows],
+        kv_page_len=info.kv_page_len[rows],
+        last_pos=np.zeros_like(steady),
+        is_decoding=info.is_decoding[rows],
+        decoding_batch=len(rows),
+        new_pages=none,
+        new_pages_len=np.zeros_like(steady),
+        new_requests=[],
+        finished=[],
+        grants=None if info.grants is None else info.grants[rows],
+    )
+
+
+def next_step_info(
+    info: SchedulerInfo, rows: BoolArray, grown: Int64Array | int = 1
+) -> SchedulerInfo:
+    """The next step of the call: its decoding ``rows`` [R], each with the token just sampled.
+
+    Its rows have ``grown`` [R] more tokens in the cache.
+    """
+    kv_len = (info.kv_len + grown).astype(np.int32)
+    if len(info.merge_prompt) == len(info.ids) and rows.all():  # only their positions change
+        merged = np.full_like(info.ids, SAMPLED_LAST_STEP)
+        return replace(info, kv_len=kv_len, merge_prompt=merged)
+    count = int(rows.sum())
+    steady = np.arange(count, dtype=np.int32)
+    return replace(
+        info,
+        ids=info.ids[rows],
+        chunk_idx=steady,
+        chunk_len=np.ones_like(steady),
+        merge_prompt=np.full_like(steady, SAMPLED_LAST_STEP),
+        kv_len=kv_len[rows],
+        kv_page_len=info.kv_page_len[rows],
+        last_pos=np.zeros_like(steady),
+        is_decoding=info.is_decoding[rows],
+        decoding_batch=count,
+        grants=None if info.grants is None else info.grants[rows],
+    )

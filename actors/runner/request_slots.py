@@ -1,0 +1,86 @@
+"""The runner's mirror of the running requests: one permanent row per slot, fed by diffs."""
+
+import numpy as np
+
+from rayfin.actors.messages import BoolArray, Int32Array, Int64Array, NewRequest, SchedulerInfo
+from rayfin.actors.runner.row_settings import RowSettings
+from rayfin.actors.stop_table import StopTable
+
+NO_LOGPROBS = -1
+"""In ``RequestSlots.logprobs``: the slot does not ask for any."""
+
+
+class RequestSlots:
+    """Page tables, last tokens and sampling settings by slot.
+
+    The scheduler decides every id here; a step carries what changed. Every field of a slot is set
+    anew when a request enters it, so nothing of the one before can leak.
+    """
+
+    def __init__(self, num_slots: int, pages_per_request: int) -> None:
+        self.entries = np.zeros(num_slots, np.int64)  # requests that have been in a slot
+        self.page_tables: Int32Array = np.zeros((num_slots, pages_per_request), np.int32)
+        self.num_pages: Int32Array = np.zeros(num_slots, np.int32)
+        self.last_token: Int32Array = np.zeros(num_slots, np.int32)
+        self.settings = RowSettings(num_slots)
+        self.stops = StopTable(num_slots)
+        self.logprobs = np.full(num_slots, NO_LOGPROBS, np.int64)  # how many of the likeliest
+        self.asking: set[int] = set()  # slots that ask for any
+        self.logprob_ids: dict[int, tuple[int, ...]] = {}  # only slots that name theirs
+        self.scored: dict[int, NewRequest] = {}  # only slots that want their prompt's
+
+    def apply(self, info: SchedulerInfo) -> None:
+        """Takes in a step's news: who left, who is new, which pages were appended."""
+        for handle in info.finished:
+            self.num_pages[handle] = 0
+            self.scored.pop(handle, None)
+            self.logprob_ids.pop(handle, None)
+            self.asking.discard(handle)
+        for new in info.new_requests:
+            self._enter(new)
+        if len(info.new_pages):
+            self._append_pages(info)
+
+    def remember(self, info: SchedulerInfo, tokens: Int32Array) -> None:
+        """Keeps the tokens [R] just sampled for the placeholders of the steps to come."""
+        sampled = tokens >= 0
+        self.last_token[info.ids[sampled]] = tokens[sampled]
+
+    def still_decoding(
+        self, info: SchedulerInfo, tokens: Int32Array, counts: Int64Array | int = 1
+    ) -> BoolArray:
+        """Whether decoding rows [R] sample another token after ``tokens`` [R] in the same call.
+
+        Those are the last of the ``counts`` [R] that each has just sampled.
+        """
+        # Known tokens: the cached ones, the input, and the sampled ones.
+        stopped, full = self.stops.ended(info.ids, tokens, info.kv_len + 1 + counts)
+        return (tokens >= 0) & ~stopped & ~full
+
+    def _enter(self, new: NewRequest) -> None:
+        slot, sampling = new.handle, new.sampling
+        self.entries[slot] += 1
+        self.num_pages[slot] = 0
+        self.last_token[slot] = 0
+        self.settings.set(slot, sampling)
+        self.stops.set(slot, new.stop_token_ids, new.cap)
+        self.logprobs[slot] = NO_LOGPROBS if sampling.logprobs is None else sampling.logprobs
+        self.asking.discard(slot)
+        if sampling.logprobs is not None:
+            self.asking.add(slot)
+        self.logprob_ids.pop(slot, None)
+        if sampling.logprob_ids:
+            self.logprob_ids[slot] = sampling.logprob_ids
+        self.scored.pop(slot, None)
+        if sampling.prompt_logprobs is not None:
+            self.scored[slot] = new
+
+    def _append_pages(self, info: SchedulerInfo) -> None:
+        counts = info.new_pages_len
+        slots = np.repeat(info.ids, counts)
+        starts = np.cumsum(counts) - counts
+        within = np.arange(len(info.new_pages)) - np.repeat(starts, counts)
+        self.page_tables[slots, np.repeat(self.num_pages[info.ids], counts) + within] = (
+            info.new_pages
+        )
+        self.num_pages[info.ids] += counts

@@ -1,0 +1,287 @@
+"""The only transitions of a request besides a step: admit, preempt, finish.
+
+ Engine.add         admit
+───────────► waiting ───────────────► running ─────► finished
+     │           ▲  ▲                    │   finish
+     └► prepared ┘  └────────────────────┘
+                         preempt
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+from rayfin.actors.messages import STATE_SAVE, NewRequest
+from rayfin.actors.scheduler.admission import AdmissionGate
+from rayfin.actors.scheduler.cached_prefix import CachedPrefix, PrefixLookup
+from rayfin.actors.scheduler.page_tier import NoTier, PageTier
+from rayfin.actors.scheduler.preempted_pages import PreemptionPolicy
+from rayfin.actors.scheduler.queues.preparation import Preparations
+from rayfin.actors.scheduler.request import Request
+from rayfin.actors.scheduler.scheduler_state import SchedulerState
+
+
+class Lifecycle:
+    """Moves requests between queue, slots and page tables, and records it for the runners."""
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        preemption: PreemptionPolicy,
+        preparations: Preparations,
+        clock: Callable[[], float] = time.monotonic,
+        tier: PageTier | None = None,
+    ) -> None:
+        self.state = state
+        self.preemption = preemption
+        self.preparations = preparations
+        self.tier = NoTier() if tier is None else tier
+        self.gates: list[AdmissionGate] = []
+        self._ran: list[Request] = []  # when the runners were lost
+        self._returning: set[Request] = set()  # of those the ones whose pages are read
+        self._prefixes = PrefixLookup(state)
+        self._clock = clock
+
+    def enqueue(self, request: Request) -> None:
+        """Puts a new request into the queue, or lets runners prepare for it first."""
+        self.state.queue_limits.joined(request)
+        if not self.preparations.keeps(request):
+            self.queue(request)
+
+    def queue(self, request: Request) -> None:
+        """Puts a request into the queue that has all it needs, or first lets its pages be read."""
+        if not self.tier.keeps(request):
+            self._returning.discard(request)
+            self.state.waiting.push(request)
+
+    def can_admit(self, request: Request, spare: int) -> bool:
+        """Whether all gates admit the request, and there is room for it."""
+        return self.passes_gates(request) and self.has_room(request, spare)
+
+    def passes_gates(self, request: Request) -> bool:
+        """Whether all gates admit the request, and it overtakes none whose runner died."""
+        return all(gate.may_admit(request) for gate in self.gates) and not self.overtakes(request)
+
+    def overtakes(self, request: Request) -> bool:
+        """Whether older requests, which ran when the runners died, still read their pages."""
+        return any(
+            own.order < request.order and own.source.background <= request.source.background
+            for own in self._returning
+        )
+
+    def has_room(self, request: Request, spare: int) -> bool:
+        """Whether there are slots, and pages for the request's tokens and one more per beam.
+
+        ``spare`` pages must remain free. False while its fork parent computes their prompt.
+        """
+        prefix = self._prefixes.find(request)
+        return prefix is not None and self._fits(request, prefix, spare)
+
+    def lacks_room(self, request: Request) -> bool:
+        """Whether slots or pages are all that the request waits for."""
+        prefix = self._prefixes.find(request)
+        return prefix is not None and not self._fits(request, prefix, 0)
+
+    def _fits(self, request: Request, prefix: CachedPrefix, spare: int) -> bool:
+        if self.state.running.num_free_slots < request.width:
+            return False
+        more = 1 if request.source.samples else 0
+        pages = self.state.tables.pages_for(request.num_tokens + more) + request.width - 1
+        missing = pages - len(prefix.pages)
+        return missing + spare <= self.state.tables.num_free_without(prefix.pages)
+
+    def num_to_compute(self, request: Request) -> int:
+        """Tokens of the waiting request that are neither cached nor in host memory."""
+        prefix = self._prefixes.find(request)
+        cached = 0 if prefix is None else prefix.num_tokens
+        return request.num_tokens - max(cached, self.preemption.num_saved(request))
+
+    def admit(self) -> int:
+        """Starts the first waiting request, with pages for all its known tokens; returns its slot.
+
+        Tokens of its cached prefix and those swapped in from host memory count as computed.
+        """
+        request = self.state.waiting.pop()
+        prefix = self._prefixes.find(request)
+        assert prefix is not None, "admitted before its fork parent computed the prompt"
+        cached = prefix.num_tokens
+        slot = self.state.running.enter(request, self._client_number(request), cached)
+        self._prefixes.install(prefix, slot)
+        if not request.admitted:
+            self.state.queue_limits.left(request)
+            request.admitted_at = self._clock()
+            request.cached_tokens = cached
+            self.state.counters.admitted(request)
+            if prefix.fork_parent is None:
+                self.state.counters.prefix_queries += request.num_tokens
+                self.state.counters.prefix_hits += cached
+        grown = self.state.tables.grow(slot, request.num_tokens)
+        assert grown, "admitted without pages"
+        self.preemption.restore(slot, len(prefix.pages))
+        for _ in range(request.width - 1):
+            self.state.running.reserve(request, self._client_number(request))
+        self.state.waiting.entered(request)
+        self.introduce(slot)
+        return slot
+
+    def introduce(self, slot: int) -> None:
+        """Sends the slot's request to the runners with the first step that has a row of it."""
+        running, source = self.state.running, self.state.running.request(slot).source
+        known = running.tokens[slot, : running.num_known[slot]]
+        needs_history = source.sampling.needs_history or self.state.runner_diff.send_history
+        needs_history = needs_history or any(part.needs_history for part in source.parts)
+        self.state.runner_diff.enter(
+            NewRequest(
+                handle=slot,
+                sampling=source.sampling,
+                cap=int(running.stops.cap[slot]),
+                stop_token_ids=source.stopping.stop_token_ids,
+                history=known.copy() if needs_history else None,
+                prompt_len=len(source.prompt),
+                extra_keys=source.prefix_keys,
+                tenant=source.tenant,
+                parts=source.parts,
+            )
+        )
+
+    def publish(self, slot: int, num_tokens: int) -> None:
+        """Lets others share the pages of the slot's first ``num_tokens`` tokens."""
+        if self.state.tables.index is not None:
+            request = self.state.running.request(slot)
+            tokens = self.state.running.tokens[slot, :num_tokens]
+            request.chain.extend(tokens)
+            self.state.tables.publish(slot, request.chain, tokens)
+
+    def computed(self, requests: Sequence[Request], now: float) -> None:
+        """The prompts of running requests are computed, and have their first tokens."""
+        self.state.counters.first_tokens(requests, now)
+        for request in requests:
+            slot, pin = request.slots[0], request.source.pin
+            self.tier.store_prompt(slot)
+            if pin is not None:
+                self.state.tables.pin(slot, pin.tokens, request.source.tenant, now + pin.seconds)
+
+    def save_state(self, slot: int) -> int:
+        """Saves the slot's state if a snapshot is due; returns where its next chunk has to end."""
+        running, snapshots = self.state.running, self.state.snapshots
+        computed, known = int(running.num_computed[slot]), int(running.num_known[slot])
+        if snapshots is None:
+            return known
+        latest = snapshots.latest.get(slot, 0)
+        if snapshots.is_due(computed, known, latest):
+            snapshots.latest[slot] = latest = computed
+            hashes = running.request(slot).chain.hashes
+            saved = snapshots.add(hashes[computed // self.state.tables.page_size - 1])
+            if saved is not None:
+                self.state.moves.add(STATE_SAVE, [slot], [saved])
+        return snapshots.next_end(computed, known, latest)
+
+    def forget_prefixes(self) -> None:
+        """Resets the prefix cache, and the states that go with it."""
+        self.state.tables.reset_prefix_cache()
+        self.forget_states()
+
+    def forget_states(self) -> None:
+        """Resets the snapshots of states, after an error in computing one."""
+        if self.state.snapshots is not None:
+            self.state.snapshots.clear()
+
+    def preempt(self, slot: int) -> None:
+        """Frees slots and pages of the slot's request and puts it back into the queue.
+
+        Its tokens are kept, but a beam search starts again from its prompt. Tokens of steps in
+        flight are dropped and sampled again: sampling depends on (seed, position) alone, and they
+        were not delivered.
+        """
+        request = self.state.running.request(slot)
+        self.preemption.keep(slot)
+        self._leave(request)
+        self.state.waiting.push(request)
+        request.preemptions += 1
+        self.state.counters.preemptions += 1
+
+    def finish(self, request: Request, reason: str, *, spoiled: bool = False) -> None:
+        """Ends the request, running or waiting; no other reuses what it computed if ``spoiled``."""
+        request.ended = True
+        search = request.search
+        if request.slot is None:
+            self._returning.discard(request)
+            if not (self.preparations.discard(request) or self.tier.discard(request)):
+                self.state.waiting.discard(request)
+            self.preemption.forget(request)
+            self.state.queue_limits.left(request)
+        else:
+            if spoiled:
+                for slot in request.slots:
+                    self.state.tables.invalidate(slot)
+            self._leave(request, share=not spoiled, ends=True)
+        self.state.counters.finished[reason] += 1
+        if reason != "moved":
+            hypotheses = search.hypotheses if search is not None else []
+            generated = sum(len(one.tokens) for one in hypotheses) or len(request.output)
+            self.state.counters.ended(request, generated, reason, self._clock())
+
+    def requeue(self, request: Request) -> None:
+        """Puts the running request back into the queue; what it computed is discarded."""
+        for slot in request.slots:
+            self.state.tables.invalidate(slot)
+        self._leave(request, share=False)
+        self.state.waiting.push(request)
+        self.state.counters.requeued_by_restart += 1
+
+    def restart(self) -> None:
+        """Requeues all that ran: the runners end or sleep, and their caches are lost."""
+        self._ran = self.state.running.holders()
+        for request in self._ran:
+            self.requeue(request)
+        for request in (*self.preparations.restart(), *self.tier.restart()):
+            self.state.waiting.push(request)
+        self._returning.clear()
+        self.forget_prefixes()
+        self.state.counters.restart()
+        self.state.runner_diff.clear()
+        self.state.moves.clear()
+        self.preemption.clear()
+
+    def resume(self) -> None:
+        """There are runners again: requests that ran first read what a disk has of them.
+
+        Those that read when the runners died do not: reading may have killed them. In an engine
+        that sleeps none ran.
+        """
+        for request in self._ran:
+            if self.tier.keeps(request):
+                self._returning.add(request)
+                self.state.waiting.discard(request)
+        self._ran = []
+
+    def victim(self) -> int:
+        """The slot to preempt: the last request by the policy's order, so the first advances."""
+        running = self.state.running
+        requests = [running.request(slot) for slot in running.slots()]
+        return self.state.waiting.victim(requests).slots[0]
+
+    def _leave(self, request: Request, *, share: bool = True, ends: bool = False) -> None:
+        """Frees the request's slots; other requests may reuse what they computed if ``share``, and
+        later ones what it leaves on a disk if it ``ends``."""
+        running = self.state.running
+        self.state.waiting.left(request)
+        for slot in list(request.slots):
+            # Pages that decoding filled are hashed only here, not in every step: they are looked
+            # up later, by the next turn of a conversation or the same request after a preemption.
+            if share and not running.lockstep[slot]:
+                known, computed = int(running.num_known[slot]), int(running.num_computed[slot])
+                self.publish(slot, min(computed, known - 1))  # the last token is not an input
+                if ends:
+                    self.tier.store(slot)
+            running.leave(slot)
+            self.vacate(slot)
+        request.search = None
+
+    def vacate(self, slot: int) -> None:
+        """Frees the slot's pages, and removes it from the runners."""
+        self.state.tables.release(slot)
+        self.state.runner_diff.leave(slot)
+
+    def _client_number(self, request: Request) -> int:
+        clients = self.state.clients
+        return clients.setdefault(request.source.client, len(clients))

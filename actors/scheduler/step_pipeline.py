@@ -1,0 +1,96 @@
+"""The steps in flight: built, submitted to the runners, and waited for in order."""
+
+from collections import deque
+from collections.abc import Callable
+
+from rayfin.actors.messages import Int64Array, StepResult
+from rayfin.actors.scheduler.executor import Executor, PendingStep
+from rayfin.actors.scheduler.request import Request
+from rayfin.actors.scheduler.scheduler_state import SchedulerState
+from rayfin.actors.scheduler.step_builder import Chunk, StepBuilder, StepRecord
+from rayfin.actors.scheduler.step_overhead import StepOverheadTimer
+
+
+class StepPipeline:
+    """Owns the executor: only this class submits steps to it or restarts it."""
+
+    def __init__(
+        self, state: SchedulerState, executor: Executor, clock: Callable[[], float]
+    ) -> None:
+        self._running = state.running
+        self._executor = executor
+        self._builder = StepBuilder(state)
+        self._builder.restart(executor.epoch)
+        self._in_flight: deque[tuple[StepRecord, PendingStep]] = deque()
+        self._overhead = StepOverheadTimer(
+            clock, state.counters.histograms["step_transport_seconds"]
+        )
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def epoch(self) -> int:
+        return self._builder.epoch
+
+    def submit(
+        self,
+        decoding: Int64Array,
+        chunks: list[Chunk],
+        num_steps: int,
+        grants: Int64Array | None = None,
+    ) -> bool:
+        """Submits the step, unless it is empty; returns whether it did. See ``StepBuilder``."""
+        record = self._builder.build(decoding, chunks, num_steps, grants)
+        if record is None:
+            return False
+        self._overhead.sent()
+        self._in_flight.append((record, self._executor.submit(record.info)))
+        return True
+
+    def wait(self) -> tuple[StepRecord, StepResult]:
+        """Waits for the oldest step, which stays in flight until ``pop``.
+
+        Raises:
+            RunnerGroupFailed: it will never finish.
+        """
+        record, pending = self._in_flight[0]
+        return record, self._overhead.result(pending)
+
+    def pop(self) -> None:
+        """The oldest step's result is processed."""
+        self._in_flight.popleft()
+
+    def requests(self) -> list[Request]:
+        """The running requests that steps in flight have rows of."""
+        running, requests = self._running, dict[Request, None]()
+        for record, _ in self._in_flight:
+            for slot, admission in zip(record.slots, record.admissions, strict=True):
+                if running.admission[slot] == admission:
+                    requests[running.request(int(slot))] = None
+        return list(requests)
+
+    def clear(self) -> None:
+        """Drops the steps in flight: the runners have died."""
+        self._in_flight.clear()
+        self._overhead.reset()
+
+    def restart(self, *, asleep: bool) -> None:
+        """Replaces the runners by new ones of a new epoch, which sleep if ``asleep``.
+
+        Raises:
+            RunnerGroupFailed: they cannot be started.
+        """
+        self._executor.restart()
+        if asleep:
+            self._executor.sleep()
+        self._builder.restart(self._executor.epoch)
+
+    def sleep(self) -> None:
+        """See ``Executor.sleep``; no step may be in flight."""
+        self._executor.sleep()
+
+    def wake(self) -> None:
+        """See ``Executor.wake``."""
+        self._executor.wake()
+        self._builder.restart(self._executor.epoch)
