@@ -43,7 +43,8 @@ from rayfin.deployments.api.responses.tools import answer_rules as response_rule
 from rayfin.deployments.api.responses.tools import repeated_tools
 from rayfin.deployments.bench.endpoint import stream_pieces
 from rayfin.deployments.generation.plan import AnswerRules, OutputPlan, make_plan
-from rayfin.deployments.guidance.tool_choice import declared_tools, read_tool_choice
+from rayfin.deployments.guidance.tool_choice import read_tool_choice
+from rayfin.deployments.guidance.tools import declared_tools
 from rayfin.deployments.serve.preflight import tokenizer_path
 from rayfin.deployments.text.messages import PlainTools, plain_tools
 from rayfin.deployments.text.output import OutputText

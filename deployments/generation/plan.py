@@ -1,8 +1,8 @@
 """How the answers of one request are guided and read."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -17,7 +17,8 @@ from rayfin.deployments.guidance.fields import size_up_to
 from rayfin.deployments.guidance.grammar import Grammar
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
 from rayfin.deployments.guidance.thinking import call_marks, make_thinking
-from rayfin.deployments.guidance.tool_choice import KNOWN_TOOLS, FunctionTool, ToolChoice
+from rayfin.deployments.guidance.tool_choice import ToolChoice
+from rayfin.deployments.guidance.tools import KNOWN_TOOLS, Tool
 from rayfin.deployments.text.parsing.detect import Detected
 from rayfin.deployments.text.parsing.format import IdStyle, ToolGuidance
 from rayfin.deployments.text.parsing.thought import thought_start
@@ -38,7 +39,7 @@ LONGEST_HEADER = 4096  # bytes; proxies refuse the headers of an answer beyond 8
 class AnswerRules:
     """What a request says of the form of its answers, whatever the API."""
 
-    tools: tuple[FunctionTool, ...] = ()
+    tools: tuple[Tool, ...] = ()
     choice: ToolChoice = ToolChoice()
     structured: StructuredOutputs | None = None
     structured_param: str = "response_format"  # its path in the request, for errors
@@ -52,15 +53,20 @@ class AnswerRules:
         return len(self.tools) > MANY_TOOLS
 
     @property
+    def form(self) -> StructuredOutputs | None:
+        """The form that the answer is held to: a call that must be made wins, as at OpenAI."""
+        return None if self.choice.forced else self.structured
+
+    @property
     def long_form(self) -> StructuredOutputs | None:
         """The form of the answer, if its grammar is made in another process."""
-        form = self.structured
+        form = self.form
         return form if form is not None and size_up_to(form, LONG_FORM) > LONG_FORM else None
 
     @property
     def grammar_param(self) -> str:
         """The field that a grammar of the request comes from, for errors."""
-        return "tools" if self.structured is None else self.structured_param
+        return "tools" if self.form is None else self.structured_param
 
 
 @dataclass(slots=True, frozen=True)
@@ -73,6 +79,7 @@ class OutputPlan:
     id_style: IdStyle = "openai"  # of call ids
     earlier_calls: int = 0  # in the conversation, counted by ids of the style "kimi"
     choice: ToolChoice = ToolChoice()
+    tools: Mapping[str, Tool] = field(default_factory=dict)  # that may be called, by name
     reasons: bool = False  # the model's reasoning is known, so that its tokens are counted
     kind: str = ""  # what the grammar was made from, for the metrics
     param: str = ""  # the field of the grammar, for errors
@@ -231,7 +238,7 @@ async def _given_up(
             ``refusal``, if there is nothing to give up.
     """
     choice = rules.choice
-    if rules.structured is not None:  # the form may be what is refused
+    if rules.form is not None:  # the form may be what is refused
         raise refusal
     held = [
         tool
@@ -284,14 +291,8 @@ def make_plan(
             rules.budget_param,
             "unsupported_parameter",
         )
-    if rules.choice.forced and rules.structured is not None:
-        raise InvalidRequest(
-            f"A tool call that is forced does not go with {rules.structured_param}.", "tool_choice"
-        )
-    if rules.structured is not None and answer is None:
-        answer = answer_grammar(
-            rules.structured, rules.structured_param, tokenizer, max_grammar_bytes
-        )
+    if rules.form is not None and answer is None:
+        answer = answer_grammar(rules.form, rules.structured_param, tokenizer, max_grammar_bytes)
     calls = _call_rules(
         formats.tools,
         rules.tools,
@@ -317,10 +318,15 @@ def make_plan(
         make_parser=_parser_of(
             formats, tokenizer, rules, opening, calls.forced, marks if calls.grammar else None
         ),
-        unenforced=(*(answer.unenforced if answer is not None else ()), *calls.unenforced),
+        unenforced=(
+            *((rules.structured_param,) if rules.structured is not rules.form else ()),
+            *(answer.unenforced if answer is not None else ()),
+            *calls.unenforced,
+        ),
         id_style="openai" if formats.tools is None else formats.tools.id_style,
         earlier_calls=earlier_calls,
         choice=rules.choice,
+        tools={tool.name: tool for tool in rules.choice.callable_tools(rules.tools)},
         reasons=formats.reasoning is not None,
         kind=answer.kind if answer else "tools" if guidance and guidance.grammars else "",
         param=rules.grammar_param if guidance and guidance.grammars else "",
@@ -341,18 +347,18 @@ def _parser_of(
     if tools is None and formats.reasoning is None and not forced:
         return None
     from rayfin.deployments.text.parsing.parser import OutputParser
+    from rayfin.deployments.text.parsing.text_calls import TextCallParser
 
+    custom = frozenset(tool.name for tool in callable_tools if tool.kind == "custom")
     return partial(
-        OutputParser,
+        partial(TextCallParser, custom) if custom else OutputParser,
         tools,
         formats.reasoning,
         functions={tool.name: tool.parameters for tool in callable_tools},
         starts_inside=thought_start(formats.reasoning, opening),
         forced=forced,
         # In a form they are spelled, and the answer is not read for them.
-        special=tokenizer.special_texts
-        if rules.structured is None
-        else frozenset(tokenizer.added_ids),
+        special=tokenizer.special_texts if rules.form is None else frozenset(tokenizer.added_ids),
         ends_thoughts=ends_thoughts,
         cut_thoughts=rules.budget is not None,
     )

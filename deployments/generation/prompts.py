@@ -13,7 +13,7 @@ from rayfin.actors.timing import INLINE_TEMPLATE_SECONDS, TEMPLATE_SECONDS
 from rayfin.deployments.generation.generation import off_loop
 from rayfin.deployments.generation.prompt_forms import WrittenPrompt, check_length, prompt_ids
 from rayfin.deployments.generation.service import OpenAIService
-from rayfin.deployments.guidance.tool_choice import DeclaredTools
+from rayfin.deployments.guidance.tools import DeclaredTools
 from rayfin.deployments.media.embeds_parts import is_embeds, mark_embeds, place_embeds, read_parts
 from rayfin.deployments.text.generation_prompt import ChatPrompt, render_prompt
 from rayfin.deployments.text.markers import Marked

@@ -12,7 +12,9 @@ from rayfin.deployments.guidance.answer_writer import AnswerWriter
 from rayfin.deployments.guidance.call_writer import ANY_OBJECT, Callee, CallWriter
 from rayfin.deployments.guidance.grammar import Grammar, make_grammar
 from rayfin.deployments.guidance.lark import LarkWriter, embedded, mark_ids
-from rayfin.deployments.guidance.tool_choice import FunctionTool, ToolChoice
+from rayfin.deployments.guidance.tool_choice import ToolChoice
+from rayfin.deployments.guidance.tools import Tool
+from rayfin.deployments.text.messages import INPUT
 from rayfin.deployments.text.parsing.format import ToolFormat, ToolGuidance
 from rayfin.deployments.text.parsing.formats import TOOL_FORMATS
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -35,7 +37,7 @@ class CallRules:
 
 def make_call_rules(
     format: ToolFormat | None,
-    tools: Sequence[FunctionTool],
+    tools: Sequence[Tool],
     choice: ToolChoice,
     tokenizer: Tokenizer,
     *,
@@ -50,17 +52,13 @@ def make_call_rules(
         guidance: of calls that are free to be made. ``schema``: arguments follow their schema;
             ``json``: they are any object, but those of strict functions; ``off``: only strict
             functions and a limit on calls have rules.
-        answer: the form of the answer where it is no call.
+        answer: the form of the answer where it is no call; a forced one always is.
         loose: names of functions whose arguments are any object, whatever their schema says; the
             rules name these schemas.
 
     Raises:
-        InvalidRequest: a form beside a forced call, or a schema that cannot be enforced.
+        InvalidRequest: a schema that cannot be enforced.
     """
-    if choice.forced and answer is not None:
-        raise InvalidRequest(
-            "A forced tool call excludes a response format.", "tool_choice", "invalid_value"
-        )
     if choice.forced and choice.name is not None and format is None:
         return _arguments_alone(tools, choice, loose)
     row = format if format is not None else TOOL_FORMATS["json"] if choice.forced else None
@@ -106,7 +104,7 @@ class _RuleMaker:
             return CallRules(grammar=self._lark.text(self._writer().only_text()))
         return CallRules(forbidden=triggers if has_tools else ())
 
-    def with_calls(self, tools: Sequence[FunctionTool]) -> CallRules:
+    def with_calls(self, tools: Sequence[Tool]) -> CallRules:
         """The answer may hold calls, or is calls."""
         choice = self._choice
         callees = [self._callee(tool) for tool in tools]
@@ -169,7 +167,7 @@ class _RuleMaker:
         marks = (*row.triggers, *row.openings) if row.layout == "list" else row.triggers
         return tuple(self._ids[mark] for mark in marks if mark in self._ids)
 
-    def _callee(self, tool: FunctionTool) -> Callee:
+    def _callee(self, tool: Tool) -> Callee:
         if not (tool.strict or self._choice.forced or self._guidance == "schema"):
             return Callee(tool.name)
         if tool.name in self._loose:
@@ -188,7 +186,7 @@ class _RuleMaker:
         return callee
 
 
-def held_callee(tool: FunctionTool) -> tuple[Callee, tuple[str, ...]]:
+def held_callee(tool: Tool) -> tuple[Callee, tuple[str, ...]]:
     """Returns a function with a schema that can be enforced, and the paths of what cannot.
 
     Raises:
@@ -213,10 +211,12 @@ def held_callee(tool: FunctionTool) -> tuple[Callee, tuple[str, ...]]:
             raise
         return Callee(tool.name), (tool.path,)
     (found,) = json.loads(grammar.text)["grammars"]
+    if tool.pattern:
+        found["json_schema"]["properties"][INPUT]["pattern"] = tool.pattern
     return Callee(tool.name, found["json_schema"]), grammar.unenforced
 
 
-def arguments_grammar(tool: FunctionTool) -> str:
+def arguments_grammar(tool: Tool) -> str:
     """Returns the grammar of a function's arguments alone, "" if they are any object.
 
     Raises:
@@ -226,9 +226,7 @@ def arguments_grammar(tool: FunctionTool) -> str:
     return "" if schema is None else json.dumps({"grammars": [{"json_schema": schema}]})
 
 
-def _arguments_alone(
-    tools: Sequence[FunctionTool], choice: ToolChoice, loose: frozenset[str]
-) -> CallRules:
+def _arguments_alone(tools: Sequence[Tool], choice: ToolChoice, loose: frozenset[str]) -> CallRules:
     """The arguments of the named function are the whole answer, where no format is known."""
     (tool,) = choice.callable_tools(tuple(tools))
     callee = Callee(tool.name)

@@ -1,16 +1,12 @@
-"""Which functions a request declares, and how its answer may call them: the same for all APIs."""
+"""How an answer may call the tools of its request: the same for all APIs."""
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic_core import to_json
-
 from rayfin.actors.errors import InvalidRequest
+from rayfin.deployments.guidance.tools import Tool
 from rayfin.deployments.text.checks import (
-    MAX_NAME,
     as_choice,
     as_list,
     as_object,
@@ -19,21 +15,11 @@ from rayfin.deployments.text.checks import (
     required,
     wrong_type,
 )
-from rayfin.deployments.text.messages import MAX_TOOLS, PlainTools, plain_tools
+from rayfin.deployments.text.messages import MAX_TOOLS
 
-MAX_TOOLS_SIZE = 256 * 1024  # characters of JSON
-KNOWN_TOOLS = 64  # lists of tools that were read lately: an agent sends its own each time
 WORDS = ("none", "auto", "required")
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class FunctionTool:
-    """A function that the model may call. The same tools give the same objects while known."""
-
-    name: str
-    parameters: Mapping[str, Any] = field(default_factory=dict)  # a JSON schema; {} if none
-    strict: bool = False  # its arguments are held to the schema, with ``auto`` as well
-    path: str = ""  # of its schema in the request, for errors: tools[0].function.parameters
+NAMED = ("function", "custom")
+"""Types of tools that a choice may name."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,7 +35,7 @@ class ToolChoice:
     def forced(self) -> bool:
         return self.mode == "required"
 
-    def callable_tools(self, tools: tuple[FunctionTool, ...]) -> tuple[FunctionTool, ...]:
+    def callable_tools(self, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
         """Returns those of ``tools`` that the answer may call."""
         if self.mode == "none":
             return ()
@@ -57,75 +43,9 @@ class ToolChoice:
         return tuple(tool for tool in tools if names is None or tool.name in names)
 
 
-PARAMETERS = ".function.parameters"  # of a tool of a chat
-ChatForm = Callable[[Sequence[Any]], list[dict[str, Any]]]
-"""From the tools of an API to those of a chat."""
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class DeclaredTools:
-    """The tools of a request. The same tools give the same object while known."""
-
-    functions: tuple[FunctionTool, ...] = ()  # as answers are held to them
-    shown: PlainTools | None = None  # as a chat template reads them; None if there are none
-
-
-NO_TOOLS = DeclaredTools()
-
-
-def declared_tools(
-    tools: object,
-    schema: str = PARAMETERS,
-    chat_form: ChatForm | None = None,
-    longest_name: int = MAX_NAME,
-) -> DeclaredTools:
-    """Reads and checks a request's ``tools``; those that are known take microseconds.
-
-    An empty list is the same as none.
-
-    Args:
-        schema: where a tool of the API has its schema, for errors of that.
-        chat_form: a function of a module; None: the tools have the form of a chat. Templates see
-            no ``strict`` in what it has returned.
-        longest_name: characters in a tool's name.
-
-    Raises:
-        InvalidRequest: ``param`` is the path of the invalid value, such as tools[0].function.name.
-    """
-    if tools is None or tools in ([], ()):
-        return NO_TOOLS
-    try:
-        text = to_json(tools)  # several times as fast as the standard library's
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"'tools' must be JSON: {error}.", "tools", "invalid_type") from error
-    return _read(text, schema, chat_form, longest_name)
-
-
-@lru_cache(KNOWN_TOOLS)
-def _read(text: bytes, schema: str, chat_form: ChatForm | None, longest_name: int) -> DeclaredTools:
-    characters = len(text.decode("utf-8"))
-    if characters > MAX_TOOLS_SIZE:
-        raise InvalidRequest(
-            f"'tools' may have {MAX_TOOLS_SIZE} characters of JSON, got {characters}.",
-            "tools",
-            "string_above_max_length",
-        )
-    tools = json.loads(text)
-    plain = plain_tools(tools if chat_form is None else chat_form(tools), longest_name)
-    found = []
-    for i, tool in enumerate(plain):
-        function = tool["function"]
-        parameters = function.get("parameters") or {}
-        strict = function.get("strict") is True
-        found.append(FunctionTool(function["name"], parameters, strict, f"tools[{i}]{schema}"))
-        if chat_form is not None:
-            function.pop("strict", None)
-    return DeclaredTools(tuple(found), plain)
-
-
 def read_tool_choice(
     value: object,
-    tools: Sequence[FunctionTool],
+    tools: Sequence[Tool],
     *,
     parallel: bool | None = None,
     flat: bool = False,
@@ -156,8 +76,8 @@ def read_tool_choice(
         raise InvalidRequest(
             "'tool_choice' has no type.", "tool_choice", "missing_required_parameter"
         )
-    kinds = ("function", "allowed_tools")
-    if as_choice(value["type"], kinds, "tool_choice.type") == "function":
+    kinds = (*NAMED, "allowed_tools")
+    if as_choice(value["type"], kinds, "tool_choice.type") != "allowed_tools":
         name = _name(value, "tool_choice", tools, flat)
         return ToolChoice("required", name, parallel=many)
     given, path = value, "tool_choice"
@@ -173,17 +93,24 @@ def read_tool_choice(
     return ToolChoice(mode, allowed=frozenset(names), parallel=many)
 
 
-def _name(value: Mapping[str, Any], path: str, tools: Sequence[FunctionTool], flat: bool) -> str:
-    """The name of a declared function in ``{"type": "function", ...}``."""
-    as_choice(required(value, "type", path), ("function",), f"{path}.type")
+def _name(value: Mapping[str, Any], path: str, tools: Sequence[Tool], flat: bool) -> str:
+    """The name of a declared tool in ``{"type": "function", ...}``."""
+    kind = as_choice(required(value, "type", path), NAMED, f"{path}.type")
     if not flat:
-        path = f"{path}.function"
-        if value.get("function") is None:
+        path = f"{path}.{kind}"
+        if value.get(kind) is None:
             raise missing(path)
-        value = as_object(value["function"], path)
-    name = as_string(required(value, "name", path), f"{path}.name")
-    if all(tool.name != name for tool in tools):
-        raise InvalidRequest(
-            f"Tool choice {name[:64]!r} not found in 'tools' parameter.", f"{path}.name"
-        )
-    return name
+        value = as_object(value[kind], path)
+    name, namespace = (
+        as_string(required(value, "name", path), f"{path}.name"),
+        value.get("namespace"),
+    )
+    meant = [
+        tool.name
+        for tool in tools
+        if name == (tool.called or tool.name) and namespace in (None, tool.namespace)
+    ]
+    if len(meant) != 1:
+        said = "is in several namespaces" if meant else "not found in 'tools' parameter"
+        raise InvalidRequest(f"Tool choice {name[:64]!r} {said}.", f"{path}.name")
+    return meant[0]

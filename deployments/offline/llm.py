@@ -29,7 +29,8 @@ from rayfin.deployments.generation.plan import NO_PLAN, AnswerRules, OutputPlan,
 from rayfin.deployments.generation.prompt_forms import WrittenPrompt, truncated
 from rayfin.deployments.guidance.compile_check import InlineChecker
 from rayfin.deployments.guidance.fields import read_structured_outputs
-from rayfin.deployments.guidance.tool_choice import declared_tools, read_tool_choice
+from rayfin.deployments.guidance.tool_choice import read_tool_choice
+from rayfin.deployments.guidance.tools import declared_tools
 from rayfin.deployments.media.settings import MediaSettings, media_sources, read_limits
 from rayfin.deployments.offline.arguments import (
     UseTqdm,

@@ -48,8 +48,11 @@ READS: dict[MediaKind | None, str] = {
 SPEAKER = re.compile(r"[^\s<|\\/>]{1,64}")
 """The name of a message's author, as at OpenAI: letters of every script."""
 
-MAX_CALL_NAME = 128
-"""Characters in the name of an earlier call, for conversations from Anthropic's API."""
+MAX_CALL_NAME = 258
+"""Characters in the name of an earlier call: a namespace's and a tool's of Responses."""
+
+INPUT = "input"
+"""The parameter of a custom tool as a function: its whole text."""
 
 SILENT = ("assistant", "tool")
 """Roles whose messages may have no content: there are calls only, or a tool gave nothing."""
@@ -131,11 +134,14 @@ class PlainTools(list[dict[str, Any]]):
         return self._found[pattern]
 
 
-def plain_tools(tools: object, longest: int = MAX_NAME) -> PlainTools:
+def plain_tools(
+    tools: object, longest: int = MAX_NAME, paths: Sequence[str] | None = None
+) -> PlainTools:
     """Returns the function tools of a request; those that it has returned are not checked again.
 
     Args:
         longest: characters in a name.
+        paths: of the tools, for errors; None: tools[0] and so on.
 
     Raises:
         InvalidRequest: ``param`` is the path of the invalid value, such as tools[0].function.name.
@@ -145,7 +151,7 @@ def plain_tools(tools: object, longest: int = MAX_NAME) -> PlainTools:
     listed = as_list(tools, "tools", MAX_TOOLS)
     names: set[str] = set()
     for i, tool in enumerate(listed):
-        path = f"tools[{i}]"
+        path = f"tools[{i}]" if paths is None else paths[i]
         as_choice(required(as_object(tool, path), "type", path), ("function",), f"{path}.type")
         function = as_object(required(tool, "function", path), f"{path}.function")
         where = f"{path}.function.name"
@@ -276,7 +282,9 @@ def _parts(content: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _tool_call(call: object, path: str, as_text: bool) -> dict[str, Any]:
     call = as_object(call, path)
     if call.get("type") is not None:
-        as_choice(call["type"], ("function",), f"{path}.type")
+        as_choice(call["type"], ("function", "custom"), f"{path}.type")
+    if call.get("type") == "custom":
+        call = _function_call(call, path)
     function = as_object(required(call, "function", path), f"{path}.function")
     where = f"{path}.function.name"
     name = as_name(required(function, "name", f"{path}.function"), where, MAX_CALL_NAME)
@@ -298,3 +306,11 @@ def _tool_call(call: object, path: str, as_text: bool) -> dict[str, Any]:
     if call.get("id") is not None:
         plain["id"] = as_string(call["id"], f"{path}.id")
     return plain
+
+
+def _function_call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The call of a custom tool as one of a function."""
+    custom = as_object(required(call, "custom", path), f"{path}.custom")
+    name = required(custom, "name", f"{path}.custom")
+    text = as_string(custom.get(INPUT), f"{path}.custom.{INPUT}")
+    return {"id": call.get("id"), "function": {"name": name, "arguments": {INPUT: text}}}

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.generation.bodies import GenerationBody
-from rayfin.deployments.guidance.tool_choice import DeclaredTools, declared_tools
+from rayfin.deployments.guidance.tools import DeclaredTools, WrittenTool, declared_tools
 from rayfin.deployments.http.json_body import rename_error_params, rename_error_paths
 from rayfin.deployments.text.checks import as_object, as_string, is_empty, missing, required
 
@@ -56,7 +56,7 @@ class PromptBody(BaseModel):
             InvalidRequest: ``param`` is the path of what is wrong, such as tools[0].input_schema.
         """
         with rename_error_paths(OUR_PATHS):
-            return declared_tools(self.tools, ".input_schema", chat_tools, MAX_TOOL_NAME)
+            return declared_tools(self.tools, message_tools, MAX_TOOL_NAME)
 
     def ignored_fields(self) -> list[str]:
         return [name for name in self.model_extra or {} if name not in UNSERVED]
@@ -103,8 +103,8 @@ class MessagesRequest(PromptBody):
             return shared.sampling_params(defaults, self.max_tokens)
 
 
-def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns the tools in the form of chat completions."""
+def message_tools(tools: Sequence[Any]) -> list[WrittenTool]:
+    """Reads the tools of a request."""
     functions = []
     for i, written in enumerate(tools):
         path = f"tools[{i}]"
@@ -124,7 +124,8 @@ def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
             "strict": tool.get("strict"),
         }
         given = {name: value for name, value in function.items() if value is not None}
-        functions.append({"type": "function", "function": given})
+        shown = {"type": "function", "function": given}
+        functions.append(WrittenTool(shown, path, ".input_schema"))
     return functions
 
 

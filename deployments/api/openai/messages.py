@@ -4,7 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from rayfin.deployments.api.openai.chunks import dumped, quoted
-from rayfin.deployments.api.openai.replies import CalledFunction, ChatMessage, ToolCall
+from rayfin.deployments.api.openai.replies import (
+    CalledCustom,
+    CalledFunction,
+    ChatMessage,
+    CustomToolCall,
+    ToolCall,
+)
+from rayfin.deployments.generation.calls import AnswerCall
 from rayfin.deployments.generation.choice import Choice
 from rayfin.deployments.text.parsing.events import Event
 from rayfin.deployments.text.parsing.format import ReasoningField
@@ -29,10 +36,7 @@ class MessageWriter:
 
     def message(self, choice: Choice, role: str) -> ChatMessage:
         """Returns the whole message; a call that was cut is not in it."""
-        calls = [
-            ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
-            for call in choice.parsed.whole_calls
-        ]
+        calls = [_call(choice, call) for call in choice.parsed.whole_calls]
         thought = dict.fromkeys(self._names, choice.reasoning or None)
         return ChatMessage(role=role, content=choice.content, tool_calls=calls or None, **thought)
 
@@ -46,24 +50,39 @@ class MessageWriter:
         said: dict[str, Any] = {}
         for event in events:
             if event.kind == "call":
-                function = {"name": event.name, "arguments": ""}
-                call_id = choice.calls[event.index].id
-                call = {"index": event.index, "id": call_id, "type": "function"}
-                said.setdefault("tool_calls", []).append({**call, "function": function})
+                begun = _call(choice, choice.calls[event.index], "").model_dump()
+                said.setdefault("tool_calls", []).append({"index": event.index, **begun})
             elif event.kind == "arguments" and event.text:
-                _add_arguments(said.setdefault("tool_calls", []), event)
+                is_custom = _is_custom(choice, choice.calls[event.index])
+                _add_arguments(said.setdefault("tool_calls", []), event, is_custom)
             elif event.text:
                 for name in self._names if event.kind == "reasoning" else ("content",):
                     said[name] = said.get(name, "") + event.text
         return dumped(said)
 
 
-def _add_arguments(calls: list[dict[str, Any]], event: Event) -> None:
+def _is_custom(choice: Choice, call: AnswerCall) -> bool:
+    tool = choice.parsed.plan.tools.get(call.name)
+    return tool is not None and tool.kind == "custom"
+
+
+def _call(
+    choice: Choice, call: AnswerCall, arguments: str | None = None
+) -> ToolCall | CustomToolCall:
+    """A call with these arguments; None: its own."""
+    given = call.arguments if arguments is None else arguments
+    if _is_custom(choice, call):
+        return CustomToolCall(id=call.id, custom=CalledCustom(name=call.name, input=given))
+    return ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=given))
+
+
+def _add_arguments(calls: list[dict[str, Any]], event: Event, is_custom: bool) -> None:
     """Adds a piece of arguments to the call that the same event begins, or as a piece alone."""
+    kind, member = ("custom", "input") if is_custom else ("function", "arguments")
     if calls and calls[-1]["index"] == event.index:
-        calls[-1]["function"]["arguments"] += event.text
+        calls[-1][kind][member] += event.text
     else:
-        calls.append({"index": event.index, "function": {"arguments": event.text}})
+        calls.append({"index": event.index, kind: {member: event.text}})
 
 
 def content_delta(text: str) -> str:

@@ -57,6 +57,17 @@ class ToolCall(BaseModel):
     function: CalledFunction
 
 
+class CalledCustom(BaseModel):
+    name: str
+    input: str
+
+
+class CustomToolCall(BaseModel):
+    id: str
+    type: Literal["custom"] = "custom"
+    custom: CalledCustom
+
+
 class ChatMessage(BaseModel):
     role: str = "assistant"
     content: str | None
@@ -64,7 +75,7 @@ class ChatMessage(BaseModel):
     annotations: None = None
     audio: None = None
     function_call: None = None
-    tool_calls: list[ToolCall] | None = _optional()
+    tool_calls: list[ToolCall | CustomToolCall] | None = _optional()
     reasoning: str | None = None
     reasoning_content: str | None = _optional()
 

@@ -10,7 +10,7 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.generation.generation import off_loop
 from rayfin.deployments.generation.prompts import chat_ids, text_ids, thinking_variables
 from rayfin.deployments.generation.service import OpenAIService, ServedModels
-from rayfin.deployments.guidance.tool_choice import declared_tools
+from rayfin.deployments.guidance.tools import declared_tools
 from rayfin.deployments.http.json_body import ignored_header, read_body
 from rayfin.deployments.text.checks import is_empty, missing
 

@@ -11,9 +11,9 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.generation.bodies import FORMAT_FIELDS, GenerationBody
 from rayfin.deployments.generation.bodies import UNSERVED as UNSERVED_ANYWHERE
-from rayfin.deployments.guidance.tool_choice import DeclaredTools, declared_tools
+from rayfin.deployments.guidance.tools import DeclaredTools, declared_tools, flat_tools
 from rayfin.deployments.http.json_body import rename_error_params, rename_error_paths
-from rayfin.deployments.text.checks import as_object, as_string, is_empty, required
+from rayfin.deployments.text.checks import is_empty
 
 MAX_METADATA = 16  # pairs
 MAX_KEY = 64  # characters
@@ -52,6 +52,7 @@ class ResponseStreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_obfuscation: bool | None = None
+    include_usage: bool | None = None  # the last event has it anyway
 
 
 class ResponsePromptBody(BaseModel):
@@ -90,13 +91,14 @@ class ResponsePromptBody(BaseModel):
             InvalidRequest: ``param`` is the path of what is wrong, such as tools[0].parameters.
         """
         with rename_error_paths(OUR_PATHS):
-            return declared_tools(self.tools, ".parameters", chat_tools)
+            return declared_tools(self.tools, flat_tools)
 
     def ignored_fields(self) -> list[str]:
         known = UNSERVED.keys() | UNSERVED_ANYWHERE.keys()
         inner = [f"text.{name}" for name in self.text or {} if name != "format"]
         asked = self.reasoning or {}
         inner += [f"reasoning.{name}" for name in asked if name != "effort" and asked[name]]
+        inner += self.declared_tools.ignored_fields()
         return [name for name in self.model_extra or {} if name not in known] + inner
 
 
@@ -173,25 +175,6 @@ class ResponseRequest(ResponsePromptBody):
             )
         check_include(self.include or ())
         _check_metadata(self.metadata or {})
-
-
-def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns flat tools in the form of chat completions."""
-    functions = []
-    for i, written in enumerate(tools):
-        tool = as_object(written, f"tools[{i}]")
-        kind = as_string(required(tool, "type", f"tools[{i}]"), f"tools[{i}].type")
-        if kind != "function":
-            raise InvalidRequest(
-                f"Tools of type {kind[:32]!r} are not supported by this version of Rayfin, only "
-                "functions are.",
-                f"tools[{i}].type",
-                "unsupported_parameter",
-            )
-        names = ("name", "description", "parameters", "strict")
-        function = {name: tool[name] for name in names if tool.get(name) is not None}
-        functions.append({"type": "function", "function": function})
-    return functions
 
 
 def check_include(names: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from rayfin.deployments.api.responses.output import OutputItem, OutputKind, Piec
 from rayfin.deployments.api.responses.replies import (
     ArgumentsDeltaEvent,
     ArgumentsDoneEvent,
+    InputDoneEvent,
     ItemEvent,
     PartEvent,
     ReasoningDeltaEvent,
@@ -37,6 +38,8 @@ REASONING_DELTA = "response.reasoning_text.delta"
 REASONING_DONE = "response.reasoning_text.done"
 ARGUMENTS_DELTA = "response.function_call_arguments.delta"
 ARGUMENTS_DONE = "response.function_call_arguments.done"
+INPUT_DELTA = "response.custom_tool_call_input.delta"
+INPUT_DONE = "response.custom_tool_call_input.done"
 LAST: dict[Status, str] = {
     "completed": "response.completed",
     "incomplete": "response.incomplete",
@@ -50,12 +53,15 @@ class ItemEvents(NamedTuple):
 
     first: tuple[str, ...]
     last: tuple[str, ...]
+    has_deltas: bool = True  # an event for each of its pieces
 
 
 EVENTS: dict[OutputKind, ItemEvents] = {
     "message": ItemEvents((ITEM_ADDED, PART_ADDED), (TEXT_DONE, PART_DONE, ITEM_DONE)),
     "reasoning": ItemEvents((ITEM_ADDED, PART_ADDED), (REASONING_DONE, PART_DONE, ITEM_DONE)),
     "function_call": ItemEvents((ITEM_ADDED,), (ARGUMENTS_DONE, ITEM_DONE)),
+    "custom_tool_call": ItemEvents((ITEM_ADDED,), (INPUT_DONE, ITEM_DONE)),
+    "tool_search_call": ItemEvents((ITEM_ADDED,), (ITEM_DONE,), False),
 }
 
 
@@ -69,7 +75,8 @@ def events_from(state: ResponseState, number: int) -> Iterator[ResponseStreamEve
     for index, item in enumerate(state.output.items):
         kinds = EVENTS[item.kind]
         ended = item.closed or (state.done and state.status != "failed")
-        count = len(kinds.first) + len(item.pieces) + (len(kinds.last) if ended else 0)
+        deltas = len(item.pieces) * kinds.has_deltas
+        count = len(kinds.first) + deltas + (len(kinds.last) if ended else 0)
         for place in range(max(0, number - first), count):
             yield _of_item(state, index, place, first + place)
         first += count
@@ -102,11 +109,12 @@ def _of_response(state: ResponseState, kind: str, number: int) -> ResponseEvent:
 def _of_item(state: ResponseState, index: int, place: int, number: int) -> ResponseStreamEvent:
     """Returns the event of an item that comes after ``place`` others of it."""
     item = state.output.items[index]
-    first, last = EVENTS[item.kind]
+    first, last, has_deltas = EVENTS[item.kind]
+    deltas = len(item.pieces) * has_deltas
     piece = place - len(first)
-    if 0 <= piece < len(item.pieces):
+    if 0 <= piece < deltas:
         return _delta(item, index, item.pieces[piece], number)
-    kind = first[place] if piece < 0 else last[piece - len(item.pieces)]
+    kind = first[place] if piece < 0 else last[piece - deltas]
     names: dict[str, Any] = {"type": kind, "sequence_number": number, "output_index": index}
     if kind == ITEM_ADDED:
         return ItemEvent(**names, item=item.opened())
@@ -115,6 +123,8 @@ def _of_item(state: ResponseState, index: int, place: int, number: int) -> Respo
     names["item_id"] = item.id
     if kind == ARGUMENTS_DONE:
         return ArgumentsDoneEvent(**names, name=item.name, arguments=item.text)
+    if kind == INPUT_DONE:
+        return InputDoneEvent(**names, input=item.text)
     if kind == REASONING_DONE:
         return ReasoningDoneEvent(**names, text=item.text)
     if kind == TEXT_DONE:
@@ -131,8 +141,9 @@ def _delta(item: OutputItem, index: int, piece: Piece, number: int) -> ResponseS
         "item_id": item.id,
         "delta": text,
     }
-    if item.kind == "function_call":
-        return ArgumentsDeltaEvent(type=ARGUMENTS_DELTA, **names)
+    if item.is_call:
+        kind = INPUT_DELTA if item.kind == "custom_tool_call" else ARGUMENTS_DELTA
+        return ArgumentsDeltaEvent(type=kind, **names)
     if item.kind == "reasoning":
         return ReasoningDeltaEvent(type=REASONING_DELTA, **names)
     return TextDeltaEvent(type=TEXT_DELTA, **names, logprobs=logprobs)

@@ -18,7 +18,7 @@ from rayfin.deployments.api.responses.events import events_from, sse
 from rayfin.deployments.api.responses.items import check_calls, input_items
 from rayfin.deployments.api.responses.prompt import history_of, prompt_of
 from rayfin.deployments.api.responses.replies import (
-    FunctionCallItem,
+    CallItem,
     RawMessage,
     Response,
     ResponseStreamEvent,
@@ -114,17 +114,17 @@ class ResponseAdapter(GenerationAdapter):
         caller = Caller.of(request)
         body.check()
         params = body.sampling_params(service.sampling_defaults)
-        rules = answer_rules(body)
         items = input_items(body.input)
         history = await history_of(self._store, body, self._tenant)
         check_calls(history, items)
         conversation = history + items
+        rules = answer_rules(body, conversation)
         prompt = await prompt_of(service, body, conversation, body.max_output_tokens or 1)
         self._plan = await plan_answers(
             service,
             rules,
             prompt.opening,
-            earlier_calls=sum(isinstance(item, FunctionCallItem) for item in conversation),
+            earlier_calls=sum(isinstance(item, CallItem) for item in conversation),
             tenant=caller.tenant,
         )
         with rename_error_params(OUR_NAMES):
@@ -245,6 +245,7 @@ async def drive(
                         reasoning_tokens=choice.reasoning_tokens,
                         logprobs=logprobs,
                         call_ids=[call.id for call in choice.calls],
+                        tools=choice.parsed.plan.tools,
                     )
                 if delta.finish_reason == "abort":
                     raise RequestFailed("The engine aborted this response.")

@@ -1,11 +1,16 @@
 """Items of a conversation: as clients write them, as they are kept, as a template reads them."""
 
+import json
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.api.responses.replies import (
+    CallItem,
+    CallOutput,
+    CustomToolCallItem,
+    CustomToolCallOutput,
     FunctionCallItem,
     FunctionCallOutput,
     InputImage,
@@ -16,7 +21,17 @@ from rayfin.deployments.api.responses.replies import (
     ReasoningItem,
     ReasoningTextPart,
     SummaryText,
+    ToolSearchCallItem,
+    ToolSearchOutput,
 )
+from rayfin.deployments.guidance.tools import (
+    MAX_FLAT_NAME,
+    SEARCH,
+    declared_tools,
+    flat_name,
+    flat_tools,
+)
+from rayfin.deployments.http.json_body import renamed_paths
 from rayfin.deployments.text.checks import (
     TEXT_OR_PARTS,
     as_choice,
@@ -28,7 +43,7 @@ from rayfin.deployments.text.checks import (
     required,
     wrong_type,
 )
-from rayfin.deployments.text.messages import MAX_MESSAGES, PlacedPart
+from rayfin.deployments.text.messages import INPUT, MAX_MESSAGES, PlacedPart
 
 Part = InputText | InputImage | OutputTextPart | ReasoningTextPart
 
@@ -37,7 +52,6 @@ TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal":
 RESULTS = {"input_text": "text", "output_text": "text", "text": "text"}
 THOUGHTS = {"reasoning_text": "text"}
 SUMMARIES = {"summary_text": "text"}
-KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 def item_id(prefix: str) -> str:
@@ -70,13 +84,14 @@ def check_calls(history: Iterable[Item], items: Sequence[Item]) -> None:
     Raises:
         InvalidRequest: ``param`` is the path of its ``call_id``.
     """
-    called = {item.call_id for item in history if isinstance(item, FunctionCallItem)}
+    called = {item.call_id for item in history if isinstance(item, CallItem)}
     for i, item in enumerate(items):
-        if isinstance(item, FunctionCallItem):
+        if isinstance(item, CallItem):
             called.add(item.call_id)
-        elif isinstance(item, FunctionCallOutput) and item.call_id not in called:
+        elif isinstance(item, CallOutput) and item.call_id not in called:
+            kind = item.type.replace("_", " ")
             raise InvalidRequest(
-                f"No tool call found for function call output with call_id {item.call_id[:64]!r}.",
+                f"No tool call found for {kind} with call_id {item.call_id[:64]!r}.",
                 f"input[{i}].call_id",
             )
 
@@ -91,9 +106,9 @@ def chat_messages(items: Iterable[Item], instructions: str | None) -> list[dict[
         chat.append({"role": "system", "content": instructions})
     turn: dict[str, Any] | None = None  # the assistant's message that may still get more
     for item in items:
-        if isinstance(item, FunctionCallOutput):
+        if isinstance(item, CallOutput):
             turn = None
-            shown = item.output if isinstance(item.output, str) else _parts(item.output)
+            shown = _result(item)
             chat.append({"role": "tool", "tool_call_id": item.call_id, "content": shown})
         elif isinstance(item, OutputMessage) and item.role != "assistant":
             turn = None
@@ -108,9 +123,11 @@ def chat_messages(items: Iterable[Item], instructions: str | None) -> list[dict[
 
 def texts_of(item: Item) -> list[str]:
     """Returns all texts of an item."""
-    if isinstance(item, FunctionCallItem):
-        return [item.name, item.arguments]
-    if isinstance(item, FunctionCallOutput):
+    if isinstance(item, CallItem):
+        return list(_function(item).values())
+    if isinstance(item, ToolSearchOutput):
+        return [_result(item)]
+    if isinstance(item, FunctionCallOutput | CustomToolCallOutput):
         shown = item.output
         return [shown] if isinstance(shown, str) else _texts_in(shown)
     if isinstance(item, ReasoningItem) and not item.content:
@@ -123,7 +140,9 @@ def addresses_of(item: Item) -> list[str]:
     parts: Sequence[Part] = ()
     if isinstance(item, OutputMessage):
         parts = item.content
-    elif isinstance(item, FunctionCallOutput) and not isinstance(item.output, str):
+    elif isinstance(item, FunctionCallOutput | CustomToolCallOutput) and not isinstance(
+        item.output, str
+    ):
         parts = item.output
     return [part.image_url for part in parts if isinstance(part, InputImage)]
 
@@ -151,7 +170,7 @@ def _parts(parts: Sequence[Part]) -> list[dict[str, Any]]:
 
 def _continues(turn: Mapping[str, Any], item: Item) -> bool:
     """Whether an item of the assistant's belongs to the message before it."""
-    if isinstance(item, FunctionCallItem):
+    if isinstance(item, CallItem):
         return True
     if "tool_calls" in turn or turn["content"]:
         return False
@@ -159,9 +178,8 @@ def _continues(turn: Mapping[str, Any], item: Item) -> bool:
 
 
 def _add(turn: dict[str, Any], item: Item) -> None:
-    if isinstance(item, FunctionCallItem):
-        function = {"name": item.name, "arguments": item.arguments}
-        call = {"type": "function", "id": item.call_id, "function": function}
+    if isinstance(item, CallItem):
+        call = {"type": "function", "id": item.call_id, "function": _function(item)}
         turn.setdefault("tool_calls", []).append(call)
         return
     text = "\n".join(texts_of(item))
@@ -172,30 +190,86 @@ def _add(turn: dict[str, Any], item: Item) -> None:
         turn["content"] = text
 
 
+def _function(item: CallItem) -> dict[str, str]:
+    """A call as one of a function of a chat."""
+    match item:
+        case FunctionCallItem():
+            return {"name": flat_name(item.name, item.namespace), "arguments": item.arguments}
+        case CustomToolCallItem():
+            name, given = flat_name(item.name, item.namespace), {INPUT: item.input}
+        case ToolSearchCallItem():
+            name, given = SEARCH, item.arguments
+    return {"name": name, "arguments": json.dumps(given, ensure_ascii=False)}
+
+
+def _result(item: CallOutput) -> Any:
+    """What a call gave, as a chat has it; of a search, the tools as templates read them."""
+    if isinstance(item, ToolSearchOutput):
+        tools = declared_tools(item.tools, flat_tools).shown or ()
+        return json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    assert isinstance(item, FunctionCallOutput | CustomToolCallOutput)
+    return item.output if isinstance(item.output, str) else _parts(item.output)
+
+
 def _item(written: object, path: str) -> Item:
     item = as_object(written, path)
     kind = as_string(item.get("type") or "message", f"{path}.type")
-    if kind not in KINDS:
+    if kind not in _READERS:
         raise InvalidRequest(
             f"Items of type {kind[:32]!r} are not supported by this version of Rayfin, only "
-            "messages, function calls, their outputs and reasoning are.",
+            "messages, calls of tools, their outputs and reasoning are.",
             f"{path}.type",
             "unsupported_content",
         )
-    if kind == "function_call":
-        return FunctionCallItem(
-            id=_id(item, path, "fc"),
-            call_id=_call_id(item, path),
-            name=as_name(required(item, "name", path), f"{path}.name"),
-            arguments=as_string(required(item, "arguments", path), f"{path}.arguments"),
-        )
-    if kind == "function_call_output":
-        return FunctionCallOutput(
-            id=_id(item, path, "fco"),
-            call_id=_call_id(item, path),
-            output=_output(required(item, "output", path), f"{path}.output"),
-        )
-    return _reasoning(item, path) if kind == "reasoning" else _message(item, path)
+    return _READERS[kind](item, path)
+
+
+def _function_call(item: Mapping[str, Any], path: str) -> FunctionCallItem:
+    arguments = as_string(required(item, "arguments", path), f"{path}.arguments")
+    return FunctionCallItem(id=_id(item, path, "fc"), arguments=arguments, **_called(item, path))
+
+
+def _custom_call(item: Mapping[str, Any], path: str) -> CustomToolCallItem:
+    text = as_string(required(item, "input", path), f"{path}.input")
+    return CustomToolCallItem(id=_id(item, path, "ctc"), input=text, **_called(item, path))
+
+
+def _search_call(item: Mapping[str, Any], path: str) -> ToolSearchCallItem:
+    arguments = required(item, "arguments", path)
+    if isinstance(arguments, str):
+        arguments = {"query": arguments}
+    call_id = _call_id(item, path)
+    return ToolSearchCallItem(id=_id(item, path, "tsc"), call_id=call_id, arguments=arguments)
+
+
+def _called(item: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The call's id, and the name of its tool."""
+    names = {"name": required(item, "name", path), "namespace": item.get("namespace") or None}
+    for name, value in names.items():
+        if value is not None:
+            as_name(value, f"{path}.{name}", MAX_FLAT_NAME)
+    return {"call_id": _call_id(item, path), **names}
+
+
+def _function_output(item: Mapping[str, Any], path: str) -> FunctionCallOutput:
+    output = _output(required(item, "output", path), f"{path}.output")
+    call_id = _call_id(item, path)
+    return FunctionCallOutput(id=_id(item, path, "fco"), call_id=call_id, output=output)
+
+
+def _custom_output(item: Mapping[str, Any], path: str) -> CustomToolCallOutput:
+    output = _output(required(item, "output", path), f"{path}.output")
+    call_id = _call_id(item, path)
+    return CustomToolCallOutput(id=_id(item, path, "ctco"), call_id=call_id, output=output)
+
+
+def _search_output(item: Mapping[str, Any], path: str) -> ToolSearchOutput:
+    """The tools that a search has found, checked as those of a request."""
+    tools = required(item, "tools", path)
+    with renamed_paths("tools", f"{path}.tools"):
+        declared_tools(tools, flat_tools)
+    call_id = _call_id(item, path)
+    return ToolSearchOutput(id=_id(item, path, "tso"), call_id=call_id, tools=tools)
 
 
 def _output(written: object, path: str) -> str | list[InputText | InputImage]:
@@ -296,3 +370,15 @@ def _image(part: Mapping[str, Any], where: str) -> InputImage:
         )
     url = as_string(required(part, "image_url", where), f"{where}.image_url")
     return InputImage.at(where, url, str(part.get("detail") or "auto")[:16])
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any], str], Item]] = {
+    "message": _message,
+    "reasoning": _reasoning,
+    "function_call": _function_call,
+    "function_call_output": _function_output,
+    "custom_tool_call": _custom_call,
+    "custom_tool_call_output": _custom_output,
+    "tool_search_call": _search_call,
+    "tool_search_output": _search_output,
+}

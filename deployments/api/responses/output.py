@@ -1,24 +1,38 @@
 """The output of a response while it grows: items in order, each of them piece by piece."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from rayfin.deployments.api.responses.items import item_id
 from rayfin.deployments.api.responses.replies import (
+    CustomToolCallItem,
     FunctionCallItem,
+    Item,
     ItemStatus,
     OutputMessage,
     OutputTextPart,
     ReasoningItem,
     ReasoningTextPart,
     Status,
+    ToolSearchCallItem,
 )
 from rayfin.deployments.generation.logprobs import ChatTokenLogprob
+from rayfin.deployments.guidance.tools import Tool, ToolKind
 from rayfin.deployments.text.parsing.events import Event
 
-OutputKind = Literal["reasoning", "message", "function_call"]
-PREFIXES: dict[OutputKind, str] = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+OutputKind = Literal[
+    "reasoning", "message", "function_call", "custom_tool_call", "tool_search_call"
+]
+PREFIXES: dict[OutputKind, str] = {
+    "reasoning": "rs",
+    "message": "msg",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+    "tool_search_call": "tsc",
+}
+CALLS: dict[ToolKind, OutputKind] = {"custom": "custom_tool_call", "search": "tool_search_call"}
 
 
 Piece = tuple[str, list[ChatTokenLogprob]]
@@ -31,11 +45,16 @@ class OutputItem:
 
     kind: OutputKind
     id: str
-    call_id: str = ""  # of a function call
+    call_id: str = ""  # of a call
     name: str = ""
+    namespace: str = ""
     pieces: list[Piece] = field(default_factory=list)
     closed: bool = False
     ended: bool = False  # the call is whole; one that broke off is closed only
+
+    @property
+    def is_call(self) -> bool:
+        return self.kind not in ("reasoning", "message")
 
     @property
     def text(self) -> str:
@@ -57,24 +76,28 @@ class OutputItem:
         """Returns the item's status in a response that has the status ``response``."""
         if not self.closed and response in ("queued", "in_progress"):
             return "in_progress"
-        if self.kind == "function_call":
+        if self.is_call:
             return "completed" if self.ended else "incomplete"
         return "completed" if self.closed or response == "completed" else "incomplete"
 
-    def reply(self, status: ItemStatus) -> OutputMessage | ReasoningItem | FunctionCallItem:
+    def reply(self, status: ItemStatus) -> Item:
         """Returns the item as it stands."""
-        if self.kind == "function_call":
-            return FunctionCallItem(
-                id=self.id,
-                status=status,
-                call_id=self.call_id,
-                name=self.name,
-                arguments=self.text,
-            )
+        if self.is_call:
+            return self._call({"id": self.id, "status": status, "call_id": self.call_id})
         part = self.part()
         if isinstance(part, ReasoningTextPart):
             return ReasoningItem(id=self.id, status=status, content=[part])
         return OutputMessage(id=self.id, status=status, role="assistant", content=[part])
+
+    def _call(self, fields: dict[str, Any]) -> Item:
+        if self.kind == "tool_search_call":
+            return ToolSearchCallItem(
+                **fields, arguments=json.loads(self.text) if self.ended else {}
+            )
+        fields |= {"name": self.name, "namespace": self.namespace or None}
+        if self.kind == "custom_tool_call":
+            return CustomToolCallItem(**fields, input=self.text)
+        return FunctionCallItem(**fields, arguments=self.text)
 
     def part(self) -> OutputTextPart | ReasoningTextPart:
         """Returns the content of a message or of reasoning as it stands."""
@@ -82,10 +105,10 @@ class OutputItem:
             return ReasoningTextPart(text=self.text)
         return OutputTextPart(text=self.text, logprobs=self.logprobs)
 
-    def opened(self) -> OutputMessage | ReasoningItem | FunctionCallItem:
+    def opened(self) -> Item:
         """Returns the item as it was when it opened."""
-        empty = replace(self, pieces=[]).reply("in_progress")
-        if not isinstance(empty, FunctionCallItem):
+        empty = replace(self, pieces=[], ended=False).reply("in_progress")
+        if isinstance(empty, OutputMessage | ReasoningItem):
             empty.content = []
         return empty
 
@@ -104,6 +127,7 @@ class ResponseOutput:
         events: Sequence[Event],
         logprobs: Sequence[ChatTokenLogprob] = (),
         call_ids: Sequence[str] = (),
+        tools: Mapping[str, Tool] = {},
     ) -> None:
         """Adds the events of one delta.
 
@@ -111,12 +135,12 @@ class ResponseOutput:
             logprobs: of all its tokens; the first text of the delta gets them, or the message that
                 is open. A delta without either drops them.
             call_ids: of the calls so far, by their index.
+            tools: by the names in events.
         """
         waiting = list(logprobs)
         for event in events:
             if event.kind == "call":
-                opened = self._open("function_call")
-                opened.call_id, opened.name = call_ids[event.index], event.name
+                self._open_call(call_ids[event.index], event.name, tools.get(event.name))
             elif event.kind == "call_end":
                 self.items[-1].ended = True
                 self.close()
@@ -126,7 +150,7 @@ class ResponseOutput:
             elif event.kind == "reasoning" and event.text:
                 self._item("reasoning").pieces.append((event.text, []))
             elif event.kind == "arguments" and event.text:
-                self._item("function_call").pieces.append((event.text, []))
+                self.items[-1].pieces.append((event.text, []))
         last = self.items[-1] if self.items else None
         if waiting and last is not None and last.kind == "message" and not last.closed:
             last.pieces.append(("", waiting))
@@ -148,6 +172,14 @@ class ResponseOutput:
         if last is None or last.closed or last.kind != kind:
             return self._open(kind)
         return last
+
+    def _open_call(self, call_id: str, name: str, tool: Tool | None) -> None:
+        opened = self._open(
+            "function_call" if tool is None else CALLS.get(tool.kind, "function_call")
+        )
+        opened.call_id, opened.name = call_id, name
+        if tool is not None and tool.called:
+            opened.name, opened.namespace = tool.called, tool.namespace
 
     def _open(self, kind: OutputKind) -> OutputItem:
         self.close()

@@ -6,8 +6,8 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.api.responses.bodies import ResponsePromptBody
 from rayfin.deployments.api.responses.items import chat_messages
 from rayfin.deployments.api.responses.replies import (
-    FunctionCallItem,
-    FunctionCallOutput,
+    CallItem,
+    CallOutput,
     Item,
     OutputMessage,
 )
@@ -82,14 +82,14 @@ async def prompt_of(
 def cuts(items: Sequence[Item]) -> list[int]:
     """Returns where the beginning may be cut off: before user messages.
 
-    No function call is cut off from its output.
+    No call is cut off from its output.
     """
     called: dict[str, int] = {}  # id -> the last call that has it
     reaches = list(range(len(items)))  # how far back an item needs the others
     for i, item in enumerate(items):
-        if isinstance(item, FunctionCallItem):
+        if isinstance(item, CallItem):
             called[item.call_id] = i
-        elif isinstance(item, FunctionCallOutput):
+        elif isinstance(item, CallOutput):
             reaches[i] = called.get(item.call_id, i)
     places = []
     earliest = len(items)

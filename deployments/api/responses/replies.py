@@ -71,26 +71,74 @@ class ReasoningItem(BaseModel):
     encrypted_content: None = None
 
 
-class FunctionCallItem(BaseModel):
-    """A call; the client answers it by a ``FunctionCallOutput`` with its ``call_id``."""
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+class CallItem(BaseModel):
+    """A call; the client answers it by an output with its ``call_id``."""
 
     id: str
-    type: Literal["function_call"] = "function_call"
+    type: str
     status: ItemStatus = "completed"
     call_id: str
+
+
+class FunctionCallItem(CallItem):
+    type: Literal["function_call"] = "function_call"
     name: str
+    namespace: str | None = Field(default=None, exclude_if=_is_none)
     arguments: str  # JSON
 
 
-class FunctionCallOutput(BaseModel):
+class CustomToolCallItem(CallItem):
+    type: Literal["custom_tool_call"] = "custom_tool_call"
+    name: str
+    namespace: str | None = Field(default=None, exclude_if=_is_none)
+    input: str
+
+
+class ToolSearchCallItem(CallItem):
+    """A search for tools, which the client runs."""
+
+    type: Literal["tool_search_call"] = "tool_search_call"
+    execution: Literal["client"] = "client"
+    arguments: Any
+
+
+class CallOutput(BaseModel):
     id: str
-    type: Literal["function_call_output"] = "function_call_output"
+    type: str
     status: ItemStatus = "completed"
     call_id: str
+
+
+class FunctionCallOutput(CallOutput):
+    type: Literal["function_call_output"] = "function_call_output"
     output: str | list[InputText | InputImage]
 
 
-Item = OutputMessage | ReasoningItem | FunctionCallItem | FunctionCallOutput
+class CustomToolCallOutput(CallOutput):
+    type: Literal["custom_tool_call_output"] = "custom_tool_call_output"
+    output: str | list[InputText | InputImage]
+
+
+class ToolSearchOutput(CallOutput):
+    type: Literal["tool_search_output"] = "tool_search_output"
+    execution: Literal["client"] = "client"
+    tools: list[dict[str, Any]]
+
+
+Item = (
+    OutputMessage
+    | ReasoningItem
+    | FunctionCallItem
+    | CustomToolCallItem
+    | ToolSearchCallItem
+    | FunctionCallOutput
+    | CustomToolCallOutput
+    | ToolSearchOutput
+)
 
 
 class ItemList(BaseModel):
@@ -254,3 +302,9 @@ class ArgumentsDoneEvent(ResponseStreamEvent):
     output_index: int
     name: str
     arguments: str
+
+
+class InputDoneEvent(ResponseStreamEvent):
+    item_id: str
+    output_index: int
+    input: str

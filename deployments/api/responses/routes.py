@@ -48,10 +48,10 @@ def add_response_routes(app: FastAPI, models: ServedModels, store: ResponseStore
         body.check()
         service = await models.resolve_model(request, body.model)
         response.headers.update(ignored_header(body.ignored_fields()))
-        answer_rules(body)  # checks the fields that leave the prompt as it is
         items = input_items(body.input)
         history = await history_of(store, body, _tenant(request))
         check_calls(history, items)
+        answer_rules(body, history + items)  # checks the fields that leave the prompt as it is
         prompt = await prompt_of(service, body, history + items, any_length=True)
         return InputTokens(input_tokens=len(prompt.ids))
 

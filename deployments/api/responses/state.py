@@ -5,7 +5,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,7 @@ from rayfin.deployments.api.responses.replies import (
 )
 from rayfin.deployments.generation.choice import written_tokens
 from rayfin.deployments.generation.logprobs import ChatTokenLogprob
+from rayfin.deployments.guidance.tools import Tool
 from rayfin.deployments.http.errors import error_body
 from rayfin.deployments.text.parsing.events import Event
 
@@ -92,12 +93,13 @@ class ResponseState:
         reasoning_tokens: int = 0,
         logprobs: Sequence[ChatTokenLogprob] = (),
         call_ids: Sequence[str] = (),
+        tools: Mapping[str, Tool] = {},
     ) -> None:
         """Adds the events of a delta, as :meth:`ResponseOutput.append`; the counts are totals."""
         self.started, self.status = True, "in_progress"
         self.output_tokens, self.cached_tokens = output_tokens, cached_tokens
         self.reasoning_tokens = reasoning_tokens
-        self.output.append(events, logprobs, call_ids)
+        self.output.append(events, logprobs, call_ids, tools)
         self.version += 1
         self._notify()
 
@@ -178,7 +180,7 @@ class ResponseState:
         output: list[Item] = []
         for item in self.output.items:
             status = item.status(self.status)
-            if status == "completed" or item.kind != "function_call":
+            if status == "completed" or not item.is_call:
                 output.append(item.reply(status).model_copy(deep=True))
         for said in output:
             if isinstance(said, OutputMessage):

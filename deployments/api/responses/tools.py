@@ -1,26 +1,31 @@
 """Tools, tool choice, reasoning and text format of a response as the rules of its answer."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rayfin.deployments.api.responses.bodies import ResponsePromptBody, unserved
-from rayfin.deployments.api.responses.replies import Reasoning
+from rayfin.deployments.api.responses.replies import Item, Reasoning, ToolSearchOutput
 from rayfin.deployments.generation.plan import AnswerRules
 from rayfin.deployments.generation.prompts import thinking_variables
 from rayfin.deployments.guidance.fields import AnswerFormat, read_response_format
 from rayfin.deployments.guidance.tool_choice import read_tool_choice
+from rayfin.deployments.guidance.tools import Tool, declared_tools, flat_tools
 from rayfin.deployments.text.checks import as_choice
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 SUMMARIES = ("auto", "concise", "detailed")
 
 
-def answer_rules(body: ResponsePromptBody) -> AnswerRules:
+def answer_rules(body: ResponsePromptBody, items: Sequence[Item] = ()) -> AnswerRules:
     """Returns what the request says of the form of its answer.
+
+    Args:
+        items: of the whole conversation: tools that the client has found may be called too.
 
     Raises:
         InvalidRequest: ``param`` is the path of what is wrong.
     """
-    tools = body.declared_tools.functions
+    tools = _callable_tools(body, items)
     form = _format(body)
     asked = None if body.tool_choice == "auto" else body.tool_choice
     return AnswerRules(
@@ -29,6 +34,14 @@ def answer_rules(body: ResponsePromptBody) -> AnswerRules:
         structured=None if form is None else form.outputs,
         structured_param="text.format" if form is None else form.param,
     )
+
+
+def _callable_tools(body: ResponsePromptBody, items: Sequence[Item]) -> tuple[Tool, ...]:
+    """Returns the tools that templates see, and those that came by searches."""
+    found = [tool for item in items if isinstance(item, ToolSearchOutput) for tool in item.tools]
+    tools = {tool.name: tool for tool in declared_tools(found, flat_tools).functions}
+    tools |= {tool.name: tool for tool in body.declared_tools.functions if not tool.deferred}
+    return tuple(tools.values())
 
 
 def template_variables(body: ResponsePromptBody) -> dict[str, Any]:
@@ -64,6 +77,8 @@ def repeated_tools(body: ResponsePromptBody) -> list[dict[str, Any]]:
             "parameters": tool.get("parameters"),
             "strict": bool(tool.get("strict")),
         }
+        if tool["type"] == "function"
+        else tool
         for tool in body.tools or ()
     ]
 

@@ -16,7 +16,8 @@ from rayfin.deployments.guidance.compile_check import is_plain
 from rayfin.deployments.guidance.fields import asked_format, read_structured_outputs
 from rayfin.deployments.guidance.grammar import Grammar, make_grammar
 from rayfin.deployments.guidance.schema import keywords
-from rayfin.deployments.guidance.tool_choice import declared_tools, read_tool_choice
+from rayfin.deployments.guidance.tool_choice import read_tool_choice
+from rayfin.deployments.guidance.tools import declared_tools
 from rayfin.deployments.text.parsing.formats import TOOL_FORMATS
 from rayfin.deployments.text.tokenizer import Tokenizer
 

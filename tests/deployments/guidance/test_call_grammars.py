@@ -12,7 +12,8 @@ from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.guidance.build import build_guidance
 from rayfin.deployments.guidance.calls import CallRules, make_call_rules
 from rayfin.deployments.guidance.grammar import make_grammar
-from rayfin.deployments.guidance.tool_choice import FunctionTool, ToolChoice
+from rayfin.deployments.guidance.tool_choice import ToolChoice
+from rayfin.deployments.guidance.tools import Tool
 from rayfin.deployments.text.parsing.format import ToolFormat
 from rayfin.deployments.text.parsing.formats import TOOL_FORMATS
 from rayfin.deployments.text.parsing.render import WrittenCall, render_calls
@@ -30,7 +31,7 @@ WEATHER: dict[str, Any] = {
     },
     "required": ["city", "days"],
 }
-TOOLS = (FunctionTool("get_weather", WEATHER, path=PATH), FunctionTool("get", path="tools[1]"))
+TOOLS = (Tool("get_weather", WEATHER, path=PATH), Tool("get", path="tools[1]"))
 FULL = {"city": "Paris", "days": 7, "unit": "c", "now": True, "note": "x", "tags": ["a", "b"]}
 CALLS = [WrittenCall("get_weather", FULL), WrittenCall("get", {})]
 ROWS = [pytest.param(row, id=name) for name, row in TOOL_FORMATS.items()]
@@ -131,7 +132,7 @@ def test_a_strict_function_is_held_to_its_schema_in_a_free_answer(
     row: ToolFormat, has_tokens: bool
 ) -> None:
     walker = walker_of(row, has_tokens)
-    tools = (FunctionTool("get_weather", WEATHER, True, PATH), TOOLS[1])
+    tools = (Tool("get_weather", WEATHER, True, PATH), TOOLS[1])
     rules = make_call_rules(row, tools, ToolChoice(), walker.tokenizer)
     assert takes(walker, rules, render_calls(row, CALLS[:1]))
     assert takes(walker, rules, render_calls(row, [WrittenCall("get", {"any": 1})]))
@@ -223,13 +224,13 @@ def test_off_has_no_rules_but_for_strict_functions_and_limits() -> None:
     row = TOOL_FORMATS["hermes"]
     tokenizer = byte_tokenizer(tokens_of(row))
 
-    def rules(tool: FunctionTool, choice: ToolChoice) -> CallRules:
+    def rules(tool: Tool, choice: ToolChoice) -> CallRules:
         return make_call_rules(row, [tool], choice, tokenizer, guidance="off")
 
     assert rules(TOOLS[0], ToolChoice()) == CallRules()
     one = rules(TOOLS[0], ToolChoice(parallel=False)).calls
     assert one is not None and one.most == 1
-    assert rules(FunctionTool("get", WEATHER, True, PATH), ToolChoice()).calls is not None
+    assert rules(Tool("get", WEATHER, True, PATH), ToolChoice()).calls is not None
 
 
 def test_allowed_tools_are_the_only_ones() -> None:
@@ -260,10 +261,10 @@ UNWRITTEN = {
 def test_a_schema_that_tags_cannot_hold_is_refused_or_named() -> None:
     row = TOOL_FORMATS["qwen3_coder"]
     tokenizer = byte_tokenizer(tokens_of(row))
-    loose = FunctionTool("get", UNWRITTEN, path=PATH)
+    loose = Tool("get", UNWRITTEN, path=PATH)
     rules = make_call_rules(row, [loose], ToolChoice("required"), tokenizer)
     assert rules.unenforced == (PATH,) and rules.grammar
-    strict = FunctionTool("get", UNWRITTEN, True, PATH)
+    strict = Tool("get", UNWRITTEN, True, PATH)
     with pytest.raises(InvalidRequest) as caught:
         make_call_rules(row, [strict], ToolChoice("auto"), tokenizer)
     assert (caught.value.param, caught.value.code) == (PATH, "unsupported_schema")

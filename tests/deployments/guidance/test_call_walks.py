@@ -9,7 +9,8 @@ import pytest
 
 from call_walks import Walker, byte_tokenizer, tokens_of
 from rayfin.deployments.guidance.calls import CallRules, make_call_rules
-from rayfin.deployments.guidance.tool_choice import FunctionTool, ToolChoice
+from rayfin.deployments.guidance.tool_choice import ToolChoice
+from rayfin.deployments.guidance.tools import Tool
 from rayfin.deployments.text.parsing.events import Event, Piece
 from rayfin.deployments.text.parsing.format import ToolFormat
 from rayfin.deployments.text.parsing.formats import TOOL_FORMATS
@@ -72,7 +73,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "empty": {"properties": {}},
 }
 TOOLS = tuple(
-    FunctionTool(name, {"type": "object", **schema}, True, f"tools[{i}].function.parameters")
+    Tool(name, {"type": "object", **schema}, True, f"tools[{i}].function.parameters")
     for i, (name, schema) in enumerate(SCHEMAS.items())
 )
 FUNCTIONS = {tool.name: tool.parameters for tool in TOOLS}
@@ -156,7 +157,7 @@ def test_required_calls_are_of_known_functions(
 @pytest.mark.parametrize("row", few(TOOL_FORMATS.values(), 12))
 def test_arguments_of_free_calls_are_objects(row: ToolFormat, depth: Callable[[int], int]) -> None:
     walker = Walker(byte_tokenizer(tokens_of(row)))
-    loose = [FunctionTool(tool.name, tool.parameters) for tool in TOOLS]
+    loose = [Tool(tool.name, tool.parameters) for tool in TOOLS]
     rules = make_call_rules(row, loose, ToolChoice(), walker.tokenizer)
     whole = 0
     for seed in range(depth(WALKS)):

@@ -12,7 +12,8 @@ from call_walks import END, Walker, byte_tokenizer
 from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.guidance.calls import make_call_rules
 from rayfin.deployments.guidance.grammar import make_grammar
-from rayfin.deployments.guidance.tool_choice import FunctionTool, ToolChoice
+from rayfin.deployments.guidance.tool_choice import ToolChoice
+from rayfin.deployments.guidance.tools import Tool
 from rayfin.deployments.text.parsing.formats import TOOL_FORMATS
 
 MARKS = ["<|im_start|>", "<tool_call>", "</think>", "[INST]", "\uff5cDSML\uff5c"]
@@ -115,7 +116,7 @@ def test_a_mark_in_the_arguments_of_a_call_is_text(special: bool) -> None:
             "required": ["a"],
             "additionalProperties": False,
         }
-        tools = (FunctionTool("get", schema, path="tools[0]"),)
+        tools = (Tool("get", schema, path="tools[0]"),)
         rules = make_call_rules(row, tools, ToolChoice("required"), walker.tokenizer)
         text = walk(walker, rules.grammar)
         assert re.search(rf'"a"\s*:\s*"{re.escape(mark)}"', text), text

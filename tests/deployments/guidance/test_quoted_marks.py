@@ -11,7 +11,8 @@ from rayfin.actors.guidance import Thinking
 from rayfin.actors.runner.parts.grammars.guided_row import Phase
 from rayfin.deployments.guidance.build import build_guidance
 from rayfin.deployments.guidance.calls import CallRules, make_call_rules
-from rayfin.deployments.guidance.tool_choice import FunctionTool, ToolChoice
+from rayfin.deployments.guidance.tool_choice import ToolChoice
+from rayfin.deployments.guidance.tools import Tool
 from rayfin.deployments.text.parsing.events import Event, Piece
 from rayfin.deployments.text.parsing.format import ToolFormat
 from rayfin.deployments.text.parsing.formats import TOOL_FORMATS
@@ -24,7 +25,7 @@ WEATHER = {
     "required": ["city"],
     "additionalProperties": False,
 }
-TOOLS = (FunctionTool("get_weather", WEATHER, path="tools[0]"), FunctionTool("get"))
+TOOLS = (Tool("get_weather", WEATHER, path="tools[0]"), Tool("get"))
 FUNCTIONS = {tool.name: tool.parameters for tool in TOOLS}
 PARIS = WrittenCall("get_weather", {"city": "Paris", "days": 7})
 ROWS = {name: row for name, row in TOOL_FORMATS.items() if row.syntax != "channels"}

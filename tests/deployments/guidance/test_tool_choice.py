@@ -12,7 +12,7 @@ from rayfin.deployments.api.openai.bodies import ChatCompletionRequest
 from rayfin.deployments.api.responses.bodies import ResponseRequest
 from rayfin.deployments.api.responses.tools import answer_rules as rules_of_a_response
 from rayfin.deployments.generation.plan import AnswerRules
-from rayfin.deployments.guidance.tool_choice import declared_tools
+from rayfin.deployments.guidance.tools import declared_tools
 from rayfin.deployments.text.messages import plain_tools
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

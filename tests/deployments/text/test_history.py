@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.deployments.guidance.tool_choice import declared_tools
+from rayfin.deployments.guidance.tools import declared_tools
 from rayfin.deployments.text.generation_prompt import opening_text
 from rayfin.deployments.text.messages import plain_messages
 from rayfin.deployments.text.parsing.format import IdStyle

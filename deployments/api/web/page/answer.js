@@ -30,7 +30,7 @@ export class Answer {
     this.draw();
     this.turn.classList.remove("open");
     for (const [index, { field, result }] of this.cards.entries()) {
-      const call = this.message.tool_calls[index].function;
+      const call = inner(this.message.tool_calls[index]);
       const given = parsed(call.arguments);
       if (given) field.textContent = JSON.stringify(given, null, 1).replaceAll("\n ", "\n  ");
       const example = EXAMPLES[call.name];
@@ -71,15 +71,20 @@ export class Answer {
     this.turn.dispatchEvent(new Event("drawn"));
   }
 
-  call({ index, id, function: { name, arguments: piece } }) {
+  // A piece of a call: of a function with arguments, or of a custom tool with a text.
+  call({ index, id, type, function: part, custom }) {
     this.message.tool_calls ??= [];
     const calls = this.message.tool_calls;
+    const { name, arguments: piece, input } = part ?? custom;
     if (id) {
-      calls[index] = { id, type: "function", function: { name, arguments: "" } };
+      calls[index] = type === "custom"
+        ? { id, type, custom: { name, input: "" } }
+        : { id, type: "function", function: { name, arguments: "" } };
       this.cards[index] = this.card(calls[index]);
     }
-    calls[index].function.arguments += piece;
-    this.cards[index].field.textContent = calls[index].function.arguments;
+    const said = inner(calls[index]);
+    said[custom ? "input" : "arguments"] += piece ?? input;
+    this.cards[index].field.textContent = said.arguments ?? said.input;
   }
 
   // Shows a call with a field for its result.
@@ -87,7 +92,7 @@ export class Answer {
     const field = element("code");
     const result = element("input");
     result.placeholder = "What the call returns";
-    result.setAttribute("aria-label", `Result of ${call.function.name}`);
+    result.setAttribute("aria-label", `Result of ${inner(call).name}`);
     const send = Object.assign(element("button", "", "Return"), { type: "button" });
     const done = () => {
       if (!result.value || result.disabled) return;
@@ -98,10 +103,15 @@ export class Answer {
       if (event.key === "Enter") { event.preventDefault(); done(); }
     });
     send.addEventListener("click", done);
-    const head = element("div", "call-head", "Calls ", element("b", "", call.function.name));
+    const head = element("div", "call-head", "Calls ", element("b", "", inner(call).name));
     this.part("div", "call").append(head, field, element("div", "row", result, send));
     return { field, result };
   }
+}
+
+// What a call says, whatever its type.
+function inner(call) {
+  return call.function ?? call.custom;
 }
 
 function parsed(text) {

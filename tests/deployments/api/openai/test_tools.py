@@ -500,3 +500,59 @@ async def test_calls_or_a_form(http: httpx.AsyncClient, engine: Any) -> None:
     rules = guidance(engine)
     assert "get_weather" in rules.grammar and rules.calls is None and rules.thinking is not None
     assert reply["choices"][0]["message"]["tool_calls"]
+
+
+SQL: Any = {
+    "type": "custom",
+    "custom": {
+        "name": "sql",
+        "format": {
+            "type": "grammar",
+            "grammar": {"syntax": "lark", "definition": 'start: "SELECT " /.+/'},
+        },
+    },
+}
+
+
+async def test_a_custom_tool(
+    openai: AsyncOpenAI, http: httpx.AsyncClient, engine: Any, marked: Tokenizer
+) -> None:
+    """Its call has a text; the model writes one of a function."""
+    query = 'SELECT "é"\\n'
+    given = json.dumps({"name": "sql", "arguments": {"input": query}}, ensure_ascii=False)
+    say(engine, marked, f"<tool_call>\n{given}\n</tool_call>")
+    fields: Any = {"model": "tiny", "tools": [*TOOLS, SQL], "messages": HELLO}
+    reply = await openai.chat.completions.create(**fields)
+    message = reply.choices[0].message
+    (call,) = message.tool_calls or ()
+    assert call.type == "custom" and (call.custom.name, call.custom.input) == ("sql", query)
+    assert reply.choices[0].finish_reason == "tool_calls"
+    assert any("SELECT " in text for text in engine.seen[-1].part(Guidance).grammars)
+    assert "sql" in marked.decode(engine.seen[-1].prompt.tolist(), False)
+    deltas = [
+        piece
+        async for chunk in await openai.chat.completions.create(**fields, stream=True)
+        for piece in chunk.choices[0].delta.model_dump().get("tool_calls") or ()
+    ]
+    assert (deltas[0]["type"], deltas[0]["custom"]["name"]) == ("custom", "sql")
+    assert "".join(piece["custom"]["input"] for piece in deltas) == query
+    history = [*HELLO, message.model_dump(exclude_none=True)]
+    history.append({"role": "tool", "tool_call_id": call.id, "content": "1 row"})
+    choice = {"type": "custom", "custom": {"name": "sql"}}
+    body = {**fields, "messages": history, "tool_choice": choice, "max_tokens": 3}
+    assert (await http.post(PATH, json=body)).status_code == 200
+    prompt = marked.decode(engine.seen[-1].prompt.tolist(), False)
+    assert json.dumps({"input": query}, ensure_ascii=False) in prompt
+    hosted = await http.post(PATH, json={**body, "tools": [SQL, {"type": "web_search"}]})
+    assert hosted.headers["x-rayfin-ignored-fields"] == "tools.web_search"
+    del history[1]["tool_calls"][0]["custom"]["input"]
+    refused = (await http.post(PATH, json=body)).json()["error"]
+    assert refused["param"] == "messages[1].tool_calls[0].custom.input"
+
+
+async def test_a_forced_call_wins_over_a_form(http: httpx.AsyncClient, engine: Any) -> None:
+    form = {"type": "json_object"}
+    body = {**BODY, "tool_choice": "required", "response_format": form}
+    response = await http.post(PATH, json=body)
+    assert response.headers["x-rayfin-unenforced"] == "response_format"
+    assert "get_time" in engine.seen[-1].part(Guidance).grammar

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from patches import TOOL as PATCHER
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import EngineInfo
 from rayfin.deployments.text.parsing.detect import Detected
@@ -271,8 +272,10 @@ async def test_a_schema_that_cannot_be_enforced(
     assert response.headers["x-rayfin-unenforced"] == "text.format.schema.uniqueItems"
     form["schema"] = SCHEMA
     both = {**ASKED, "tools": [TOOL], "tool_choice": "required", "text": {"format": form}}
-    refused = (await http.post("/v1/responses", json=both)).json()["error"]
-    assert (refused["param"], refused["code"]) == ("tool_choice", "invalid_value")
+    says(call("Rome"))
+    response = await http.post("/v1/responses", json=both)
+    assert response.headers["x-rayfin-unenforced"] == "text.format.schema"
+    assert [item["type"] for item in response.json()["output"]] == ["function_call"]
 
 
 @pytest.mark.parametrize("lease", [1, 3, 999])
@@ -289,3 +292,198 @@ async def test_log_probabilities_are_those_of_the_text(
     assert all(delta.logprobs for delta in deltas)
     said = "".join(entry.token for delta in deltas for entry in delta.logprobs)
     assert "asks" not in said and said.endswith("Hello <tool<|im_end|>")
+
+
+PATCH = '*** Begin Patch\n*** Add File: a\n+print("é")\n*** End Patch\n'
+SEARCH: Any = {"type": "tool_search", "execution": "client", "parameters": {"type": "object"}}
+SPACE: Any = {
+    "type": "namespace",
+    "name": "maps",
+    "description": "Maps",
+    "tools": [TOOL, {**PATCHER, "name": "draw"}],
+}
+
+
+def written_call(name: str, **arguments: Any) -> str:
+    text = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
+async def test_a_custom_tool(
+    openai: AsyncOpenAI, engine: Any, tokenizer: Any, says: Callable[[str], None]
+) -> None:
+    """The client sees the text only, its events and items; the template a function's call."""
+    says("Now:" + written_call("apply_patch", input=PATCH))
+    stream = await openai.responses.create(**ASKED, tools=[PATCHER], stream=True)
+    events = [event async for event in stream]
+    assert kinds(events)[-6:] == [
+        *("output_item.done", "output_item.added", "custom_tool_call_input.delta"),
+        *("custom_tool_call_input.done", "output_item.done", "completed"),
+    ]
+    deltas = [event.delta for event in events if event.type.endswith("input.delta")]
+    done = next(event for event in events if event.type.endswith("input.done"))
+    assert "".join(deltas) == PATCH == done.input and len(deltas) > 9
+    grammar = engine.seen[-1].part(Guidance)
+    assert any("Begin Patch" in text for text in grammar.grammars)
+    final = events[-1].response
+    called = final.output[1]
+    assert (called.type, called.name, called.input) == ("custom_tool_call", "apply_patch", PATCH)
+    assert final.tools[0].format.definition == PATCHER["format"]["definition"]
+    result: Any = {"type": "custom_tool_call_output", "call_id": called.call_id, "output": "Done."}
+    says("It is done.")
+    fields: Any = {"model": "tiny", "tools": [PATCHER]}
+    await openai.responses.create(**fields, input=[result], previous_response_id=final.id)
+    by_reference = engine.seen[-1].prompt.tolist()
+    items: Any = [{"role": "user", "content": "hello"}, final.output[0], called, result]
+    await openai.responses.create(**fields, input=items)
+    assert engine.seen[-1].prompt.tolist() == by_reference
+    text = tokenizer.decode(by_reference, False)
+    assert f"Done.({called.call_id})" in text
+    shown = json.dumps({"name": "apply_patch", "arguments": {"input": PATCH}}, ensure_ascii=False)
+    assert shown in text and '"properties": {"input": {"type": "string"' in text
+    forced = {"type": "custom", "name": "apply_patch"}
+    await openai.responses.create(**fields, input="hello", tool_choice=forced)
+    assert "Begin Patch" in engine.seen[-1].part(Guidance).grammar
+
+
+async def test_tools_of_a_namespace(
+    openai: AsyncOpenAI, engine: Any, tokenizer: Any, says: Callable[[str], None]
+) -> None:
+    """A template sees one name; the client gets its two parts."""
+    says(written_call("maps__weather", city="Rome") + written_call("maps__draw", input=PATCH))
+    fields: Any = {"model": "tiny", "tools": [SPACE, TOOL]}
+    reply = await openai.responses.create(**fields, input="hello")
+    weather, draw = reply.output
+    assert (weather.name, weather.namespace) == ("weather", "maps")
+    assert (draw.name, draw.namespace, draw.input) == ("draw", "maps", PATCH)
+    assert '"name": "maps__weather"' in tokenizer.decode(engine.seen[-1].prompt, False)
+    says(call("Rome"))
+    alone = await openai.responses.create(**fields, input="hello")
+    assert "namespace" not in alone.output[0].model_dump(exclude_unset=True)
+    says("Hello.")
+    await openai.responses.create(**fields, input=[{"role": "user", "content": "a"}, weather, draw])
+    assert '"name": "maps__draw", "arguments"' in tokenizer.decode(engine.seen[-1].prompt, False)
+    for namespace in ("maps", ""):
+        choice: Any = {"type": "function", "name": "weather", "namespace": namespace}
+        await openai.responses.create(**fields, input="hello", tool_choice=choice)
+        held = "maps__weather" in engine.seen[-1].part(Guidance).grammar
+        assert held == bool(namespace)
+
+
+async def test_tools_that_the_client_finds(
+    openai: AsyncOpenAI, engine: Any, tokenizer: Any, says: Callable[[str], None]
+) -> None:
+    """A tool that waits is not in the prompt; one that was found stands where it was found."""
+    late = {**TOOL, "name": "late", "defer_loading": True}
+    fields: Any = {"model": "tiny", "tools": [SEARCH, late]}
+    says(written_call("tool_search", query="weather"))
+    stream = await openai.responses.create(**fields, input="hello", stream=True)
+    events = [event async for event in stream]
+    assert kinds(events)[-3:] == ["output_item.added", "output_item.done", "completed"]
+    (search,) = events[-1].response.output
+    assert (search.type, search.execution) == ("tool_search_call", "client")
+    assert search.arguments == {"query": "weather"}
+    before = tokenizer.decode(engine.seen[-1].prompt, False)
+    assert "late" not in before
+    assert "late" not in str(engine.seen[-1].part(Guidance))
+    output: Any = {
+        "type": "tool_search_output",
+        "call_id": search.call_id,
+        "tools": [late, {**SPACE, "tools": [{**TOOL, "defer_loading": True}]}],
+    }
+    items: Any = [{"role": "user", "content": "hello"}, search, output]
+    says(written_call("late", city="Rome") + written_call("maps__weather", city="Oslo"))
+    reply = await openai.responses.create(**fields, input=items)
+    found = [(item.name, item.namespace) for item in reply.output]
+    assert found == [("late", None), ("weather", "maps")]
+    prompt = tokenizer.decode(engine.seen[-1].prompt, False)
+    assert prompt.startswith(before) and '[{"name": "late"' in prompt.removeprefix(before)
+    assert '{"name": "maps__weather"' in prompt.removeprefix(before)
+    items += [reply.output[0], {"type": "function_call_output", "output": "ok"}]
+    items[-1]["call_id"] = reply.output[0].call_id
+    await openai.responses.create(**fields, input=items)
+    assert tokenizer.decode(engine.seen[-1].prompt, False).startswith(prompt)
+
+
+async def test_tools_that_are_not_served(
+    http: httpx.AsyncClient, says: Callable[[str], None]
+) -> None:
+    says(call("Rome"))
+    hosted = [{"type": "web_search"}, {"type": "tool_search"}, {"type": "web_search"}]
+    late = {**TOOL, "defer_loading": True}  # without a search it does not wait
+    for tools, kind in (([late, *hosted], "function_call"), (hosted, "message")):
+        body = {**ASKED, "tools": tools, "tool_choice": "auto"}
+        response = await http.post("/v1/responses", json=body)
+        assert response.headers["x-rayfin-ignored-fields"] == "tools.web_search,tools.tool_search"
+        assert [item["type"] for item in response.json()["output"]] == [kind]
+    unknown = [{"type": "telepathy"}]
+    response = await http.post("/v1/responses", json={**ASKED, "tools": [*unknown, TOOL]})
+    assert response.headers["x-rayfin-ignored-fields"] == "tools.telepathy"
+    refused = await http.post("/v1/responses", json={**ASKED, "tools": [*unknown, *hosted]})
+    assert refused.json()["error"]["param"] == "tools[0].type"
+
+
+def lark(definition: Any, syntax: str = "lark") -> dict[str, Any]:
+    form = {"type": "grammar", "syntax": syntax, "definition": definition}
+    return {**PATCHER, "format": form}
+
+
+@pytest.mark.parametrize(
+    ("tools", "param", "code"),
+    [
+        ([lark('start: "')], "tools[0].format.definition", "invalid_schema"),
+        (
+            [{**SPACE, "tools": [lark('start: "a" b')]}],
+            "tools[0].tools[0].format.definition",
+            "invalid_schema",
+        ),
+        ([TOOL, lark(" " * 20_000)], "tools[1].format.definition", "schema_too_complex"),
+        ([{**PATCHER, "format": {"type": "jpeg"}}], "tools[0].format.type", "invalid_value"),
+        ([lark(1)], "tools[0].format.definition", "invalid_type"),
+        ([lark("a", "gbnf")], "tools[0].format.syntax", "invalid_value"),
+        ([lark("(", "regex")], "tools[0].format.definition", "invalid_schema"),
+        ([SPACE, {**TOOL, "name": "maps__weather"}], "tools[1].name", "invalid_value"),
+        ([{**SPACE, "tools": []}], "tools[0].tools", "empty_array"),
+        ([{"type": "namespace", "name": "n"}], "tools[0].tools", "missing_required_parameter"),
+        ([{**TOOL, "name": "a" * 129}], "tools[0].name", "invalid_value"),
+    ],
+)
+async def test_tools_that_are_refused(
+    http: httpx.AsyncClient, says: Callable[[str], None], tools: Any, param: str, code: str
+) -> None:
+    says("Hello.")
+    response = await http.post("/v1/responses", json={**ASKED, "tools": tools})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, param, code)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": {"type": "custom", "name": "none"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "function", "name": "weather"}}, "tool_choice.name"),
+        (
+            {"input": [{"type": "custom_tool_call_output", "call_id": "c", "output": "x"}]},
+            "input[0].call_id",
+        ),
+        ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "a"}]}, "input[0].input"),
+        (
+            {"input": [{"type": "tool_search_output", "call_id": "c", "tools": [{"type": 1}]}]},
+            "input[0].tools[0].type",
+        ),
+        ({"input": [{"type": "telegram"}]}, "input[0].type"),
+    ],
+)
+async def test_items_and_choices_that_are_refused(
+    http: httpx.AsyncClient, says: Callable[[str], None], fields: Any, param: str
+) -> None:
+    says("Hello.")
+    twice = [SPACE, {**SPACE, "name": "charts", "tools": [TOOL]}]
+    response = await http.post("/v1/responses", json={**ASKED, "tools": twice, **fields})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_stream_that_asks_for_its_usage(openai: AsyncOpenAI) -> None:
+    options: Any = {"include_usage": True}
+    stream = await openai.responses.create(**ASKED, stream=True, stream_options=options)
+    assert [event async for event in stream][-1].response.usage.output_tokens > 0
