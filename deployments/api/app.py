@@ -32,6 +32,7 @@ from rayfin.deployments.api.responses.routes import add_response_routes
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
 from rayfin.deployments.api.web.routes import add_web_routes
 from rayfin.deployments.batches.folder import BatchFolder
+from rayfin.deployments.batches.message_batches import add_message_batch_routes
 from rayfin.deployments.batches.routes import add_batch_routes
 from rayfin.deployments.edge.middleware import OperatorMiddleware, RootPath
 from rayfin.deployments.generation.route import GenerationRoute
@@ -82,6 +83,7 @@ def build_api(
     add_pooling_routes(app, models)
     add_audio_routes(app, models)
     add_batch_routes(app, batches)
+    add_message_batch_routes(app, batches, models.resolve_model)
     add_status_routes(app, models)
     if service.edge.web:
         add_web_routes(app, models, batches)

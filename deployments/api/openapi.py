@@ -24,10 +24,13 @@ from rayfin.deployments.api.openai.replies import ChatCompletion, Completion
 from rayfin.deployments.api.openai.scoring import Scores, ScoringRequest
 from rayfin.deployments.api.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from rayfin.deployments.api.responses.bodies import ResponsePromptBody, ResponseRequest
+from rayfin.deployments.api.responses.compact import CompactedResponse
 from rayfin.deployments.api.responses.replies import Response
+from rayfin.deployments.batches.message_batches import BATCHES, MAX_PAGE, MessageBatchRequest
 from rayfin.deployments.batches.routes import MAX_BATCHES_PAGE, MAX_FILES_PAGE, BatchRequest
 from rayfin.deployments.batches.schemas import (
     AFTER,
+    NEAR,
     ORDER,
     PURPOSE,
     UPLOAD,
@@ -61,6 +64,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/generative_scoring": ScoringRequest,
     "/invocations": CompletionRequest,  # or a ChatCompletionRequest, which has messages
     "/v1/responses": ResponseRequest,
+    "/v1/responses/compact": ResponseRequest,
     "/v1/responses/input_tokens": ResponsePromptBody,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": PromptBody,
@@ -76,6 +80,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/rerank": RerankRequest,
     "/v2/rerank": RerankRequest,
     "/v1/batches": BatchRequest,
+    "/v1/messages/batches": MessageBatchRequest,
 }
 REPLIES: dict[str, type[BaseModel]] = {  # of handlers that write their reply
     "POST /v1/completions": Completion,
@@ -85,6 +90,7 @@ REPLIES: dict[str, type[BaseModel]] = {  # of handlers that write their reply
     "POST /v1/audio/transcriptions": Transcript,
     "POST /v1/audio/translations": Transcript,
     "POST /v1/responses": Response,
+    "POST /v1/responses/compact": CompactedResponse,
     "POST /v1/messages": AnthropicMessage,
     "POST /v1/embeddings": EmbeddingReply,
     "POST /v2/embed": CohereEmbedReply,
@@ -111,15 +117,19 @@ FORMS: dict[str, dict[str, Any]] = {
 QUERIES: dict[str, list[dict[str, Any]]] = {  # parameters, which handlers read
     "GET /v1/files": [limit(MAX_FILES_PAGE), AFTER, ORDER, PURPOSE],
     "GET /v1/batches": [limit(MAX_BATCHES_PAGE), AFTER],
+    "GET /v1/messages/batches": [limit(MAX_PAGE), *NEAR],
 }
 STREAMED = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/invocations"),
     "/v1/audio",
 )
-NEVER_STREAMED = ("/v1/messages/count_tokens", "/v1/chat/completions/batch")
+NEVER_STREAMED = (
+    *("/v1/messages/count_tokens", "/v1/chat/completions/batch", "/v1/responses/compact"),
+    *(BATCHES, f"{BATCHES}/{{batch_id}}", f"{BATCHES}/{{batch_id}}/cancel"),
+)
 BODILESS = ("/health", "/live", "/ping")
 TEXTS = ("/metrics",)
-BINARY = ("/v1/files/{file_id}/content",)
+BINARY = ("/v1/files/{file_id}/content", f"{BATCHES}/{{batch_id}}/results")
 FAILURES = {
     400: "The request is wrong; param and code say where and how.",
     401: "There is no API key, or a wrong one.",
@@ -163,7 +173,10 @@ NEEDED: dict[str, dict[str, Any]] = {  # required fields, which handlers check
     "/v1/messages": {"messages": MESSAGES},
     "/v1/messages/count_tokens": {"messages": MESSAGES},
 }
-STORES = ("POST /v1/files", "POST /v1/batches", "POST /v1/batches/{batch_id}/cancel")
+STORES = (
+    *("POST /v1/files", "POST /v1/batches", "POST /v1/batches/{batch_id}/cancel"),
+    *(f"POST {BATCHES}", f"POST {BATCHES}/{{batch_id}}/cancel"),
+)
 STORAGE_FULL = "The disk of files and batches is full."
 TEXT_OR_NULL = {"type": ["string", "null"]}
 OPENAI_ERROR = {
@@ -248,7 +261,7 @@ def _describe(operation: dict[str, Any], path: str, method: str, schemas: dict[s
         answer["content"] = {"application/octet-stream": {"schema": binary}}
     elif name in REPLIES:
         answer["content"] = {"application/json": {"schema": _reference(REPLIES[name], schemas)}}
-    if path.startswith(STREAMED) and path not in NEVER_STREAMED:
+    if path.startswith(STREAMED) and path not in (*NEVER_STREAMED, *BINARY):
         events = {"schema": {"type": "string"}}
         answer.setdefault("content", {})["text/event-stream"] = events
     failure = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}

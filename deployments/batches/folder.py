@@ -145,8 +145,11 @@ class BatchFolder:
         window: str,
         metadata: dict[str, str] | None,
         output_seconds: int | None = None,
+        total: int = 0,
     ) -> StoredBatch:
-        """Raises:
+        """Adds a batch; ``total`` is the number of its lines, where it is known.
+
+        Raises:
         NotFound: the tenant has no such file.
         InvalidRequest: the file is no input, or the window has another form.
         Overloaded: the tenant has too many open batches.
@@ -170,6 +173,7 @@ class BatchFolder:
             error_id=new_file_id(),
             metadata=metadata,
             output_seconds=output_seconds,
+            total=total,
         )
         with _storing(self._batches, batch.id) as made:
             _link(self._files / file.id / "data", made / "input.jsonl")

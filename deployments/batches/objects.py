@@ -58,6 +58,7 @@ class StoredBatch:
     total: int = 0
     completed: int = 0
     failed: int = 0
+    expired: int = 0  # of these, whose window has ended
     errors: list[dict[str, Any]] = field(default_factory=list)  # of a batch that failed
     has_output: bool = False
     has_errors: bool = False

@@ -89,13 +89,13 @@ def add_batch_routes(app: FastAPI, folder: BatchFolder | None) -> None:
 
     @app.post("/v1/batches")
     async def create_batch(request: Request) -> dict[str, Any]:
-        store = _store(folder)
+        store = store_of(folder)
         body = await read_body(request, BatchRequest)
         body.check()
         kept = body.output_expires_after
         batch = await asyncio.to_thread(
             lambda: store.add_batch(
-                *(_tenant(request), body.input_file_id),
+                *(tenant_of(request), body.input_file_id),
                 endpoint=body.endpoint,
                 window=body.completion_window,
                 metadata=body.metadata,
@@ -106,24 +106,24 @@ def add_batch_routes(app: FastAPI, folder: BatchFolder | None) -> None:
 
     @app.get("/v1/batches")
     async def list_batches(request: Request) -> dict[str, Any]:
-        found = await asyncio.to_thread(_store(folder).batches, _tenant(request))
+        found = await asyncio.to_thread(store_of(folder).batches, tenant_of(request))
         return _page(request, found, MAX_BATCHES_PAGE, 20)
 
     @app.get("/v1/batches/{batch_id}")
     async def retrieve_batch(request: Request, batch_id: str) -> dict[str, Any]:
-        found = await asyncio.to_thread(_store(folder).batch, _tenant(request), batch_id)
+        found = await asyncio.to_thread(store_of(folder).batch, tenant_of(request), batch_id)
         return found.shown()
 
     @app.post("/v1/batches/{batch_id}/cancel")
     async def cancel_batch(request: Request, batch_id: str) -> dict[str, Any]:
-        found = await asyncio.to_thread(_store(folder).cancel, _tenant(request), batch_id)
+        found = await asyncio.to_thread(store_of(folder).cancel, tenant_of(request), batch_id)
         return found.shown()
 
 
 def add_file_routes(app: FastAPI, folder: BatchFolder | None) -> None:
     @app.post(FILES)
     async def upload_file(request: Request) -> dict[str, Any]:
-        store = _store(folder)
+        store = store_of(folder)
         if not request.headers.get("content-type", "").startswith("multipart/form-data"):
             raise InvalidRequest("The body must be multipart/form-data.", None, "invalid_type")
         form_of = request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES)
@@ -131,7 +131,7 @@ def add_file_routes(app: FastAPI, folder: BatchFolder | None) -> None:
             file, seconds = _upload(form, store.limits.max_file_bytes)
             stored = await asyncio.to_thread(
                 lambda: store.add_file(
-                    *(_tenant(request), file.file),
+                    *(tenant_of(request), file.file),
                     filename=(file.filename or "upload")[:MAX_FILENAME],
                     purpose="batch",
                     expires_after=seconds,
@@ -141,7 +141,7 @@ def add_file_routes(app: FastAPI, folder: BatchFolder | None) -> None:
 
     @app.get(FILES)
     async def list_files(request: Request) -> dict[str, Any]:
-        found = await asyncio.to_thread(_store(folder).files, _tenant(request))
+        found = await asyncio.to_thread(store_of(folder).files, tenant_of(request))
         purpose = request.query_params.get("purpose")
         if purpose is not None:
             found = [file for file in found if file.purpose == purpose]
@@ -151,27 +151,27 @@ def add_file_routes(app: FastAPI, folder: BatchFolder | None) -> None:
 
     @app.get(FILES + "/{file_id}")
     async def retrieve_file(request: Request, file_id: str) -> dict[str, Any]:
-        found = await asyncio.to_thread(_store(folder).file, _tenant(request), file_id)
+        found = await asyncio.to_thread(store_of(folder).file, tenant_of(request), file_id)
         return found.shown()
 
     @app.get(FILES + "/{file_id}/content")
     async def file_content(request: Request, file_id: str) -> Response:
-        path = await asyncio.to_thread(_store(folder).content, _tenant(request), file_id)
+        path = await asyncio.to_thread(store_of(folder).content, tenant_of(request), file_id)
         return FileResponse(path, media_type="application/octet-stream")
 
     @app.delete(FILES + "/{file_id}")
     async def delete_file(request: Request, file_id: str) -> DeletedFile:
-        await asyncio.to_thread(_store(folder).delete_file, _tenant(request), file_id)
+        await asyncio.to_thread(store_of(folder).delete_file, tenant_of(request), file_id)
         return DeletedFile(id=file_id)
 
 
-def _store(folder: BatchFolder | None) -> BatchFolder:
+def store_of(folder: BatchFolder | None) -> BatchFolder:
     if folder is None:
         raise NotFound("Batches are off: the server needs --batch-dir.", None)
     return folder
 
 
-def _tenant(request: Request) -> str:
+def tenant_of(request: Request) -> str:
     return getattr(request.state, "tenant", "")
 
 
@@ -216,12 +216,21 @@ def check_age(seconds: int, param: str) -> None:
         raise InvalidRequest(f"{param} must be in [{low}, {high}], got {seconds}.", param)
 
 
+def digits_of(written: str, param: str, most: int) -> int:
+    """Returns a number of a query.
+
+    Raises:
+        InvalidRequest: it is none from 1 to ``most``.
+    """
+    if not DIGITS.fullmatch(written) or not 1 <= int(written) <= most:
+        raise InvalidRequest(f"{param} must be in [1, {most}], got {written[:16]!r}.", param)
+    return int(written)
+
+
 def _page(request: Request, found: Sequence[T], most: int, default: int) -> dict[str, Any]:
     """A page of a list: ``limit`` objects behind ``after``."""
-    written = request.query_params.get("limit", str(default))
-    if not DIGITS.fullmatch(written) or not 1 <= int(written) <= most:
-        raise InvalidRequest(f"limit must be in [1, {most}], got {written[:16]!r}.", "limit")
-    limit, start = int(written), 0
+    limit = digits_of(request.query_params.get("limit", str(default)), "limit", most)
+    start = 0
     if (after := request.query_params.get("after")) is not None:
         ids = [each.id for each in found]
         if after not in ids:

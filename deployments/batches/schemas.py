@@ -107,6 +107,10 @@ def _query(name: str, schema: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 AFTER = _query("after", {"type": "string"}, "The object that the page begins behind.")
+NEAR = [
+    _query("after_id", {"type": "string"}, "The batch that the page begins behind."),
+    _query("before_id", {"type": "string"}, "The batch that the page ends before."),
+]
 ORDER = _query("order", {"enum": ["asc", "desc"]}, "By the time of their making; default: desc.")
 PURPOSE = _query("purpose", {"type": "string"}, "Files of this purpose only.")
 

@@ -286,6 +286,7 @@ class BatchRun:
         self._errors.append(b"".join(answer.line() for answer in group))
         self._worker.counts.lines["expired"] += len(group)
         self._batch.failed += len(group)
+        self._batch.expired += len(group)
 
     def _sort(self) -> None:
         """The answers get the order of the input."""

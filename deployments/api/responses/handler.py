@@ -19,6 +19,7 @@ from rayfin.deployments.api.responses.items import check_calls, input_items
 from rayfin.deployments.api.responses.prompt import history_of, prompt_of
 from rayfin.deployments.api.responses.replies import (
     CallItem,
+    Item,
     RawMessage,
     Response,
     ResponseStreamEvent,
@@ -114,7 +115,7 @@ class ResponseAdapter(GenerationAdapter):
         caller = Caller.of(request)
         body.check()
         params = body.sampling_params(service.sampling_defaults)
-        items = input_items(body.input)
+        items = self.items()
         history = await history_of(self._store, body, self._tenant)
         check_calls(history, items)
         conversation = history + items
@@ -142,6 +143,10 @@ class ResponseAdapter(GenerationAdapter):
         )
         self._state.page_size = generation.choices[0].page_size
         return generation
+
+    def items(self) -> list[Item]:
+        """Returns the items of the input."""
+        return input_items(self._body.input)
 
     def _writer(self) -> LogprobsWriter | None:
         body = self._body

@@ -10,6 +10,7 @@ from rayfin.deployments.api.responses.bodies import (
     ResponseRequest,
     check_include,
 )
+from rayfin.deployments.api.responses.compact import CompactAdapter, compaction_of
 from rayfin.deployments.api.responses.handler import ResponseAdapter, event_stream, reply
 from rayfin.deployments.api.responses.items import check_calls, input_items
 from rayfin.deployments.api.responses.prompt import history_of, prompt_of
@@ -40,6 +41,14 @@ def add_response_routes(app: FastAPI, models: ServedModels, store: ResponseStore
         adapter = ResponseAdapter(service, store, body, _tenant(request))
         if body.background:
             return await adapter.start(request, headers)
+        return await GenerationRoute(adapter).answer(request, headers)
+
+    @app.post("/v1/responses/compact")
+    async def compact(request: Request) -> Response:
+        body = await read_body(request, ResponseRequest)
+        headers = ignored_header(body.ignored_fields())
+        service = await models.resolve_model(request, body.model)
+        adapter = CompactAdapter(service, store, compaction_of(body), _tenant(request))
         return await GenerationRoute(adapter).answer(request, headers)
 
     @app.post("/v1/responses/input_tokens")

@@ -385,3 +385,25 @@ async def test_raw_messages(http: httpx.AsyncClient, engine: Any, tokenizer: Any
     assert refused.json()["error"]["param"] == "enable_response_messages"
     plain = (await http.post("/v1/responses", json={"input": "hello"})).json()
     assert plain["input_messages"] is None and plain["output_messages"] is None
+
+
+async def test_a_compaction_is_one_message(
+    openai: AsyncOpenAI, http: httpx.AsyncClient, engine: Any, tokenizer: Any
+) -> None:
+    """The summary's prompt goes on where the conversation ended; the message may stand for it."""
+    first = await openai.responses.create(model="tiny", input="hello", max_output_tokens=3)
+    before = tokenizer.decode(engine.seen[-1].prompt, False).removesuffix("assistant\n")
+    compacted = await openai.responses.compact(
+        model="tiny", previous_response_id=first.id, extra_body={"max_output_tokens": 5}
+    )
+    prompt = tokenizer.decode(engine.seen[-1].prompt, False)
+    assert prompt.startswith(before) and "Summarise this" in prompt.removeprefix(before)
+    assert compacted.object == "response.compaction" and compacted.usage.output_tokens == 5
+    (message,) = compacted.output
+    said = tokenizer.decode(engine.reply[:5], False)
+    assert message.content[0].text == f"Summary of the conversation so far:\n\n{said.strip()}"
+    items: Any = [*compacted.output, {"role": "user", "content": "on"}]
+    await openai.responses.create(model="tiny", input=items, max_output_tokens=3)
+    assert "Summary of the conversation" in tokenizer.decode(engine.seen[-1].prompt, False)
+    long = await http.post("/v1/responses/compact", json={"input": "x" * 9999})
+    assert long.status_code == 400
