@@ -1,6 +1,6 @@
 """What clients send to /v1/responses."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
@@ -13,14 +13,13 @@ from rayfin.deployments.generation.bodies import FORMAT_FIELDS, GenerationBody
 from rayfin.deployments.generation.bodies import UNSERVED as UNSERVED_ANYWHERE
 from rayfin.deployments.guidance.tools import DeclaredTools, declared_tools, flat_tools
 from rayfin.deployments.http.json_body import rename_error_params, rename_error_paths
-from rayfin.deployments.text.checks import is_empty
+from rayfin.deployments.text.checks import as_string, is_empty, required
 
 MAX_METADATA = 16  # pairs
 MAX_KEY = 64  # characters
 MAX_VALUE = 512
 UNSERVED: dict[str, tuple[object, ...]] = {  # -> values that ask for nothing, beside empty ones
     "prompt": (),
-    "conversation": (),
     "context_management": (),
     "moderation": (),
     "previous_input_messages": (),
@@ -64,6 +63,7 @@ class ResponsePromptBody(BaseModel):
     input: Any = None
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: Any = None  # its id, or an object with it
     truncation: Literal["auto", "disabled"] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
@@ -92,6 +92,17 @@ class ResponsePromptBody(BaseModel):
         """
         with rename_error_paths(OUR_PATHS):
             return declared_tools(self.tools, flat_tools)
+
+    def conversation_id(self) -> str | None:
+        """Raises:
+        InvalidRequest: it is no id, or there is a previous response too.
+        """
+        given, path = self.conversation, "conversation"
+        if isinstance(given, Mapping):
+            given, path = required(given, "id", path), f"{path}.id"
+        if given is not None and self.previous_response_id:
+            raise InvalidRequest("A response has a conversation or a previous response.", path)
+        return None if given is None else as_string(given, path)
 
     def ignored_fields(self) -> list[str]:
         known = UNSERVED.keys() | UNSERVED_ANYWHERE.keys()
@@ -174,7 +185,7 @@ class ResponseRequest(ResponsePromptBody):
                 "integer_below_min_value",
             )
         check_include(self.include or ())
-        _check_metadata(self.metadata or {})
+        check_metadata(self.metadata or {})
 
 
 def check_include(names: Sequence[str]) -> None:
@@ -188,7 +199,10 @@ def check_include(names: Sequence[str]) -> None:
             raise InvalidRequest(f"include: there is no {name[:64]!r}.", f"include[{i}]")
 
 
-def _check_metadata(metadata: dict[str, str]) -> None:
+def check_metadata(metadata: dict[str, str]) -> None:
+    """Raises:
+    InvalidRequest: it has too many pairs, or one that is too long.
+    """
     if len(metadata) > MAX_METADATA:
         raise InvalidRequest(
             f"metadata takes at most {MAX_METADATA} pairs, got {len(metadata)}.",

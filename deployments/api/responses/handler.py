@@ -19,6 +19,7 @@ from rayfin.deployments.api.responses.items import check_calls, input_items
 from rayfin.deployments.api.responses.prompt import history_of, prompt_of
 from rayfin.deployments.api.responses.replies import (
     CallItem,
+    ConversationRef,
     Item,
     RawMessage,
     Response,
@@ -63,6 +64,7 @@ class ResponseAdapter(GenerationAdapter):
         self._model = service.name
         self._id = f"resp_{uuid.uuid4().hex}"
         self._sent = 0  # events
+        self._is_kept = False  # its conversation has its items
         self.streamed = bool(body.stream)
 
     async def start(self, request: Request, headers: dict[str, str]) -> HttpResponse:
@@ -87,9 +89,22 @@ class ResponseAdapter(GenerationAdapter):
 
     def run(self, generation: Generation) -> Deltas:
         parsed = self._plan.make_parser is not None
-        settle = self._store.settle
+        settle = self._settle
         raw = self._raw_messages if self._body.enable_response_messages else None
         return drive(self._state, generation.run(), settle, self._writer(), raw, parsed=parsed)
+
+    async def _settle(self, state: ResponseState) -> None:
+        """Reports the end of the response; its conversation goes on behind it."""
+        await self._store.settle(state)
+        ended = state.status in ("completed", "incomplete")
+        conversation = state.created.conversation
+        if ended and conversation is not None and not self._is_kept:
+            self._is_kept = True
+            added = {"added": state.conversation()[len(state.history) :]}
+            try:
+                await self._store.change_conversation(conversation.id, self._tenant, added)
+            except RayfinError as error:
+                logger.warning("The conversation %s does not go on: %s", conversation.id, error)
 
     def reply(self, generation: Generation) -> str:
         return self._state.response().model_dump_json()
@@ -163,12 +178,14 @@ class ResponseAdapter(GenerationAdapter):
 
     def _created(self, params: SamplingParams) -> Response:
         body = self._body
+        named = body.conversation_id()
         return Response(
             id=self._id,
             created_at=int(time.time()),
             status="queued" if body.background else "in_progress",
             model=self._model,
             background=bool(body.background),
+            conversation=None if named is None else ConversationRef(id=named),
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             max_tool_calls=body.max_tool_calls,

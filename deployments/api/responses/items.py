@@ -58,7 +58,7 @@ def item_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def input_items(value: object) -> list[Item]:
+def input_items(value: object, path: str = "input") -> list[Item]:
     """The ``input`` of a request: a text of the user's, or items.
 
     Items of an earlier response's output may stand among them.
@@ -67,15 +67,15 @@ def input_items(value: object) -> list[Item]:
         InvalidRequest: ``param`` is the path of what is wrong, such as input[0].content[1].type.
     """
     if value is None:
-        raise missing("input")
+        raise missing(path)
     if isinstance(value, str):
         if not value:
-            raise InvalidRequest("'input' must not be empty.", "input", "empty_prompt")
+            raise InvalidRequest(f"'{path}' must not be empty.", path, "empty_prompt")
         return [OutputMessage(id=item_id("msg"), role="user", content=[InputText(text=value)])]
     if not isinstance(value, list):
-        raise wrong_type("a string or a list of items", value, "input")
-    listed = as_list(value, "input", MAX_MESSAGES)
-    return [_item(item, f"input[{i}]") for i, item in enumerate(listed)]
+        raise wrong_type("a string or a list of items", value, path)
+    listed = as_list(value, path, MAX_MESSAGES)
+    return [_item(item, f"{path}[{i}]") for i, item in enumerate(listed)]
 
 
 def check_calls(history: Iterable[Item], items: Sequence[Item]) -> None:

@@ -21,12 +21,14 @@ from rayfin.deployments.text.generation_prompt import ChatPrompt
 async def history_of(
     store: ResponseStoreClient, body: ResponsePromptBody, tenant: str
 ) -> list[Item]:
-    """Returns the items of the responses before this one.
+    """Returns the items of the responses before this one, or of its conversation.
 
     Raises:
-        NotFound: there is no such response.
+        NotFound: there is no such response, or conversation.
         InvalidRequest: the previous response has not ended yet.
     """
+    if conversation_id := body.conversation_id():
+        return (await store.conversation(conversation_id, tenant, "conversation")).items
     if not body.previous_response_id:
         return []
     param = "previous_response_id"

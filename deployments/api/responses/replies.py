@@ -188,6 +188,10 @@ class RawMessage(BaseModel):
     tokens: list[int]
 
 
+class ConversationRef(BaseModel):
+    id: str
+
+
 class Response(BaseModel):
     """A response as it stands; the second half repeats what the request asked for."""
 
@@ -202,7 +206,7 @@ class Response(BaseModel):
     usage: ResponseUsage | None = None
     model: str
     background: bool
-    conversation: None = None
+    conversation: ConversationRef | None = None
     instructions: str | None
     max_output_tokens: int | None
     max_tool_calls: int | None

@@ -9,6 +9,7 @@ from typing import Any
 
 from rayfin.actors.errors import EngineUnavailable, InvalidRequest, NotFound, Overloaded
 from rayfin.actors.timing import RESPONSE_OWNER_SECONDS, RESPONSE_STORE_POLL_SECONDS
+from rayfin.deployments.api.responses.conversations import ConversationState
 from rayfin.deployments.api.responses.state import Progress, ResponseState
 from rayfin.deployments.http.tenant_store import TenantStore
 
@@ -41,6 +42,9 @@ class ResponseStore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._states: TenantStore[ResponseState] = TenantStore(
+            max_responses, max_bytes, max_age, clock
+        )
+        self._conversations: TenantStore[ConversationState] = TenantStore(
             max_responses, max_bytes, max_age, clock
         )
         self._clock = clock
@@ -117,6 +121,51 @@ class ResponseStore:
         """
         if not self._find(response_id, tenant).done:
             self._end(response_id)
+
+    def add_conversation(self, state: ConversationState) -> None:
+        """Adds a conversation, or what one has become.
+
+        Raises:
+            InvalidRequest: it alone is larger than the store.
+        """
+        if state.size() > self._conversations.max_bytes:
+            raise InvalidRequest("The conversation is too large to store.", "items")
+        if (known := self._conversations.get(state.id, state.tenant)) is not None:
+            self._conversations.remove(known)
+        self._conversations.add(state)
+
+    def conversation(
+        self, conversation_id: str, tenant: str, param: str = "conversation_id"
+    ) -> ConversationState:
+        """Returns a conversation, which no one changes.
+
+        Raises:
+            NotFound: the tenant has no such conversation.
+        """
+        state = self._conversations.get(conversation_id, tenant)
+        if state is None:
+            said = f"There is no conversation with id {conversation_id[:128]!r}."
+            raise NotFound(said, param)
+        return state
+
+    def change_conversation(
+        self, conversation_id: str, tenant: str, changes: dict[str, Any]
+    ) -> ConversationState:
+        """Puts what ``changed`` makes of a conversation into its place, and returns it.
+
+        Raises:
+            NotFound: the tenant has no such conversation.
+            InvalidRequest: it is larger than the store then.
+        """
+        state = self.conversation(conversation_id, tenant).changed(**changes)
+        self.add_conversation(state)
+        return state
+
+    def remove_conversation(self, conversation_id: str, tenant: str) -> None:
+        """Raises:
+        NotFound: the tenant has no such conversation.
+        """
+        self._conversations.remove(self.conversation(conversation_id, tenant))
 
     async def unwanted(self, owner: str) -> list[str]:
         """Returns the ids of an owner's responses that are to end; waits a while for some."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from rayfin.actors.errors import RayfinError
 from rayfin.actors.timing import RESPONSE_STORE_RETRY_SECONDS
+from rayfin.deployments.api.responses.conversations import ConversationState
 from rayfin.deployments.api.responses.events import events_from
 from rayfin.deployments.api.responses.replies import ResponseStreamEvent
 from rayfin.deployments.api.responses.state import ResponseState
@@ -127,6 +128,44 @@ class ResponseStoreClient:
         """Deletes a response, and ends it if it runs."""
         await self._call("remove", state.id, state.tenant)
         self._drop(state.id)
+
+    async def add_conversation(self, state: ConversationState) -> None:
+        """Raises:
+        InvalidRequest: it is larger than the store.
+        """
+        await self._call("add_conversation", state)
+
+    async def conversation(
+        self, conversation_id: str, tenant: str, param: str = "conversation_id"
+    ) -> ConversationState:
+        """Returns a copy.
+
+        Raises:
+            NotFound: the tenant has no such conversation.
+        """
+        copy: ConversationState = await self._call("conversation", conversation_id, tenant, param)
+        return copy
+
+    async def change_conversation(
+        self, conversation_id: str, tenant: str, changes: dict[str, Any]
+    ) -> ConversationState:
+        """Changes a conversation by ``ConversationState.changed``, and returns a copy.
+
+        Raises:
+            NotFound: the tenant has no such conversation.
+        """
+        copy: ConversationState = await self._call(
+            "change_conversation", conversation_id, tenant, changes
+        )
+        return copy
+
+    async def remove_conversation(self, conversation_id: str, tenant: str) -> None:
+        """Deletes a conversation.
+
+        Raises:
+            NotFound: the tenant has no such conversation.
+        """
+        await self._call("remove_conversation", conversation_id, tenant)
 
     def forget(self, state: ResponseState) -> None:
         """As ``remove``, of a response that ran here; does not wait."""
