@@ -101,7 +101,7 @@ def bind_models(
         from rayfin.deployments.serve.response_store import ResponseStoreDeployment
 
         keeper_class: Any = ResponseStoreDeployment
-        keeper = keeper_class.bind()
+        keeper = keeper_class.bind(server.response_dir)
     ingress_models = [
         replace(model, server=for_ingresses(model.server), from_zero=model.server.min_engines == 0)
         for model in models

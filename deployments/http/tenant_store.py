@@ -83,6 +83,14 @@ class TenantStore(Generic[T]):
             self._resize(item, item.size())
             self._make_room(0, 0)
 
+    def __iter__(self) -> Iterator[T]:
+        """Iterates over all items, the oldest first."""
+        return iter(list(self._items.values()))
+
+    def find(self, item_id: str) -> T | None:
+        """Returns the item of that id, whoever's it is."""
+        return self._items.get(item_id)
+
     def remove(self, item: T) -> None:
         if self._items.get(item.id) is item:
             del self._items[item.id]

@@ -55,6 +55,7 @@ class IngressDeployment:
         batches: DeploymentHandle[Any] | None = None,
     ) -> None:
         # Here, for they take a second to import, and the command that deploys this needs none.
+        from rayfin.deployments.api.responses.store import ResponseStore
         from rayfin.deployments.api.responses.store_client import ResponseStoreClient
         from rayfin.deployments.serve.model_service import model_service, prepare_text
         from rayfin.deployments.serve.response_store import store_calls
@@ -70,7 +71,8 @@ class IngressDeployment:
             "replies": reply_settings(server),
         }
         calls = None if keeper is None else store_calls(keeper)
-        self._responses = ResponseStoreClient(replica, calls)
+        store = ResponseStore.over(server.response_dir) if calls is None else None
+        self._responses = ResponseStoreClient(replica, calls, store)
         self._batches = None
         if server.batch_dir is not None:
             # Here, for it imports an HTTP client.

@@ -21,10 +21,10 @@ from rayfin.deployments.api.responses.store import ResponseStore
     max_ongoing_requests=2**16,  # nearly all of them wait for something to happen
 )
 class ResponseStoreDeployment:
-    """A ``ResponseStore`` in its own process: the responses are lost with the process."""
+    """A ``ResponseStore`` in its own process: without a folder it ends with the process."""
 
-    def __init__(self) -> None:
-        self._store = ResponseStore()
+    def __init__(self, folder: str | None = None) -> None:
+        self._store = ResponseStore.over(folder)
 
     async def call(self, method: str, *args: object) -> object:
         """Returns what the named method of the store returns."""

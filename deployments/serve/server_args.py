@@ -249,6 +249,11 @@ class ServerArgs:
         None,
         "folder for /v1/files and /v1/batches, which all nodes share; the routes are off if unset",
     )
+    response_dir: str | None = _flag(
+        None,
+        "folder in which stored responses and conversations outlive their process; on the node of "
+        "the ingress, or shared; they are in memory if unset",
+    )
     batch_retention: str = _flag("30d", "how long files and ended batches are kept: 12h, 30d")
     batch_concurrency: int | None = _flag(
         None, "requests of batches in flight; default: twice --max-decoding-batch, of all engines"

@@ -81,6 +81,11 @@ class ResponseState:
         return self.created.id
 
     @property
+    def created_at(self) -> int:
+        """Seconds since 1970."""
+        return self.created.created_at
+
+    @property
     def done(self) -> bool:
         return self.status in DONE
 

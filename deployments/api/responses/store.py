@@ -3,14 +3,16 @@
 import asyncio
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rayfin.actors.errors import EngineUnavailable, InvalidRequest, NotFound, Overloaded
 from rayfin.actors.timing import RESPONSE_OWNER_SECONDS, RESPONSE_STORE_POLL_SECONDS
 from rayfin.deployments.api.responses.conversations import ConversationState
 from rayfin.deployments.api.responses.state import Progress, ResponseState
+from rayfin.deployments.api.responses.store_log import Record, StoreLog
 from rayfin.deployments.http.tenant_store import TenantStore
 
 MAX_RESPONSES = 4096
@@ -40,6 +42,7 @@ class ResponseStore:
         max_bytes: int = MAX_BYTES,
         max_age: float = MAX_AGE,
         clock: Callable[[], float] = time.monotonic,
+        log: StoreLog | None = None,
     ) -> None:
         self._states: TenantStore[ResponseState] = TenantStore(
             max_responses, max_bytes, max_age, clock
@@ -50,6 +53,48 @@ class ResponseStore:
         self._clock = clock
         self._owners: dict[str, _Owner] = {}
         self._owner_of: dict[str, str] = {}  # of each response that runs
+        self._log: StoreLog | None = None
+        if log is not None:
+            self._restore(log, time.time() - max_age)
+
+    @classmethod
+    def over(cls, folder: str | None) -> "ResponseStore":
+        """Returns a store whose content outlives this process, if there is a folder.
+
+        Raises:
+            InvalidConfig: the folder cannot be written.
+        """
+        return cls(log=None if folder is None else StoreLog(Path(folder)))
+
+    def _restore(self, log: StoreLog, since: float) -> None:
+        """Takes over what another process has recorded. What it ran has failed."""
+        for method, value in log.records():
+            if method == "forget":
+                self._forget(value)
+            elif value.created_at >= since and method == "keep":
+                self._forget(value.id)
+                self._states.add(value)
+            elif value.created_at >= since:
+                self.add_conversation(value)
+        for state in self._states:
+            if not state.done:
+                state.fail(EngineUnavailable("The server that ran this response has ended."))
+        log.rewrite(self._records())
+        self._log = log
+
+    def _records(self) -> Iterator[Record]:
+        yield from (("keep", state.snapshot()) for state in self._states)
+        yield from (("add_conversation", state) for state in self._conversations)
+
+    def _record(self, method: str, value: object) -> None:
+        if self._log is not None:
+            self._log.append((method, value), self._records)
+
+    def _forget(self, item_id: str) -> None:
+        if (state := self._states.find(item_id)) is not None:
+            self._states.remove(state)
+        if (conversation := self._conversations.find(item_id)) is not None:
+            self._conversations.remove(conversation)
 
     def __len__(self) -> int:
         return len(self._states)
@@ -72,6 +117,8 @@ class ResponseStore:
             raise Overloaded("Too many stored responses are in progress.")
         self._owner_of[state.id] = owner
         self._seen(owner)
+        if state.created.background:
+            self._record("keep", state.snapshot())
 
     def grow(self, response_id: str, tenant: str, progress: Progress) -> None:
         """Takes over what the owner reports; ignores a response that was deleted."""
@@ -82,6 +129,7 @@ class ResponseStore:
             self._owner_of.pop(response_id, None)
         if state is not None and state.done:
             self._states.settle(state)
+            self._record("keep", state.snapshot())
 
     def get(self, response_id: str, tenant: str, param: str = "response_id") -> ResponseState:
         """Returns a copy of a response.
@@ -109,6 +157,7 @@ class ResponseStore:
         if state is None:
             return
         self._states.remove(state)
+        self._record("forget", response_id)
         self._end(response_id)
         self._owner_of.pop(response_id, None)
         state.finish("cancelled")  # wakes those who wait for changes
@@ -133,6 +182,7 @@ class ResponseStore:
         if (known := self._conversations.get(state.id, state.tenant)) is not None:
             self._conversations.remove(known)
         self._conversations.add(state)
+        self._record("add_conversation", state)
 
     def conversation(
         self, conversation_id: str, tenant: str, param: str = "conversation_id"
@@ -166,6 +216,7 @@ class ResponseStore:
         NotFound: the tenant has no such conversation.
         """
         self._conversations.remove(self.conversation(conversation_id, tenant))
+        self._record("forget", conversation_id)
 
     async def unwanted(self, owner: str) -> list[str]:
         """Returns the ids of an owner's responses that are to end; waits a while for some."""

@@ -1,15 +1,20 @@
 """What the store keeps and what it lets go."""
 
+import pickle
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rayfin.actors.errors import InvalidRequest, NotFound, Overloaded
-from rayfin.deployments.api.responses.items import input_items
-from rayfin.deployments.api.responses.replies import Response
+from rayfin.actors.errors import InvalidConfig, InvalidRequest, NotFound, Overloaded
+from rayfin.deployments.api.responses.conversations import ConversationState
+from rayfin.deployments.api.responses.items import input_items, texts_of
+from rayfin.deployments.api.responses.replies import OutputMessage, Response
 from rayfin.deployments.api.responses.state import OVERHEAD, ResponseState
 from rayfin.deployments.api.responses.store import ResponseStore
+from rayfin.deployments.api.responses.store_log import StoreLog
 from rayfin.deployments.text.parsing.events import Event
 
 WANTED: dict[str, Any] = {
@@ -141,3 +146,34 @@ def test_the_books_are_empty_when_the_store_is() -> None:
         settle(store, state)
     books = store._states
     assert (books._items, books._sizes, books._births, books._bytes) == ({}, {}, {}, {})
+
+
+def test_what_is_stored_outlives_its_process(tmp_path: Path) -> None:
+    """A background response that ran there has failed, once; a torn record is left out."""
+    store = ResponseStore.over(str(tmp_path))
+    for name in ("done", "gone", "runs"):
+        state = response(name, done=False)
+        state.created.created_at = int(time.time())
+        state.created.background = name == "runs"
+        store.add("a", state)
+        if name != "runs":
+            state.append([Event("content", "hi")], 1, 0)
+            state.finish("completed")
+            settle(store, state)
+    store.remove("gone", "")
+    store.add_conversation(ConversationState("c", "", {"a": "b"}, input_items("hello")))
+    store.change_conversation("c", "", {"added": input_items("you")})
+    log = tmp_path / "responses.log"
+    with log.open("ab") as file:
+        file.write(pickle.dumps(("forget", "done"))[:-3])
+    for _ in range(2):
+        again = ResponseStore.over(str(tmp_path))
+        (message,) = again.get("done", "").response().output
+        assert isinstance(message, OutputMessage) and texts_of(message) == ["hi"]
+        assert again.get("runs", "").status == "failed"
+        assert len(again.conversation("c", "").items) == 2
+        with pytest.raises(NotFound):
+            again.get("gone", "")
+        assert len(list(StoreLog(tmp_path).records())) == 3
+    with pytest.raises(InvalidConfig, match="response_dir"):
+        ResponseStore.over(str(log))

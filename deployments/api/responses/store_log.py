@@ -1,0 +1,64 @@
+"""A file in which responses and conversations outlive the process that stores them."""
+
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rayfin.actors.errors import InvalidConfig
+
+NAME = "responses.log"
+MAX_GROWTH = 64 * 2**20  # bytes beyond twice its size, from which on it is written anew
+Record = tuple[str, Any]
+"""A method of the store, and its argument."""
+
+
+class StoreLog:
+    """Records in the order in which they came; the last one may be torn, and is cut off then.
+
+    A record is in the file, though not on the disk, when ``append`` returns: it outlives the
+    process, not the machine.
+
+    Raises:
+        InvalidConfig: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / NAME
+        self._size = 0  # of the file as it was last written anew
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("ab")
+        except OSError as error:
+            said = f"response_dir {folder} cannot be written: {error.strerror}"
+            raise InvalidConfig(said, "response_dir") from None
+
+    def records(self) -> Iterator[Record]:
+        """Yields what was recorded."""
+        with self._path.open("rb") as file, suppress(EOFError, pickle.UnpicklingError):
+            while True:
+                yield pickle.load(file)
+
+    def append(self, record: Record, current: Callable[[], Iterable[Record]]) -> None:
+        """Adds a record.
+
+        Args:
+            current: all that is stored, from which the file is written anew where it has grown.
+        """
+        self._file.write(pickle.dumps(record))
+        self._file.flush()
+        if self._file.tell() > 2 * self._size + MAX_GROWTH:
+            self.rewrite(current())
+
+    def rewrite(self, records: Iterable[Record]) -> None:
+        """Replaces the file; it is the old or the new one at any moment."""
+        fresh = self._path.with_suffix(".new")
+        with fresh.open("wb") as file:
+            for record in records:
+                file.write(pickle.dumps(record))
+        os.replace(fresh, self._path)
+        self._file.close()
+        self._file = self._path.open("ab")
+        self._size = self._path.stat().st_size
