@@ -67,7 +67,7 @@ class MessageBatchRequest(BaseModel):
         return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 
-class RequestCounts(BaseModel):
+class MessageCounts(BaseModel):
     processing: int
     succeeded: int
     errored: int
@@ -79,7 +79,7 @@ class MessageBatch(BaseModel):
     id: str
     type: Literal["message_batch"] = "message_batch"
     processing_status: Literal["in_progress", "canceling", "ended"]
-    request_counts: RequestCounts
+    request_counts: MessageCounts
     created_at: str
     expires_at: str
     ended_at: str | None
@@ -169,7 +169,7 @@ def shown(request: Request, batch: StoredBatch) -> MessageBatch:
     return MessageBatch(
         id=own,
         processing_status="ended" if batch.ended else state,
-        request_counts=RequestCounts(
+        request_counts=MessageCounts(
             processing=0 if batch.ended else left,
             succeeded=batch.completed,
             errored=batch.failed - batch.expired + (left if batch.status == "failed" else 0),

@@ -36,7 +36,7 @@ from rayfin.deployments.guidance.schema.pattern_parts import (
 MAX_LENGTH = 16 * 1024  # characters of a grammar
 MAX_BRACKETS = 64
 MAX_NESTED = 4  # times that a rule is written into itself
-MAX_SIZE = 4000  # characters of a pattern
+MAX_SIZE = 8000  # characters of a pattern
 
 _FRACTION = r"([0-9]+\.[0-9]*|\.[0-9]+)"
 _FLOAT = rf"([0-9]+[eE][+-]?[0-9]+|{_FRACTION}([eE][+-]?[0-9]+)?)"
@@ -86,6 +86,13 @@ class Name:
     text: str
 
 
+@dataclass(slots=True, frozen=True)
+class Lexeme:
+    """A text or a regular expression: a part without names."""
+
+    part: Part
+
+
 def pattern_of_regex(text: str, path: str) -> str:
     """Returns a pattern that the whole text matches, in llguidance's dialect."""
     return f"^(?:{write(_of_regex(text, path), edges=False)})$"
@@ -111,7 +118,7 @@ def _of_regex(text: str, path: str, flags: str = "") -> Part:
     return _mapped(part, _any_case) if "i" in flags else part
 
 
-def _mapped(part: Any, change: Callable[[Chars], Chars]) -> Any:
+def _mapped(part: Part, change: Callable[[Chars], Chars]) -> Part:
     """Returns a part with its sets of characters changed."""
     match part:
         case Chars():
@@ -136,8 +143,8 @@ def _any_case(chars: Chars) -> Chars:
     return Chars(ranges_of([*chars.ranges, *more]), chars.properties, chars.negated)
 
 
-def _of_text(token: str) -> Sequence:
-    """Reads a text with its quotes and its flag."""
+def _of_text(token: str) -> Part:
+    """Reads a text with its quotes and its flag, as a sequence."""
 
     def char(found: "re.Match[str]") -> str:
         code = found[1] or found[2]
@@ -145,7 +152,7 @@ def _of_text(token: str) -> Sequence:
 
     text = _ESCAPE.sub(char, token.removesuffix("i")[1:-1])
     part = Sequence(tuple(Chars(of_text(c)) for c in text))
-    return _mapped(part, _any_case) if token.endswith("i") else part  # type: ignore[no-any-return]
+    return _mapped(part, _any_case) if token.endswith("i") else part
 
 
 class _Reader:
@@ -215,7 +222,7 @@ class _Reader:
         for name in names:
             if library != "common" or name not in COMMON:
                 raise unsupported(f"an import of {library[:32]}.{name[:32]}", self._path)
-            self.rules[alias or name] = _of_regex(COMMON[name], self._path)
+            self.rules[alias or name] = Lexeme(_of_regex(COMMON[name], self._path))
 
     def _names(self) -> list[str]:
         names = [self._name()]
@@ -274,11 +281,12 @@ class _Reader:
         token = self._next
         if token[0] == '"' and len(token) > 1:
             self._at += 1
-            return self._range(_of_text(token)) if self._take("..") else _of_text(token)
+            text = _of_text(token)
+            return Lexeme(self._range(text) if self._take("..") else text)
         if token[0] == "/" and len(token) > 2:
             self._at += 1
             body, _, flags = token[1:].rpartition("/")
-            return _of_regex(body, self._path, flags)
+            return Lexeme(_of_regex(body, self._path, flags))
         closing = {"(": ")", "[": "]"}.get(token)
         if closing is None:
             return Name(self._name())
@@ -291,11 +299,12 @@ class _Reader:
         self._open -= 1
         return part if closing == ")" else Repeat(part, 0, 1)
 
-    def _range(self, first: Sequence) -> Part:
+    def _range(self, first: Part) -> Part:
         token = self._next
         last = _of_text(token) if token[:1] == '"' else Sequence(())
         self._at += 1
-        ends = [part.ranges[0][0] for part in (*first.parts, *last.parts)]  # type: ignore[union-attr]
+        chars = [c for part in (first, last) if isinstance(part, Sequence) for c in part.parts]
+        ends = [c.ranges[0][0] for c in chars if isinstance(c, Chars)]
         if len(ends) != 2 or ends[1] < ends[0]:
             raise self.invalid("a range goes from one character to a later one")
         return Chars(ranges_of([(ends[0], ends[1])]))
@@ -346,15 +355,16 @@ class _Inliner:
                 if written is None:
                     return Sequence(()) if least == 0 else None
                 return Repeat(written, least, most)
-            case Sequence(parts) | OneOf(parts) if _has_names(part):
+            case Sequence(parts) | OneOf(parts):
                 found = [self._written(p, in_rule) for p in parts]
                 kept = tuple(p for p in found if p is not None)
                 whole = len(kept) == len(found) if isinstance(part, Sequence) else bool(kept)
                 return type(part)(kept) if whole else None
-        self._size += unrolled(part)
+        plain: Part = part.part
+        self._size += unrolled(plain)
         if self._size > MAX_SIZE:
             raise too_complex(f"{self._path} is too complex: its rules are too long.", self._path)
-        return self._lexeme(part) if in_rule else part  # type: ignore[no-any-return]
+        return self._lexeme(plain) if in_rule else plain
 
     def _named(self, name: str, in_rule: bool) -> Part | None:
         if name not in self._rules:
@@ -380,23 +390,13 @@ class _Inliner:
         return [Repeat(OneOf(found), 0, None)] if found else []
 
 
-def _has_names(part: Any) -> bool:
-    match part:
-        case Repeat(inner, _, _):
-            return _has_names(inner)
-        case Sequence(parts) | OneOf(parts):
-            return any(map(_has_names, parts))
-        case _:
-            return isinstance(part, Name)
-
-
 def _repeated(name: Name, rule: Any) -> Any:
     """Returns a rule that begins or ends with itself as a repetition: a: b | a c is b c*."""
     once: list[Any] = []
     behind: list[Any] = []
     before: list[Any] = []
     for part in rule.parts if isinstance(rule, OneOf) else (rule,):
-        inner = part.parts if isinstance(part, Sequence) else ()
+        inner: tuple[Any, ...] = part.parts if isinstance(part, Sequence) else ()
         if len(inner) < 2 or inner.count(name) != 1 or name not in (inner[0], inner[-1]):
             once.append(part)
         else:

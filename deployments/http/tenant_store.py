@@ -88,7 +88,7 @@ class TenantStore(Generic[T]):
         return iter(list(self._items.values()))
 
     def find(self, item_id: str) -> T | None:
-        """Returns the item of that id, whoever's it is."""
+        """Returns the item of that id, of any tenant."""
         return self._items.get(item_id)
 
     def remove(self, item: T) -> None:

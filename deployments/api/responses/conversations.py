@@ -53,14 +53,14 @@ class ConversationState:
         return replace(self, metadata=data, items=[*kept, *added])
 
 
-class Conversation(BaseModel):
+class ConversationReply(BaseModel):
     id: str
     object: Literal["conversation"] = "conversation"
     created_at: int
     metadata: dict[str, str]
 
     @classmethod
-    def of(cls, state: ConversationState) -> "Conversation":
+    def of(cls, state: ConversationState) -> "ConversationReply":
         return cls(id=state.id, created_at=state.created_at, metadata=state.metadata)
 
 
@@ -91,25 +91,25 @@ def add_conversation_routes(app: FastAPI, store: Any) -> None:
         return found
 
     @app.post(ROUTE)
-    async def create(request: Request) -> Conversation:
+    async def create(request: Request) -> ConversationReply:
         body = await read_body(request, ConversationRequest)
         check_metadata(body.metadata or {})
         state = ConversationState(
             item_id("conv"), tenant_of(request), body.metadata or {}, body.new_items()
         )
         await store.add_conversation(state)
-        return Conversation.of(state)
+        return ConversationReply.of(state)
 
     @app.get(ROUTE + "/{conversation_id}")
-    async def retrieve(request: Request, conversation_id: str) -> Conversation:
-        return Conversation.of(await find(request, conversation_id))
+    async def retrieve(request: Request, conversation_id: str) -> ConversationReply:
+        return ConversationReply.of(await find(request, conversation_id))
 
     @app.post(ROUTE + "/{conversation_id}")
-    async def update(request: Request, conversation_id: str) -> Conversation:
+    async def update(request: Request, conversation_id: str) -> ConversationReply:
         body = await read_body(request, ConversationRequest)
         check_metadata(body.metadata or {})
         changes = {"metadata": body.metadata or {}}
-        return Conversation.of(
+        return ConversationReply.of(
             await store.change_conversation(conversation_id, tenant_of(request), changes)
         )
 
@@ -137,9 +137,9 @@ def add_conversation_routes(app: FastAPI, store: Any) -> None:
         return _item_of(state, item)
 
     @app.delete(ROUTE + "/{conversation_id}/items/{item}")
-    async def delete_item(request: Request, conversation_id: str, item: str) -> Conversation:
+    async def delete_item(request: Request, conversation_id: str, item: str) -> ConversationReply:
         _item_of(await find(request, conversation_id), item)
-        return Conversation.of(
+        return ConversationReply.of(
             await store.change_conversation(conversation_id, tenant_of(request), {"removed": item})
         )
 

@@ -27,9 +27,6 @@ def add_response_routes(app: FastAPI, models: ServedModels, store: ResponseStore
     """Adds the routes; ``store`` has the responses and conversations of all models."""
     add_conversation_routes(app, store)
 
-    async def find(request: Request, response_id: str) -> ResponseState:
-        return await store.get(response_id, tenant_of(request))
-
     @app.post("/v1/responses")
     async def create(request: Request) -> Response:
         body = await read_body(request, ResponseRequest)
@@ -60,6 +57,13 @@ def add_response_routes(app: FastAPI, models: ServedModels, store: ResponseStore
         answer_rules(body, history + items)  # checks the fields that leave the prompt as it is
         prompt = await prompt_of(service, body, history + items, any_length=True)
         return InputTokens(input_tokens=len(prompt.ids))
+
+    _add_stored_routes(app, models, store)
+
+
+def _add_stored_routes(app: FastAPI, models: ServedModels, store: ResponseStoreClient) -> None:
+    async def find(request: Request, response_id: str) -> ResponseState:
+        return await store.get(response_id, tenant_of(request))
 
     @app.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:

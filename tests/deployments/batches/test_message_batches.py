@@ -9,6 +9,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import httpx2
 import pytest
 from anthropic import AsyncAnthropic
 from fastapi import FastAPI, Request
@@ -33,7 +34,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Site:
-    """The routes over a folder, and a worker whose model says what it is told."""
+    """The routes over a folder, and a worker whose model repeats the question."""
 
     def __init__(self, path: Path) -> None:
         self.folder = BatchFolder(path)
@@ -62,7 +63,7 @@ class Site:
         return httpx.Response(200, json={**message, "content": content, **ending})
 
     def client(self) -> AsyncAnthropic:
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app))
+        http = httpx2.AsyncClient(transport=httpx2.ASGITransport(self.app))
         return AsyncAnthropic(api_key="x", base_url="http://x", http_client=http, max_retries=0)
 
     @asynccontextmanager

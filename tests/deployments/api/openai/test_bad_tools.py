@@ -38,7 +38,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [], "tool_choice": "auto"}, "tool_choice", VALUE),
     ({"tools": {}}, "tools", TYPE),
     ({"tools": [5]}, "tools[0]", TYPE),
-    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type", VALUE),
+    ({"tools": [{"type": "custom", "custom": {"name": 1}}]}, "tools[0].custom.name", TYPE),
+    ({"tools": [{"type": "custom"}]}, "tools[0].custom", MISSING),
+    ({"tools": [{"type": "telepathy"}]}, "tools[0].type", UNSERVED),
     ({"tools": [{"type": "function"}]}, "tools[0].function", MISSING),
     ({"tools": [tool(None)]}, "tools[0].function.name", MISSING),
     ({"tools": [tool("a b")]}, "tools[0].function.name", VALUE),
@@ -74,8 +76,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"reasoning_effort": "lots"}, "reasoning_effort", VALUE),
     ({"reasoning_effort": 3}, "reasoning_effort", TYPE),
     ({"include_reasoning": "no"}, "include_reasoning", TYPE),
-    ({**choose("required"), **FORMAT}, "tool_choice", VALUE),
-    ({**choose(named("f")), **FORMAT}, "tool_choice", VALUE),
     ({"messages": [{"role": "tool", "content": "9"}]}, "messages[0].tool_call_id", MISSING),
 ]
 

@@ -9,6 +9,7 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
 from rayfin.actors.errors import Overloaded, RequestFailed
+from rayfin.actors.messages import EngineInfo
 
 pytestmark = pytest.mark.anyio
 LOGPROBS = "message.output_text.logprobs"
@@ -388,9 +389,11 @@ async def test_raw_messages(http: httpx.AsyncClient, engine: Any, tokenizer: Any
 
 
 async def test_a_compaction_is_one_message(
-    openai: AsyncOpenAI, http: httpx.AsyncClient, engine: Any, tokenizer: Any
+    openai: AsyncOpenAI, http: httpx.AsyncClient, engine: Any, service: Any, tokenizer: Any
 ) -> None:
     """The summary's prompt goes on where the conversation ended; the message may stand for it."""
+    service.max_model_len = 1024
+    engine.limits = EngineInfo("engine", 1024, tokenizer.vocab_size, 1000, 4)
     first = await openai.responses.create(model="tiny", input="hello", max_output_tokens=3)
     before = tokenizer.decode(engine.seen[-1].prompt, False).removesuffix("assistant\n")
     compacted = await openai.responses.compact(
