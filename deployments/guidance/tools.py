@@ -195,7 +195,7 @@ def _custom(
             if inner:
                 schema += f".{inner}"
                 form = as_object(required(form, inner, path + place), schema)
-            syntax = as_choice(required(form, "syntax", schema), _SYNTAX, f"{schema}.syntax")
+            syntax = as_choice(required(form, "syntax", schema), tuple(_SYNTAX), f"{schema}.syntax")
             text = as_string(required(form, "definition", schema), f"{schema}.definition")
             pattern = _SYNTAX[syntax](text, f"{schema}.definition")
             member["description"] += f" It follows this {syntax} grammar:\n{text}"

@@ -242,15 +242,6 @@ def test_allowed_tools_are_the_only_ones() -> None:
     assert not takes(walker, rules, render_calls(row, CALLS[:1]))
 
 
-def test_a_form_excludes_a_forced_call() -> None:
-    answer = make_grammar(StructuredOutputs(choice=["a"]), "x")
-    with pytest.raises(InvalidRequest, match="response format") as caught:
-        make_call_rules(
-            TOOL_FORMATS["hermes"], TOOLS, ToolChoice("required"), byte_tokenizer(), answer=answer
-        )
-    assert caught.value.param == "tool_choice"
-
-
 UNWRITTEN = {
     "type": "object",
     "properties": {"a": {"type": "string"}, "b": {"type": "string"}},
