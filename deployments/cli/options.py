@@ -25,7 +25,7 @@ ENVIRONMENT = {  # secrets should not appear on a command line
     "admin_api_key": ADMIN_KEY_VARIABLES,
 }
 SECTIONS = {
-    "Door": "Address",
+    "ListenOptions": "Address",
     "ServerArgs": "Server",
     "EngineArgs": "Engine",
     "SamplingParams": "Sampling",
