@@ -6,46 +6,14 @@ from pydantic import BaseModel, ConfigDict
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.sampling_params import BIAS_LIMIT, SamplingParams, listed
+from rayfin.deployments.generation.members import check_members, ignored_members
 from rayfin.deployments.generation.plan import AnswerRules
 from rayfin.deployments.generation.prompt_forms import check_salt
 from rayfin.deployments.generation.sampling_limits import PRIORITIES
 from rayfin.deployments.guidance.fields import GUIDED, WHITESPACE, AnswerFormat, asked_format
 from rayfin.deployments.http.request_id import LABEL
-from rayfin.deployments.text.checks import is_empty
 
 MAX_STOP_LENGTH = 4096  # characters
-
-UNSERVED: dict[str, tuple[object, ...]] = {  # -> values that change nothing, beside empty ones
-    "prompt_embeds": (),
-    "logprob_token_ids": (),
-    "prompt_logprob_token_ids": (),
-    "flat_logprobs": (False,),
-    "thinking_token_budget": (-1,),
-    "watermarking": (False,),
-    "vllm_xargs": (),
-    "extra_args": (),
-    "kv_transfer_params": (),
-    "ec_transfer_params": (),
-    "skip_reading_prefix_cache": (False,),
-    "routed_experts_prompt_start": (),
-    "trace_decode_token_ids": (),
-    "return_weight_versions": (False,),
-    "return_token_offsets": (False,),
-    "mm_payload": (),
-    "media_io_kwargs": (),
-    "mm_processor_kwargs": (),
-    "chat_template": (),
-    "documents": (),
-    "functions": (),
-    "function_call": ("none",),
-    "audio": (),
-    "modalities": (["text"],),
-    "suffix": (),
-}
-"""Fields of other servers."""
-
-FORMAT_FIELDS = ("structured_outputs", *GUIDED, WHITESPACE)
-"""What completions take beside ``response_format``, and other APIs do not."""
 
 SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "seed", "stop", "top_k", "min_p", "min_tokens", "ignore_eos"),
@@ -120,7 +88,11 @@ class GenerationBody(BaseModel):
     session_id: str | None = None  # a label; nothing is looked up by it
 
     def ignored_fields(self) -> list[str]:
-        return [name for name in self.model_extra or {} if name not in UNSERVED]
+        extra = self.model_extra
+        unread = ignored_members("completions", extra) if extra else []
+        if self.structured_outputs is not None:
+            unread += [name for name in GUIDED if getattr(self, name) is not None]
+        return unread
 
     @property
     def include_usage(self) -> bool:
@@ -188,9 +160,8 @@ class GenerationBody(BaseModel):
         Raises:
             InvalidRequest: ``param`` is the field.
         """
-        for name, value in (self.model_extra or {}).items():
-            if name in UNSERVED and not is_empty(value) and value not in UNSERVED[name]:
-                raise unserved(name)
+        if self.model_extra:
+            check_members("completions", self.model_extra)
         if not self.stream and any(value is not None for _, value in self.stream_options or ()):
             raise InvalidRequest("stream_options needs stream to be true.", "stream_options")
         if self.stream and (self.best_of or 1) > (self.n or 1):
@@ -214,12 +185,6 @@ class GenerationBody(BaseModel):
             )
         _check_bias(self.logit_bias or {})
         _check_stop(self.stop)
-
-
-def unserved(name: str, which: str = "") -> InvalidRequest:
-    return InvalidRequest(
-        f"{name} {which}is not supported by this version of Rayfin.", name, "unsupported_parameter"
-    )
 
 
 def _check_bias(biases: dict[str, float]) -> None:

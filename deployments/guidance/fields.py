@@ -44,6 +44,8 @@ def asked_format(
         guided: vLLM's older fields by their names; None is the same as left out.
     """
     given = {name: value for name, value in guided.items() if value is not None}
+    if structured_outputs is not None:  # the newer name counts, as in vLLM
+        given = {name: value for name, value in given.items() if name == WHITESPACE}
     whitespace = given.pop(WHITESPACE, None)
     forms: dict[str, AnswerFormat] = {}
     if response_format is not None:

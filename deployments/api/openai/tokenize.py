@@ -8,11 +8,12 @@ from pydantic import BaseModel, ConfigDict
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.generation.generation import off_loop
+from rayfin.deployments.generation.members import check_members
 from rayfin.deployments.generation.prompts import chat_ids, text_ids, thinking_variables
 from rayfin.deployments.generation.service import OpenAIService, ServedModels
 from rayfin.deployments.guidance.tools import declared_tools
 from rayfin.deployments.http.json_body import ignored_header, read_body
-from rayfin.deployments.text.checks import is_empty, missing
+from rayfin.deployments.text.checks import missing
 
 PLACES = (
     "vocab_file",
@@ -20,7 +21,6 @@ PLACES = (
     "tokenizer_file",
     "name_or_path",
 )  # of files, on this machine
-UNSERVED = ("media_io_kwargs", "mm_processor_kwargs")
 
 
 class TokenizeRequest(BaseModel):
@@ -42,13 +42,7 @@ class TokenizeRequest(BaseModel):
     tools: Any = None
 
     def check(self) -> None:
-        for name in UNSERVED:
-            if not is_empty((self.model_extra or {}).get(name)):
-                raise InvalidRequest(
-                    f"{name} is not supported by this version of Rayfin.",
-                    name,
-                    "unsupported_parameter",
-                )
+        check_members("tokenize", self.model_extra)
         if self.prompt is None and self.messages is None:
             raise missing("prompt")
         if self.prompt is not None and self.messages is not None:

@@ -9,24 +9,15 @@ from pydantic import BaseModel, ConfigDict
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.sampling_params import SamplingParams
-from rayfin.deployments.generation.bodies import FORMAT_FIELDS, GenerationBody
-from rayfin.deployments.generation.bodies import UNSERVED as UNSERVED_ANYWHERE
+from rayfin.deployments.generation.bodies import GenerationBody
+from rayfin.deployments.generation.members import check_members, ignored_members
 from rayfin.deployments.guidance.tools import DeclaredTools, declared_tools, flat_tools
 from rayfin.deployments.http.json_body import rename_error_params, rename_error_paths
-from rayfin.deployments.text.checks import as_string, is_empty, required
+from rayfin.deployments.text.checks import as_string, required
 
 MAX_METADATA = 16  # pairs
 MAX_KEY = 64  # characters
 MAX_VALUE = 512
-UNSERVED: dict[str, tuple[object, ...]] = {  # -> values that ask for nothing, beside empty ones
-    "prompt": (),
-    "context_management": (),
-    "moderation": (),
-    "previous_input_messages": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    **dict.fromkeys(FORMAT_FIELDS, ()),  # text.format says it
-}
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (  # the others are parts of items or contents that no response here has
     LOGPROBS,
@@ -78,10 +69,7 @@ class ResponsePromptBody(BaseModel):
         Raises:
             InvalidRequest: ``param`` names the field.
         """
-        for name, harmless in UNSERVED.items():
-            value = getattr(self, name, None)
-            if not is_empty(value) and value not in harmless:
-                raise unserved(name)
+        check_members("responses", self.model_extra)
 
     @cached_property
     def declared_tools(self) -> DeclaredTools:
@@ -105,12 +93,11 @@ class ResponsePromptBody(BaseModel):
         return None if given is None else as_string(given, path)
 
     def ignored_fields(self) -> list[str]:
-        known = UNSERVED.keys() | UNSERVED_ANYWHERE.keys()
         inner = [f"text.{name}" for name in self.text or {} if name != "format"]
         asked = self.reasoning or {}
         inner += [f"reasoning.{name}" for name in asked if name != "effort" and asked[name]]
         inner += self.declared_tools.ignored_fields()
-        return [name for name in self.model_extra or {} if name not in known] + inner
+        return ignored_members("responses", self.model_extra) + inner
 
 
 class ResponseRequest(ResponsePromptBody):
@@ -161,9 +148,7 @@ class ResponseRequest(ResponsePromptBody):
         Raises:
             InvalidRequest: a value out of range, or a field that is not served.
         """
-        extra = self.model_extra or {}
         shared = {name: getattr(self, name) for name in (*SAMPLING, "priority", "cache_salt")}
-        shared |= {name: extra[name] for name in UNSERVED_ANYWHERE if name in extra}
         with rename_error_params(OUR_NAMES):
             params = GenerationBody(**shared).sampling_params(defaults, self.max_output_tokens)
             return replace(params, logprobs=self.top_logprobs or 0 if self.has_logprobs else None)
@@ -216,9 +201,3 @@ def check_metadata(metadata: dict[str, str]) -> None:
                 "metadata",
                 "string_above_max_length",
             )
-
-
-def unserved(name: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"{name} is not supported by this version of Rayfin.", name, "unsupported_parameter"
-    )

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rayfin.deployments.api.responses.bodies import ResponsePromptBody, unserved
+from rayfin.deployments.api.responses.bodies import ResponsePromptBody
 from rayfin.deployments.api.responses.replies import Item, Reasoning, ToolSearchOutput
+from rayfin.deployments.generation.members import unserved
 from rayfin.deployments.generation.plan import AnswerRules
 from rayfin.deployments.generation.prompts import thinking_variables
 from rayfin.deployments.guidance.fields import AnswerFormat, read_response_format
