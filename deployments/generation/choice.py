@@ -10,6 +10,7 @@ from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
 from rayfin.deployments.generation.best_of import Likelihood
 from rayfin.deployments.generation.calls import AnswerCall, ParsedAnswer
 from rayfin.deployments.generation.usage import RequestTimes
+from rayfin.deployments.text.generation_prompt import ChatPrompt
 from rayfin.deployments.text.output import OutputText, TextDelta
 
 
@@ -23,7 +24,13 @@ class Prompt:
     cache_salt: str | None = None  # pages are shared only among prompts with the same salt
     images: tuple[MediaInput, ...] = ()
     embeds: tuple[PromptEmbeds, ...] = ()  # in place of tokens, whose ids are zeros
+    repairs: tuple[str, ...] = ()  # what of its messages was changed for the template
     scores: dict[int, TokenLogprob] = field(default_factory=dict)  # by position, if requested
+
+    @classmethod
+    def of(cls, chat: ChatPrompt, param: str, cache_salt: str | None = None) -> "Prompt":
+        """Returns a rendered conversation as a prompt without embeddings."""
+        return cls(chat.ids, param, cache_salt=cache_salt, images=chat.images, repairs=chat.repairs)
 
     @property
     def shown_ids(self) -> list[int] | None:

@@ -37,6 +37,7 @@ from rayfin.deployments.generation.usage import (
 from rayfin.deployments.http.caller import ANONYMOUS, Caller
 from rayfin.deployments.http.sse import cancelled
 from rayfin.deployments.text.output import OutputText, TextDelta
+from rayfin.deployments.text.repair import REPAIRED
 
 LOGPROB_CHARACTERS = 50  # of JSON, at least, for a log probability
 LONG_TEXT = 16 * 1024  # characters from which tokenizing leaves the event loop
@@ -149,6 +150,9 @@ class Generation:
             service.request_log.received(request_id, ids, params, caller.tenant)
         generation = cls(service, prompts, requests, params, search, caller, plan)
         generation.headers |= plan.headers
+        repairs = sorted({name for prompt in prompts for name in prompt.repairs})
+        if repairs:
+            generation.headers[REPAIRED] = ",".join(repairs)
         for choice in generation.choices:
             choice.page_size = info.page_size if info.prefix_caching else 0
         return generation

@@ -285,6 +285,8 @@ def make_plan(
     Args:
         answer: of the form, if it is made already.
     """
+    if formats.rules.one_call and rules.choice.parallel:
+        rules = replace(rules, choice=replace(rules.choice, parallel=False))
     if rules.budget is not None and formats.reasoning is None:
         raise InvalidRequest(
             f"{rules.budget_param} needs a model whose reasoning is known; see --reasoning-parser.",

@@ -18,6 +18,7 @@ from rayfin.deployments.media.embeds_parts import is_embeds, mark_embeds, place_
 from rayfin.deployments.text.generation_prompt import ChatPrompt, render_prompt
 from rayfin.deployments.text.markers import Marked
 from rayfin.deployments.text.messages import PlainTools, media_of
+from rayfin.deployments.text.repair import NO_RULES
 
 
 def thinking_variables(
@@ -127,6 +128,9 @@ async def chat_prompt(
     continued = bool(continue_final_message)
     variables = {**service.template_defaults, **(variables or {})}
     _check_template(service, chat_template)
+    formats = service.formats
+    if chat_template is not None:  # whose rules are not known
+        formats = replace(formats, rules=NO_RULES)
     characters = _characters(messages)
     if not (any_length or given):  # before media are decoded, which takes far longer
         check_length(characters, service.tokenizer, service.max_model_len, param)
@@ -138,7 +142,7 @@ async def chat_prompt(
         prompt = render_prompt(
             service.tokenizer,
             messages if marked is None else marked.messages,
-            service.formats,
+            formats,
             tools=tools,
             add_generation_prompt=not continued
             if add_generation_prompt is None

@@ -21,6 +21,7 @@ from rayfin.deployments.text.messages import (
     texts_in,
 )
 from rayfin.deployments.text.parsing.format import IdStyle
+from rayfin.deployments.text.repair import NO_RULES, TemplateRules, repaired
 from rayfin.deployments.text.template_watch import watched
 from rayfin.deployments.text.tokenizer import Tokenizer
 
@@ -50,6 +51,7 @@ class HistoryStyle:
     arguments_as_text: bool = False
     ids: IdStyle = "openai"
     content: ContentFormat = "string"
+    rules: TemplateRules = NO_RULES
 
 
 OBJECTS = HistoryStyle()
@@ -106,7 +108,7 @@ def render_chat(
             "add_generation_prompt and continue_final_message exclude each other.",
             "continue_final_message",
         )
-    _fit(conversation, template)
+    conversation = _fitted(conversation, template, history.rules)
     texts = [*texts_in(conversation), *texts_in(extras)]
     has_tags = _holds_tag(tokenizer, conversation, extras)
     inner = tokenizer.literal_inner if has_tags else tokenizer.inner
@@ -138,14 +140,17 @@ def render_chat(
     return cast(list[int], ids)
 
 
-def _fit(conversation: Sequence[dict[str, Any]], template: str) -> None:
-    """Gives roles and earlier thoughts the names that the template knows."""
+def _fitted(
+    conversation: list[dict[str, Any]], template: str, rules: TemplateRules
+) -> list[dict[str, Any]]:
+    """Gives roles and earlier thoughts the names that the template knows, and keeps its rules."""
     for message in conversation:
         if message["role"] == "developer" and "developer" not in template:
             message["role"] = "system"
         thought = message.get("reasoning_content")
         if thought is not None and ".thinking" in template and not message["content"]:
             message["thinking"] = thought
+    return conversation if rules == NO_RULES else repaired(conversation, rules)[0]
 
 
 def _template(tokenizer: Tokenizer, override: str | None, has_tools: bool) -> str:

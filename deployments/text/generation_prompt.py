@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from rayfin.deployments.text.chat_template import HistoryStyle, render_chat
 from rayfin.deployments.text.markers import Marked
 from rayfin.deployments.text.messages import plain_messages, text_of
 from rayfin.deployments.text.parsing.detect import Detected
+from rayfin.deployments.text.repair import NO_RULES, repaired
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 Render = Callable[[Sequence[Any], bool], list[int]]
@@ -32,6 +33,7 @@ class ChatPrompt:
     images: tuple[MediaInput, ...] = ()
     embeds: tuple[PromptEmbeds, ...] = ()  # in the order of their positions, where ids are zeros
     opening: str = ""  # what the template puts into the model's mouth, if its thoughts are known
+    repairs: tuple[str, ...] = ()  # what of the messages was changed for the template
 
 
 def render_prompt(
@@ -66,6 +68,7 @@ def render_prompt(
             formats.arguments_as_text,
             "openai" if formats.tools is None else formats.tools.id_style,
             formats.content,
+            formats.rules,
         ),
         media=media,
         marked=marked,
@@ -76,15 +79,18 @@ def render_prompt(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
+        repairs = repaired(messages, formats.rules)[1] if formats.rules != NO_RULES else ()
+        prompt = ChatPrompt(ids, repairs=tuple(repairs))
     else:
         plain_messages(messages, media=media)
         ids = given
+        prompt = ChatPrompt(ids)
     if formats.reasoning is None or not (add_generation_prompt or continue_final_message):
-        return ChatPrompt(ids)
+        return prompt
     if continue_final_message:
         last = plain_messages(messages, media=media)[-1]
         said = text_of(last["content"])
-        return ChatPrompt(ids, opening=said if marked is None else marked.without(said))
+        return replace(prompt, opening=said if marked is None else marked.without(said))
     depends = repr((chat_template, bool(tools), sorted((variables or {}).items())))
     key = hashlib.sha256(depends.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -93,7 +99,7 @@ def render_prompt(
 
     shown = messages if given is None else None
     opening = opening_text(tokenizer, ids, shown, with_or_without, key)
-    return ChatPrompt(ids, opening=opening)
+    return replace(prompt, opening=opening)
 
 
 def opening_text(

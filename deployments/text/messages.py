@@ -257,8 +257,10 @@ def _content(content: object, path: str, media: MediaKind | None) -> str:
         kind = as_string(required(as_object(part, where), "type", where), f"{where}.type")
         field = {"text": "text", "input_text": "text", "refusal": "refusal"}.get(kind)
         if field is None:
+            # By these words Claude Code drops a picture from its history, and goes on.
+            known = "Could not process image. " if media_of(part) == "image" else ""
             raise InvalidRequest(
-                f"Content of type {kind[:32]!r} is not supported: this model reads "
+                f"{known}Content of type {kind[:32]!r} is not supported: this model reads "
                 f"{READS[media]} only.",
                 f"{where}.type",
                 "unsupported_content",

@@ -1,7 +1,7 @@
 """Token deltas of one request to text deltas."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
@@ -39,13 +39,14 @@ class TextDelta:
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by prompt position
     parts: list[DeltaPart] = field(default_factory=list)  # with a parser: of all tokens, in order
     reasoning_tokens: int = 0  # with a parser: tokens between the marks of a thought
+    silent_end: bool = False  # the last token ends the answer, and is no text
 
     def append(self, other: "TextDelta") -> None:
         """Appends the delta that follows."""
         self.text += other.text
         self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
         self.token_ids += other.token_ids
-        self.cached_tokens = other.cached_tokens
+        self.cached_tokens, self.silent_end = other.cached_tokens, other.silent_end
         self.logprobs += other.logprobs
         self.offsets += other.offsets
         self.prompt_logprobs |= other.prompt_logprobs
@@ -75,11 +76,23 @@ class TextDelta:
             else:
                 last.events.append(event)
 
-    def split(self) -> "Iterator[TextDelta]":
+    def split(self, *, end_apart: bool = False) -> "Iterator[TextDelta]":
         """Yields the parts as deltas of their own tokens, log probabilities and events.
 
         Only the last one has a finish reason. Without a parser it is the delta itself.
+
+        Args:
+            end_apart: a token without text that ends the answer is a part of its own.
         """
+        if end_apart and self.silent_end and self._shows_with_its_end():
+            last = len(self.token_ids) - 1
+            parts = [*self.parts]
+            if parts:
+                parts[-1] = DeltaPart(parts[-1].events, parts[-1].tokens - 1)
+            shown = replace(self, finish_reason=None, stop_reason=None, parts=parts)
+            yield from shown._tokens(0, last).split()
+            yield replace(self, text="", parts=[])._tokens(last, last + 1)
+            return
         if len(self.parts) < 2:
             yield self
             return
@@ -96,6 +109,22 @@ class TextDelta:
                 parts=[part],
             )
             start = end
+
+    def _tokens(self, start: int, end: int) -> "TextDelta":
+        """Returns the delta with so many of its tokens only."""
+        return replace(
+            self,
+            token_ids=self.token_ids[start:end],
+            logprobs=self.logprobs[start:end],
+            offsets=self.offsets[start:end],
+        )
+
+    def _shows_with_its_end(self) -> bool:
+        """Whether the part of the last token has a text, and tokens of that."""
+        if not self.parts:
+            return bool(self.text) and len(self.token_ids) > 1
+        last = self.parts[-1]
+        return last.tokens > 1 and any(event.text or event.kind == "call" for event in last.events)
 
 
 def _joins(before: Event, event: Event) -> bool:
@@ -209,6 +238,7 @@ class OutputText:
         Adds the tokens to ``result``. The token is None where there are several or none.
         """
         silent = self._silent_tail(delta)
+        result.silent_end = bool(silent)
         spoken = delta.tokens[: len(delta.tokens) - silent]
         # Token by token with stop strings, as the token that completes one is the last; with log
         # probabilities, which need the offset of each token; and with a parser.

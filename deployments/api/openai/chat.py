@@ -86,7 +86,7 @@ class ChatAdapter(CompletionAdapter):
             ids = truncated(rendered.ids, params, service.max_model_len, side, uncut=whole)
             param = path if given is None else GIVEN_PROMPT
             echo = self._echo(messages)
-            shown = (rendered.images, rendered.embeds)
+            shown = (rendered.images, rendered.embeds, rendered.repairs)
             prompts.append(Prompt(ids, param, echo, body.cache_salt, *shown))
         return prompts
 
@@ -167,7 +167,7 @@ class ChatAdapter(CompletionAdapter):
     def events(self, choice: Choice, delta: TextDelta) -> list[str]:
         events = [] if choice.index in self._started else self._first_events(choice)
         parsed = choice.parsed.plan.make_parser is not None
-        for part in delta.split():
+        for part in delta.split(end_apart=self._with_logprobs):
             self._cursor.advance(choice, part)
             written = content_delta(part.text)
             if parsed:

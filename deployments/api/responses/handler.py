@@ -146,7 +146,7 @@ class ResponseAdapter(GenerationAdapter):
         with rename_error_params(OUR_NAMES):
             generation = await Generation.prepare(
                 service,
-                [Prompt(prompt.ids, "input", "", body.cache_salt, prompt.images)],
+                [Prompt.of(prompt, "input", body.cache_salt)],
                 params,
                 request_id=self._id,
                 priority=body.priority or 0,

@@ -20,8 +20,10 @@ from rayfin.deployments.text.parsing.formats import (
     find_tool_format,
 )
 from rayfin.deployments.text.parsing.template_probe import TemplateProbe
+from rayfin.deployments.text.parsing.template_rules import find_rules
 from rayfin.deployments.text.parsing.thoughts import ThoughtsFound, find_reasoning
 from rayfin.deployments.text.parsing.trials import CallTrials
+from rayfin.deployments.text.repair import NO_RULES, TemplateRules
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 FOR_ANY = "json"  # the row for models whose format is unknown; no template writes it
@@ -39,6 +41,7 @@ class Detected:
     # Settings of the server, beside what was found:
     tool_guidance: ToolGuidance = "json"
     reasoning_field: ReasoningField = "both"  # of chat completions
+    rules: TemplateRules = NO_RULES  # of the template, which messages are repaired for
 
     @property
     def names(self) -> tuple[str | None, str | None]:
@@ -76,6 +79,7 @@ def detect(
     check_parsers(tool_parser, reasoning_parser)
     found = ThoughtsFound([], "the model has no chat template")
     content: ContentFormat = "string" if content_format == "auto" else content_format
+    rules = NO_RULES
     if chat_template is None and not tokenizer.inner.chat_template:
         tools = None if tool_parser in (AUTO, NONE) else find_tool_format(tool_parser)
         as_text, why = False, found.why
@@ -85,11 +89,13 @@ def detect(
         both = [CallTrials(tokenizer, probe, found.best(None), text) for text in (False, True)]
         content = probe.content_format() if content_format == "auto" else content_format
         tools, as_text, why = _find_tools(tokenizer, both, tool_parser, probe.shows_tools)
+        rules = find_rules(probe, as_text)
     reasoning = found.best(tools)
     if reasoning_parser != AUTO:
         reasoning = None if reasoning_parser == NONE else find_reasoning_format(reasoning_parser)
     thoughts_why = found.why if reasoning_parser == AUTO else "as set"
-    detected = Detected(tools, reasoning, as_text, content, "", tool_guidance, reasoning_field)
+    settings = (tool_guidance, reasoning_field)
+    detected = Detected(tools, reasoning, as_text, content, "", *settings, rules)
     names = [name or NONE for name in detected.names]
     text = f"tool calls: {names[0]} ({why}); reasoning: {names[1]} ({thoughts_why})"
     return replace(detected, why=text)

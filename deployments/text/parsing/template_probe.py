@@ -105,8 +105,19 @@ class TemplateProbe:
         variables: Mapping[str, Any] = {},
     ) -> str | None:
         """Returns the text of a question and what follows it, or None if the template refuses."""
-        # Templates may change what they are given.
-        conversation = [dict(self._user), *map(dict, messages)]
+        conversation = [self._user, *messages]
+        return self.write(conversation, generation=generation, tools=tools, variables=variables)
+
+    def write(
+        self,
+        messages: Sequence[Message],
+        *,
+        generation: bool = False,
+        tools: bool = True,
+        variables: Mapping[str, Any] = {},
+    ) -> str | None:
+        """Returns the text of a conversation, or None if the template refuses it."""
+        conversation = list(map(dict, messages))  # templates may change what they are given
 
         def write() -> str:
             text = self._tokenizer.inner.apply_chat_template(

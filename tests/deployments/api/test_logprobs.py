@@ -130,13 +130,14 @@ async def test_of_a_chat(
             (tokenizer.token_text(5), -0.25),
             (tokenizer.token_text(6), -0.5),
         ]
-    joined = [
-        own
+    chunks = [
+        (chunk.choices[0].delta.content, chunk.choices[0].logprobs.content or [])
         async for chunk in await openai.chat.completions.create(stream=True, **asked)
         if chunk.choices[0].logprobs is not None
-        for own in chunk.choices[0].logprobs.content or []
     ]
-    assert joined == entries.content
+    assert [own for _, listed in chunks for own in listed] == entries.content
+    text, ending = chunks[-1]  # the end has no text, and a chunk of its own
+    assert not text and [own.token for own in ending] == ["<|im_end|>"]
     bare = await openai.chat.completions.create(**{**asked, "top_logprobs": None})
     assert bare.choices[0].logprobs is not None
     assert all(not own.top_logprobs for own in bare.choices[0].logprobs.content or [])

@@ -120,7 +120,6 @@ def test_min_tokens_bans_what_would_stop() -> None:
         (["a"], {}, "prompt", "invalid_type"),
         ([True], {}, "prompt", "invalid_type"),
         ([[1], [1, 2]], {}, "prompt", "invalid_type"),
-        ([1], {"max_tokens": 101}, "max_tokens", "integer_above_max_value"),
         ([1], {"max_tokens": None, "min_tokens": 100}, "min_tokens", "integer_above_max_value"),
         ([1], {"stop_token_ids": [50]}, "stop_token_ids", "invalid_token_id"),
         ([1], {"allowed_token_ids": [1, 50]}, "allowed_token_ids", "invalid_token_id"),

@@ -1,0 +1,157 @@
+"""One repair of messages, for chat templates that refuse some orders of them.
+
+A template's rules are found out once, by rendering (``template_rules.py``), and the repair follows
+from them and the messages alone: what begins equal stays equal, for the prefix cache.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from itertools import takewhile
+from typing import Any
+
+REPAIRED = "x-rayfin-messages-repaired"  # a header of answers
+SYSTEM = ("system", "developer")
+Messages = list[dict[str, Any]]
+
+
+@dataclass(slots=True, frozen=True)
+class TemplateRules:
+    """What a chat template refuses."""
+
+    system_first: bool = False  # one system message, before all others
+    no_system: bool = False
+    no_results: bool = False  # messages of tools
+    no_user_after_results: bool = False
+    alternates: bool = False  # users and assistants take turns
+    one_call: bool = False  # in a message
+
+
+NO_RULES = TemplateRules()
+
+
+def repaired(
+    messages: Sequence[Mapping[str, Any]], rules: TemplateRules
+) -> tuple[Messages, list[str]]:
+    """Returns messages that keep the rules, and the names of what was changed for that.
+
+    Parts of contents keep their order. What no rule forbids stays as it is.
+
+    Args:
+        messages: whose shape is checked.
+    """
+    named: list[str] = []
+    result = [dict(message) for message in messages]
+    for (name, repair), is_kept in zip(STEPS, astuple(rules), strict=True):
+        if not is_kept:
+            continue
+        before, result = result, repair(result)
+        if result != before:
+            named.append(name)
+    return result, list(dict.fromkeys(named))
+
+
+def joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns two messages of one role as one; texts are joined by a newline."""
+    whole = dict(first)
+    for name in ("reasoning_content", "reasoning", "content"):
+        texts = [message[name] for message in (first, second) if message.get(name)]
+        if any(isinstance(text, list) for text in texts):
+            whole[name] = [part for text in texts for part in as_parts(text)]
+        elif texts:
+            whole[name] = "\n".join(texts)
+    if calls := [*(first.get("tool_calls") or ()), *(second.get("tool_calls") or ())]:
+        whole["tool_calls"] = calls
+    return whole
+
+
+def as_parts(content: str | list[Any]) -> list[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _one_system(messages: Messages) -> Messages:
+    """Joins the leading system messages; later ones become users' turns in their places."""
+    leading = list(takewhile(_is_system, messages))
+    rest = [_as_user(message) for message in messages[len(leading) :]]
+    return [*_merged(leading, lambda last, said: True), *rest]
+
+
+def _no_system(messages: Messages) -> Messages:
+    return [_as_user(message) for message in messages]
+
+
+def _no_results(messages: Messages) -> Messages:
+    return [
+        {"role": "user", "content": message.get("content") or ""}
+        if message["role"] == "tool"
+        else message
+        for message in messages
+    ]
+
+
+def _after_results(messages: Messages) -> Messages:
+    """Puts what a user says behind a tool's result to that result."""
+    return _merged(messages, lambda last, said: (last["role"], said["role"]) == ("tool", "user"))
+
+
+def _alternate(messages: Messages) -> Messages:
+    def goes_on(last: dict[str, Any], said: dict[str, Any]) -> bool:
+        return bool(last["role"] == said["role"] and last["role"] in ("user", "assistant"))
+
+    return _merged(messages, goes_on)
+
+
+def _one_call(messages: Messages) -> Messages:
+    """Gives each call a message of its own, with its result behind it, in the results' order."""
+    result: Messages = []
+    results: Messages = []
+    for message in reversed(messages):
+        if message["role"] == "tool":
+            results.insert(0, message)
+            continue
+        is_caller = message["role"] == "assistant" and len(message.get("tool_calls") or ()) > 1
+        behind = list(_calls_apart(message, results)) if is_caller else [message, *results]
+        result, results = [*behind, *result], []
+    return [*results, *result]
+
+
+def _calls_apart(message: dict[str, Any], results: Messages) -> Iterator[dict[str, Any]]:
+    calls = {str(call.get("id", place)): call for place, call in enumerate(message["tool_calls"])}
+    caller = message
+    for said in [*results, None]:
+        answered = list(calls) if said is None else [str(said.get("tool_call_id"))]
+        for name in answered:
+            if (call := calls.pop(name, None)) is not None:
+                yield {**caller, "tool_calls": [call]}
+                caller = {"role": "assistant", "content": ""}
+        if said is not None:
+            yield said
+
+
+STEPS: tuple[tuple[str, Callable[[Messages], Messages]], ...] = (  # as TemplateRules' fields
+    ("system", _one_system),
+    ("system", _no_system),
+    ("results", _no_results),
+    ("results", _after_results),
+    ("turns", _alternate),
+    ("calls", _one_call),
+)
+
+
+def _merged(
+    messages: Messages, goes_on: Callable[[dict[str, Any], dict[str, Any]], bool]
+) -> Messages:
+    result: Messages = []
+    for message in messages:
+        if result and goes_on(result[-1], message):
+            result[-1] = joined(result[-1], message)
+        else:
+            result.append(message)
+    return result
+
+
+def _is_system(message: Mapping[str, Any]) -> bool:
+    return message["role"] in SYSTEM
+
+
+def _as_user(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "role": "user"} if _is_system(message) else message
