@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import click
 
 from rayfin import __version__
+from rayfin.deployments.cli.agents import agents
 from rayfin.deployments.cli.bench import bench
 from rayfin.deployments.cli.chat import chat
 from rayfin.deployments.cli.generate import generate
@@ -23,7 +24,7 @@ INTERRUPTED = 130  # as a shell reports Ctrl-C
 @click.group(
     cls=Commands,
     commands=[
-        *(serve, generate, run_batch, chat, bench),
+        *(serve, generate, run_batch, chat, agents, bench),
         *(status, drain, cache, sleep, wake, collect_env),
     ],
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import ContextLengthExceeded, EngineUnavailable, InvalidConfig
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.cli import chat, generate
+from rayfin.deployments.cli.agents import settings
 from rayfin.deployments.cli.main import cli, main
 from rayfin.deployments.cli.options import build, field_options, values_of
 from rayfin.deployments.edge.listen_options import ListenOptions
@@ -76,7 +78,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     out = capsys.readouterr().out
     assert [line.split()[0] for line in out.partition("Commands:\n")[2].splitlines()[:5]] == [
-        *("serve", "generate", "run-batch", "chat", "bench")
+        *("serve", "generate", "run-batch", "chat", "agents")
     ]
 
 
@@ -427,6 +429,16 @@ def test_chat_once_fails(
 ) -> None:
     assert main(["chat", "--url", fake_server.url, "-q", question]) == 1
     assert capsys.readouterr().err.strip().endswith(f"rayfin: error: {message}")
+
+
+def test_agents(fake_server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["agents", "--url", fake_server.url, "--api-key", "K"]) == 0
+    out = capsys.readouterr().out
+    root = fake_server.url.removesuffix("/v1")
+    assert f"ANTHROPIC_BASE_URL={root}\n" in out and f'base_url = "{root}/v1"' in out
+    assert "ANTHROPIC_AUTH_TOKEN=K" in out and "$" not in out
+    page = (Path(__file__).parents[3] / "docs" / "agents.md").read_text()
+    assert settings("http://127.0.0.1:8000", "demo", 131072) in page
 
 
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
