@@ -31,7 +31,9 @@ class GenerationAdapter(ABC):
     """What one API adds to a generation; made for one HTTP request."""
 
     streamed: bool  # the body says "stream": true
+    opens_late = False  # ``opening`` has what is known with the first token only
     media_type = "application/json"  # of the whole answer
+    stream_type = EventStream.media_type  # of a stream; one of others has no comments
     stream_interval: int | None = None  # tokens per event; the first and the last event never wait
 
     @abstractmethod
@@ -102,10 +104,12 @@ class GenerationRoute:
         deltas = adapter.run(generation)
         try:
             if adapter.streamed:
-                seconds = generation.comment_seconds
+                is_events = adapter.stream_type == EventStream.media_type
+                seconds = generation.comment_seconds if is_events else 0
                 first = await first_of(request, deltas, seconds)
                 events = stream_events(adapter, first, deltas)
-                return EventStream(events, deltas, headers, first, comment_seconds=seconds)
+                kind = adapter.stream_type
+                return EventStream(events, deltas, headers, first, kind, comment_seconds=seconds)
             await while_connected(request, generation.finish(deltas))
         except BaseException:
             adapter.discard()
@@ -142,6 +146,8 @@ async def stream_events(
     """Yields the server-sent events of a stream: ``first`` holds its first delta."""
     buffer = DeltaBuffer(adapter.stream_interval)
     try:
+        if adapter.opens_late:
+            await first
         for text in adapter.opening():
             yield text
         choice, delta = await first

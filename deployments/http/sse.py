@@ -46,10 +46,12 @@ class EventStream(Response):
         source: AsyncGenerator[Any, None],
         headers: Mapping[str, str] | None = None,
         first: asyncio.Task[Any] | None = None,
+        media_type: str = media_type,
         *,
         comment_seconds: float = SSE_COMMENT_SECONDS,
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", **(headers or {})})
+        cached = {"Cache-Control": "no-cache", **(headers or {})}
+        super().__init__(headers=cached, media_type=media_type)
         del self.headers["content-length"]
         self._events = events
         self._source = source

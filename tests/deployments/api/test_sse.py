@@ -104,6 +104,7 @@ class Adapter:
     """Writes deltas as they are, and a failure as its message."""
 
     stream_interval = None
+    opens_late = False
 
     def opening(self) -> list[str]:
         return []

@@ -38,6 +38,20 @@ def wanted(folder: Path) -> np.ndarray:
     return vectors
 
 
+async def test_ollamas_routes(service: Any, wanted: np.ndarray) -> None:
+    http = serve(service)
+    body = {"model": "tiny:latest", "input": TEXTS, "keep_alive": 0}
+    answer = (await http.post("/api/embed", json=body)).json()
+    assert np.abs(np.array(answer["embeddings"]) - wanted).max() < 1e-5
+    assert answer["model"] == "tiny:latest" and answer["prompt_eval_count"] > 0
+    one = await http.post("/api/embeddings", json={"model": "tiny", "prompt": TEXTS[0]})
+    assert np.abs(np.array(one.json()["embedding"]) - wanted[0]).max() < 1e-5
+    small = await http.post("/api/embed", json={**body, "dimensions": 8})
+    assert np.array(small.json()["embeddings"]).shape == (len(TEXTS), 8)
+    shown = await http.post("/api/show", json={"name": "tiny"})
+    assert shown.json()["capabilities"] == ["embedding"]
+
+
 async def test_the_openai_client(service: Any, wanted: np.ndarray) -> None:
     http = serve(service)
     client = AsyncOpenAI(api_key="none", base_url="http://rayfin/v1", http_client=http)

@@ -1,0 +1,193 @@
+"""Ollama's routes: chats, completions, embeddings, and what says which models there are."""
+
+import hashlib
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from functools import wraps
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from rayfin.actors.errors import InvalidRequest, ModelNotFound, RayfinError
+from rayfin.deployments.api.ollama.adapter import OllamaAdapter, stamped
+from rayfin.deployments.api.ollama.bodies import (
+    OllamaBody,
+    OllamaChat,
+    OllamaEmbed,
+    OllamaGenerate,
+    OllamaName,
+)
+from rayfin.deployments.generation.route import GenerationRoute, while_connected
+from rayfin.deployments.generation.service import OpenAIService, ServedModels
+from rayfin.deployments.http.caller import Caller
+from rayfin.deployments.http.errors import failure_response
+from rayfin.deployments.http.json_body import ignored_header, read_body
+from rayfin.deployments.pooling.bodies import InputBody
+from rayfin.deployments.pooling.gather import pool
+from rayfin.deployments.pooling.read import read_inputs
+from rayfin.deployments.pooling.vectors import check_dimensions, cut
+
+SPOKEN = "0.12.6"  # the version of Ollama whose API this is; clients want a lowest one
+LATEST = ":latest"
+AGES = timedelta(days=365)  # until a model is unloaded
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def add_ollama_routes(app: FastAPI, models: ServedModels) -> None:
+    """Adds the routes, whose refusals are ``{"error": message}``."""
+    _add_list_routes(app, models)
+
+    async def generate(request: Request, body: OllamaBody) -> Response:
+        service = await models.resolve_model(request, _plain(models, body.model))
+        if body.loads_only:  # all models are loaded
+            message = {"message": {"role": "assistant", "content": ""}}
+            said = message if isinstance(body, OllamaChat) else {"response": ""}
+            return JSONResponse(stamped(body.model) | said | {"done": True, "done_reason": "load"})
+        headers = ignored_header(body.ignored_fields())
+        return await GenerationRoute(OllamaAdapter(service, body)).answer(request, headers)
+
+    @app.post("/api/chat")
+    @_in_their_words
+    async def chat(request: Request) -> Response:
+        return await generate(request, await read_body(request, OllamaChat))
+
+    @app.post("/api/generate")
+    @_in_their_words
+    async def complete(request: Request) -> Response:
+        return await generate(request, await read_body(request, OllamaGenerate))
+
+    @app.post("/api/embed")
+    @_in_their_words
+    async def embed(request: Request) -> Response:
+        body = await read_body(request, OllamaEmbed)
+        return JSONResponse(await _embed(models, request, body))
+
+    @app.post("/api/embeddings")
+    @_in_their_words
+    async def embed_one(request: Request) -> Response:
+        """The older route of one text."""
+        body = await read_body(request, OllamaEmbed)
+        body.input = body.prompt
+        answer = await _embed(models, request, body)
+        return JSONResponse({"embedding": answer["embeddings"][0]})
+
+
+def _add_list_routes(app: FastAPI, models: ServedModels) -> None:
+    """Adds what says which models there are."""
+
+    @app.get("/api/tags")
+    async def tags() -> dict[str, Any]:
+        return {"models": [_card(models.named(name), name) for name in _names(models)]}
+
+    @app.get("/api/ps")
+    async def ps() -> dict[str, Any]:
+        expires = (datetime.now(UTC) + AGES).isoformat()
+        loaded = []
+        for name in _names(models):
+            service = models.named(name)
+            size = {"size_vram": 0, "context_length": service.max_model_len}
+            loaded.append(_card(service, name) | {"expires_at": expires} | size)
+        return {"models": loaded}
+
+    @app.post("/api/show")
+    @_in_their_words
+    async def show(request: Request) -> Response:
+        body = await read_body(request, OllamaName)
+        if (name := _plain(models, body.model or body.name)) is None:
+            raise ModelNotFound("The model is missing.", "model")
+        await models.look_up(name)
+        return JSONResponse(_shown(models.named(name)))
+
+    @app.get("/api/version")
+    async def version() -> dict[str, str]:
+        return {"version": SPOKEN}
+
+
+def _in_their_words(handler: Handler) -> Handler:
+    """Returns refusals as Ollama does."""
+
+    @wraps(handler)
+    async def handled(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except RayfinError as error:
+            refusal = failure_response(error, request.method, request.scope["path"])
+            kept = ("retry-after", "connection")
+            headers = {name: refusal.headers[name] for name in kept if name in refusal.headers}
+            return JSONResponse({"error": str(error)}, refusal.status_code, headers)
+
+    return handled
+
+
+def _plain(models: ServedModels, name: str | None) -> str | None:
+    """Returns a model's name without the tag that Ollama's clients add."""
+    return name if name in models.names else (name or "").removesuffix(LATEST) or None
+
+
+async def _embed(models: ServedModels, request: Request, body: OllamaEmbed) -> dict[str, Any]:
+    began = time.monotonic()
+    service, recipe = models.resolve_pooling(request, _plain(models, body.model), "embed")
+    check_dimensions(recipe, body.dimensions, service.name)
+    if body.input is None:
+        raise InvalidRequest("input is missing.", "input", "missing_required_parameter")
+    kept = None if body.truncate is False else -1
+    inner = InputBody(input=body.input, truncate_prompt_tokens=kept)
+    inputs, params = await read_inputs(service, recipe, inner)
+    work = pool(service, inputs, params, Caller.of(request), request_id=uuid.uuid4().hex)
+    pooled = await while_connected(request, work)
+    dimensions = body.dimensions or recipe.cut
+    vectors = [cut(vector, dimensions, normalize=True) for vector in pooled.vectors]
+    return {
+        "model": body.model,
+        "embeddings": [vector.tolist() for vector in vectors],
+        "total_duration": int((time.monotonic() - began) * 1e9),
+        "load_duration": 0,
+        "prompt_eval_count": pooled.prompt_tokens,
+    }
+
+
+def _names(models: ServedModels) -> list[str]:
+    """The names of all models and adapters."""
+    adapters = [ref.name for each in models.services for ref in models.adapters_of(each)]
+    return [*models.names, *adapters]
+
+
+def _card(service: OpenAIService, name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
+        "size": 0,
+        "digest": hashlib.sha256(service.name.encode()).hexdigest(),
+        "details": _details(),
+    }
+
+
+def _details() -> dict[str, Any]:
+    empty = dict.fromkeys(("parent_model", "family", "parameter_size", "quantization_level"), "")
+    return {**empty, "format": "rayfin", "families": []}
+
+
+def _shown(service: OpenAIService) -> dict[str, Any]:
+    template = service.chat_template or service.tokenizer.inner.chat_template
+    can = ["embedding"] if service.recipe is not None else ["completion"]
+    if service.recipe is None:
+        formats = service.formats
+        can += ["tools"] if formats.tools is not None else []
+        can += ["thinking"] if formats.reasoning is not None else []
+        can += ["vision"] if service.reads == "image" else []
+    return {
+        "modelfile": "",
+        "parameters": "",
+        "template": template if isinstance(template, str) else "",
+        "details": _details(),
+        "model_info": {
+            "general.architecture": "rayfin",
+            "rayfin.context_length": service.max_model_len,
+        },
+        "capabilities": can,
+        "modified_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
+    }
