@@ -49,6 +49,9 @@ before there is an answer. An error crosses actors by pickle, so each one keeps 
 ``args``.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class RayfinError(Exception):
     """Base class; ``status`` is the HTTP status, ``type`` and ``code`` belong to closed sets."""
@@ -82,6 +85,9 @@ class InvalidRequest(RayfinError):
         if code is not None:
             self.code = code
 
+    details: Mapping[str, Any] | None = None
+    """What programs read, where an API's clients expect it in the body."""
+
 
 class InvalidLine(InvalidRequest):
     """A line of a batch is no request; it may have a ``custom_id`` all the same."""
@@ -93,6 +99,12 @@ class ContextLengthExceeded(InvalidRequest):
     """The prompt is longer than the context, or needs more pages than the engine has."""
 
     code = "context_length_exceeded"
+    tokens: tuple[int, int] | None = None  # of the prompt, at least, and at most allowed
+
+    def sized(self, tokens: int, most: int) -> "ContextLengthExceeded":
+        """Returns itself, with numbers for clients that read them."""
+        self.tokens = (tokens, most)
+        return self
 
 
 class TemplateTooSlow(InvalidRequest):

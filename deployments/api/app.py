@@ -8,16 +8,18 @@ from fastapi.responses import JSONResponse
 from starlette.middleware import Middleware
 
 from rayfin import __version__
+from rayfin.actors.errors import ModelNotFound
 from rayfin.actors.metrics.render import merged
 from rayfin.deployments.api.adapters import add_adapter_routes
 from rayfin.deployments.api.admin import Operated, add_admin_routes
 from rayfin.deployments.api.anthropic.bodies import MessagesRequest, PromptBody
 from rayfin.deployments.api.anthropic.messages import MessagesAdapter, prompt_of
 from rayfin.deployments.api.anthropic.replies import TokenCount
-from rayfin.deployments.api.anthropic.tools import answer_rules
+from rayfin.deployments.api.anthropic.tools import answer_rules, ignored_fields
 from rayfin.deployments.api.audio.adapter import TranscriptionAdapter
 from rayfin.deployments.api.audio.form import Task, read_form
 from rayfin.deployments.api.models import add_model_routes
+from rayfin.deployments.api.ollama.routes import add_ollama_routes
 from rayfin.deployments.api.openai.bodies import (
     BatchChatRequest,
     ChatCompletionRequest,
@@ -77,6 +79,7 @@ def build_api(
     add_completion_routes(app, models)
     add_response_routes(app, models, responses or ResponseStoreClient())
     add_message_routes(app, models)
+    add_ollama_routes(app, models)
     add_model_routes(app, models)
     add_adapter_routes(app, models)
     add_tokenize_routes(app, models)
@@ -151,18 +154,27 @@ def add_completion_routes(app: FastAPI, models: ServedModels) -> None:
 
 
 def add_message_routes(app: FastAPI, models: ServedModels) -> None:
+    async def messages_model(request: Request, name: str | None) -> OpenAIService:
+        """Returns the model; the first one for a name of Claude's, which its clients have fixed."""
+        try:
+            return await models.resolve_model(request, name)
+        except ModelNotFound:
+            if name is None or not name.startswith("claude-"):
+                raise
+        return await models.resolve_model(request, None)
+
     @app.post("/v1/messages")
     async def create(request: Request) -> Response:
         body = await read_body(request, MessagesRequest)
-        headers = ignored_header(body.ignored_fields())
-        service = await models.resolve_model(request, body.model)
+        service = await messages_model(request, body.model)
+        headers = ignored_header(ignored_fields(body, service))
         return await GenerationRoute(MessagesAdapter(service, body)).answer(request, headers)
 
     @app.post("/v1/messages/count_tokens")
     async def count(request: Request, response: Response) -> TokenCount:
         body = await read_body(request, PromptBody)
-        service = await models.resolve_model(request, body.model)
-        response.headers.update(ignored_header(body.ignored_fields()))
+        service = await messages_model(request, body.model)
+        response.headers.update(ignored_header(ignored_fields(body, service)))
         answer_rules(body)  # checks the fields that leave the prompt as it is
         prompt = await prompt_of(service, body, any_length=True)
         return TokenCount(input_tokens=len(prompt.chat.ids))
@@ -221,6 +233,7 @@ def add_status_routes(app: FastAPI, models: ServedModels) -> None:
         texts = await asyncio.gather(*(service.client.metrics() for service in models.services))
         return Response(merged(texts), media_type=METRICS_TYPE)
 
+    @app.head("/", include_in_schema=False)  # Claude Code's first question
     @app.get("/")
     async def root() -> Response:
         paths = {getattr(route, "path", "/") for route in app.routes} - {"/"}

@@ -151,7 +151,7 @@ def _prompt(prompt_ids: Sequence[int], info: EngineInfo, param: str) -> Int32Arr
             f"This model's maximum context length is {info.max_model_len} tokens{clip}, however "
             f"the prompt is too long: it has {len(prompt_ids)} tokens. Please shorten it.",
             param,
-        )
+        ).sized(len(prompt_ids), info.max_model_len - 1)
     try:
         ids = np.asarray(prompt_ids)
     except (ValueError, OverflowError):
@@ -265,7 +265,7 @@ def _room(prompt_len: int, info: EngineInfo, param: str) -> int:
             f"The prompt has {prompt_len} tokens and needs {pages} cache pages of "
             f"{info.page_size} tokens, however this engine has {info.num_pages}.",
             param,
-        )
+        ).sized(prompt_len, info.num_pages * info.page_size)
     cache = info.num_pages * info.page_size + 1
     return min(info.max_model_len, cache) - prompt_len
 
@@ -273,13 +273,6 @@ def _room(prompt_len: int, info: EngineInfo, param: str) -> int:
 def _stop_rules(
     params: SamplingParams, info: EngineInfo, room: int, eos: frozenset[int], guided: bool
 ) -> StopRules:
-    if params.max_tokens is not None and params.max_tokens > info.max_model_len:
-        raise InvalidRequest(
-            f"max_tokens is too large: {params.max_tokens}. This model's maximum context length "
-            f"is {info.max_model_len} tokens.",
-            "max_tokens",
-            "integer_above_max_value",
-        )
     if params.min_tokens > room:
         raise InvalidRequest(
             f"min_tokens must be at most {room}, what the context leaves after the prompt, "

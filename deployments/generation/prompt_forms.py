@@ -111,7 +111,7 @@ def check_length(characters: int, tokenizer: Tokenizer, max_model_len: int, para
             f"This model's maximum context length is {max_model_len} tokens, however the "
             f"prompt is too long: it has {characters} characters. Please shorten it.",
             param,
-        )
+        ).sized(-(-characters // tokenizer.longest_token), max_model_len - 1)
 
 
 def truncated(

@@ -43,8 +43,9 @@ ToolKind = Literal["function", "custom", "search", "unserved"]
 HOSTED = (
     *("web_search", "file_search", "code_interpreter", "image_generation", "computer", "mcp"),
     *("local_shell", "shell", "apply_patch", "programmatic", "tool_search"),
+    *("web_fetch", "code_execution", "text_editor", "bash", "memory", "advisor"),
 )
-"""Beginnings of the types of tools that are OpenAI's own."""
+"""Beginnings of the types of tools that are OpenAI's or Anthropic's own."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """Failures as Anthropic's error body, on the routes that are Anthropic's."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from starlette._utils import get_route_path
@@ -60,25 +61,26 @@ class AnthropicErrors:
         await self._app(scope, receive, translated)
 
 
-def anthropic_error(
-    status: int, message: str, param: str | None, request_id: str
-) -> dict[str, Any]:
-    """The body; there is no place for ``param`` in it, so the message names it."""
+def anthropic_error(status: int, written: Mapping[str, Any], request_id: str) -> dict[str, Any]:
+    """Returns the body for OpenAI's ``error`` object.
+
+    There is no place for ``param`` in it, so the message names it; behind its first words, by which
+    clients recognise some of them.
+    """
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    message, param = written["message"], written.get("param")
     if param is not None and param not in message:
-        message = f"{param}: {message}"
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": message},
-        "request_id": request_id,
-    }
+        message = f"{message} ({param})"
+    error = {"type": kind, "message": message}
+    if "details" in written:
+        error["details"] = written["details"]
+    return {"type": "error", "error": error, "request_id": request_id}
 
 
 def error_event(error: Exception, request_id: str) -> str:
     """The last event of a stream that failed."""
     status = error.status if isinstance(error, RayfinError) else 500
-    written = error_body(error)["error"]
-    body = anthropic_error(status, written["message"], written["param"], request_id)
+    body = anthropic_error(status, error_body(error)["error"], request_id)
     return f"event: error\ndata: {json.dumps(body)}\n\n"
 
 
@@ -95,8 +97,8 @@ def _translate(refusal: Message, body: bytes) -> bytes:
         written = json.loads(body)
         if written.get("type") == "error":  # a layer inside has done it
             return body
-        message, param = written["error"]["message"], written["error"]["param"]
+        error = anthropic_error(refusal["status"], written["error"], request_id)
     except (ValueError, KeyError, AttributeError):  # plain text, as browsers are answered
-        message, param = body.decode(errors="replace"), None
-    error = anthropic_error(refusal["status"], message, param, request_id)
+        said = {"message": body.decode(errors="replace")}
+        error = anthropic_error(refusal["status"], said, request_id)
     return json.dumps(error).encode()

@@ -59,7 +59,10 @@ def error_body(error: Exception) -> dict[str, Any]:
     message = error.message
     if len(message) > MAX_MESSAGE:
         message = message[:MAX_MESSAGE] + "…"
-    return _body(message, error.type, error.param, error.code)
+    body = _body(message, error.type, error.param, error.code)
+    if isinstance(error, InvalidRequest) and error.details is not None:
+        body["error"]["details"] = dict(error.details)
+    return body
 
 
 def error_response(error: Exception) -> JSONResponse:

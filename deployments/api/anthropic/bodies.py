@@ -1,6 +1,7 @@
 """Request bodies of Anthropic's API."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -9,11 +10,11 @@ from pydantic import BaseModel, ConfigDict
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.generation.bodies import GenerationBody
+from rayfin.deployments.generation.members import ignored_members
 from rayfin.deployments.guidance.tools import DeclaredTools, WrittenTool, declared_tools
 from rayfin.deployments.http.json_body import rename_error_params, rename_error_paths
-from rayfin.deployments.text.checks import as_object, as_string, is_empty, missing, required
+from rayfin.deployments.text.checks import as_object, as_string, missing, required
 
-UNSERVED = ("container", "context_management", "mcp_servers")  # refused unless empty
 MAX_TEMPERATURE = 1.0
 MAX_TOOL_NAME = 128  # characters
 OUR_PATHS = {".function.parameters": ".input_schema", ".function.": "."}  # of chat tools -> theirs
@@ -36,15 +37,13 @@ class PromptBody(BaseModel):
     cache_control: dict[str, Any] | None = None  # see cache_control.py
 
     def check(self) -> None:
-        """Rejects fields that are not supported.
+        """Refuses what would change the meaning of an answer, and is not served.
 
         Raises:
             InvalidRequest: ``param`` names the field.
         """
-        extra = self.model_extra or {}
-        for name in UNSERVED:
-            if not is_empty(extra.get(name)):
-                raise unserved(name)
+        if (thread := (self.model_extra or {}).get("thread")) is not None:
+            raise _no_thread(thread)
         if self.messages is None:
             raise missing("messages")
 
@@ -58,8 +57,32 @@ class PromptBody(BaseModel):
         with rename_error_paths(OUR_PATHS):
             return declared_tools(self.tools, message_tools, MAX_TOOL_NAME)
 
+    @cached_property
+    def offered_tools(self) -> DeclaredTools:
+        """Those that may be called: a deferred one where the conversation refers to it."""
+        every = self.declared_tools
+        if not any(tool.deferred for tool in every.functions):
+            return every
+        known = referenced_tools(self.messages)
+        offered = [tool for tool in every.functions if not tool.deferred or tool.name in known]
+        return replace(every, functions=tuple(offered))
+
+    def definitions(self) -> dict[str, Any]:
+        """Returns the tools that the messages refer to as functions of a chat, by their names."""
+        known = referenced_tools(self.messages)
+        written = [tool.function for tool in message_tools(self.tools or ())] if known else []
+        names = [tool["function"]["name"] for tool in written if tool]
+        return dict(zip(names, filter(None, written), strict=True))
+
+    @property
+    def hosted_tools(self) -> set[str]:
+        """The names of tools that are left out."""
+        tools = [tool for tool in self.tools or () if isinstance(tool, Mapping)]
+        return {str(tool.get("name")) for tool in tools if tool.get("type", "custom") != "custom"}
+
     def ignored_fields(self) -> list[str]:
-        return [name for name in self.model_extra or {} if name not in UNSERVED]
+        extra = ignored_members("messages", self.model_extra)
+        return extra + self.declared_tools.ignored_fields()
 
 
 class MessagesRequest(PromptBody):
@@ -104,19 +127,15 @@ class MessagesRequest(PromptBody):
 
 
 def message_tools(tools: Sequence[Any]) -> list[WrittenTool]:
-    """Reads the tools of a request."""
-    functions = []
+    """Reads the tools of a request; those of the server are left out."""
+    functions: list[WrittenTool] = []
     for i, written in enumerate(tools):
         path = f"tools[{i}]"
         tool = as_object(written, path)
         kind = as_string(tool.get("type") or "custom", f"{path}.type")
         if kind != "custom":
-            raise InvalidRequest(
-                f"Tools of type {kind[:32]!r} are not supported by this version of Rayfin, only "
-                "functions of the client's are.",
-                f"{path}.type",
-                "unsupported_parameter",
-            )
+            functions.append(WrittenTool({}, path, "", "unserved", called=kind))
+            continue
         function = {
             "name": required(tool, "name", path),
             "description": tool.get("description"),
@@ -125,11 +144,38 @@ def message_tools(tools: Sequence[Any]) -> list[WrittenTool]:
         }
         given = {name: value for name, value in function.items() if value is not None}
         shown = {"type": "function", "function": given}
-        functions.append(WrittenTool(shown, path, ".input_schema"))
+        deferred = tool.get("defer_loading") is True
+        functions.append(WrittenTool(shown, path, ".input_schema", deferred=deferred))
     return functions
 
 
-def unserved(name: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"{name} is not supported by this version of Rayfin.", name, "unsupported_parameter"
+def referenced_tools(messages: object) -> set[str]:
+    """Returns the names in the tool references of unchecked messages."""
+    return {
+        block["tool_name"]
+        for block in _objects(messages, "content", "content")
+        if block.get("type") == "tool_reference" and isinstance(block.get("tool_name"), str)
+    }
+
+
+def _objects(value: object, *names: str) -> Iterator[Mapping[str, Any]]:
+    """Yields the objects of a list, or those of the lists in their members of these names."""
+    for item in value if isinstance(value, list) else ():
+        if isinstance(item, Mapping) and names:
+            yield from _objects(item.get(names[0]), *names[1:])
+        elif isinstance(item, Mapping):
+            yield item
+
+
+def _no_thread(thread: object) -> InvalidRequest:
+    """Refuses in the words by which Anthropic's packages send whole conversations instead."""
+    refusal = InvalidRequest(
+        "Threads are not served: send the whole conversation.", "thread", "unsupported_parameter"
     )
+    continued = isinstance(thread, Mapping) and thread.get("type") == "continue"
+    refusal.details = (
+        {"error_code": "thread_not_found"}
+        if continued
+        else {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    )
+    return refusal

@@ -1,6 +1,8 @@
 """Anthropic's messages and system prompt as the chat messages of a template."""
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
@@ -16,29 +18,52 @@ from rayfin.deployments.text.checks import (
     wrong_type,
 )
 from rayfin.deployments.text.messages import MAX_MESSAGES, PlacedPart, text_of
+from rayfin.deployments.text.repair import as_parts, joined
 
 ROLES = ("user", "assistant", "system")
+DOCUMENTS = ("document", "search_result")
 BLOCKS = {  # role -> the types of its blocks
-    "user": ("text", "tool_result", "image"),
+    "user": ("text", "tool_result", "image", *DOCUMENTS),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
-RESULT_BLOCKS = ("text", "image")  # of a tool's result
+RESULT_BLOCKS = ("text", "image", "tool_reference", *DOCUMENTS)  # of a tool's result
 FAILED = "Error: "  # before the result of a tool that failed; templates have no place for it
+BILLING = "x-anthropic-billing-header:"
+"""Begins Claude Code's first line, which differs between sessions, so that no prefix would be
+found again. No model needs it."""
 
 
-def chat_messages(messages: object, system: object) -> list[dict[str, Any]]:
+@dataclass(slots=True)
+class _Known:
+    """What a block may refer to."""
+
+    tools: Mapping[str, Any]  # functions by their names
+    calls: set[str] = field(default_factory=set)  # ids of those so far
+
+
+def chat_messages(
+    messages: object,
+    system: object,
+    tools: Mapping[str, Any] | None = None,
+    *,
+    is_part: bool = False,
+) -> list[dict[str, Any]]:
     """Returns ``system`` first; neighbours of one role are one message, as in Anthropic's API.
 
     The results of tools are messages of their own, before the text of their message. A final
     message of the assistant's is the start of the answer; an empty one is left out.
 
+    Args:
+        tools: in the form of a chat, by their names; a result may refer to them.
+        is_part: the conversation goes on, so its calls may have no results.
+
     Raises:
         InvalidRequest: ``param`` is the path of what is wrong, such as messages[0].content[1].type.
     """
     chat: list[dict[str, Any]] = []
-    called: set[str] = set()  # ids of the calls so far
-    if system not in (None, []) and (text := _text(system, "system")):
+    known = _Known(tools or {})
+    if system not in (None, []) and (text := _unbilled(_text(system, "system"))):
         chat.append({"role": "system", "content": text})
     listed = as_list(messages, "messages", MAX_MESSAGES)
     for i, written in enumerate(listed):
@@ -46,10 +71,10 @@ def chat_messages(messages: object, system: object) -> list[dict[str, Any]]:
         message = as_object(written, path)
         role = as_choice(required(message, "role", path), ROLES, f"{path}.role")
         content = required(message, "content", path)
-        for said in _messages(role, content, f"{path}.content", called):
+        for said in _messages(role, content, f"{path}.content", known):
             _append(chat, said)
     last = chat[-1]
-    if _is_answer(last):
+    if _is_answer(last) and not is_part:
         if "tool_calls" in last:
             raise InvalidRequest(
                 "A tool_use block must have its tool_result in the next message.",
@@ -71,21 +96,13 @@ def _is_answer(message: Mapping[str, Any]) -> bool:
 
 def _append(chat: list[dict[str, Any]], said: dict[str, Any]) -> None:
     """Adds a message, or its parts to the one before if that has the same role."""
-    last = chat[-1] if chat else None
-    if last is None or last["role"] != said["role"] or said["role"] == "tool":
+    if not chat or chat[-1]["role"] != said["role"] or said["role"] == "tool":
         chat.append(said)
-        return
-    for name in ("reasoning_content", "content"):
-        texts = [own[name] for own in (last, said) if own.get(name)]
-        if any(isinstance(text, list) for text in texts):
-            last[name] = [part for text in texts for part in _parts(text)]
-        elif texts:
-            last[name] = "\n".join(texts)
-    if "tool_calls" in said:
-        last.setdefault("tool_calls", []).extend(said["tool_calls"])
+    else:
+        chat[-1] = joined(chat[-1], said)
 
 
-def _messages(role: str, content: object, path: str, called: set[str]) -> list[dict[str, Any]]:
+def _messages(role: str, content: object, path: str, known: _Known) -> list[dict[str, Any]]:
     """Returns the chat messages of one message."""
     if role == "assistant" and content == []:
         content = ""
@@ -95,10 +112,10 @@ def _messages(role: str, content: object, path: str, called: set[str]) -> list[d
     ordered: list[Any] = []  # texts and images
     for i, written in enumerate(as_list(content, path, MAX_MESSAGES, TEXT_OR_PARTS)):
         where = f"{path}[{i}]"
-        kind, part = _block(as_object(written, where), where, BLOCKS[role], called)
+        kind, part = _block(as_object(written, where), where, BLOCKS[role], known)
         parts[kind].append(part)
         if kind in ("text", "image"):
-            ordered += _parts(part) if kind == "text" else [part]
+            ordered += as_parts(part) if kind == "text" else [part]
     results: list[dict[str, Any]] = parts.get("tool_result", [])
     if results and not ordered:
         return results
@@ -113,16 +130,26 @@ def _messages(role: str, content: object, path: str, called: set[str]) -> list[d
 
 
 def _block(
-    block: Mapping[str, Any], path: str, allowed: Sequence[str], called: set[str]
+    block: Mapping[str, Any], path: str, allowed: Sequence[str], known: _Known
 ) -> tuple[str, Any]:
     """Returns a block's type, and what the chat gets for it."""
     kind = as_string(required(block, "type", path), f"{path}.type")
     if kind not in allowed:
         raise _misplaced(kind, path)
     if kind == "tool_use":
-        return kind, _call(block, path, called)
+        return kind, _call(block, path, known)
     if kind == "tool_result":
-        return kind, _result(block, path, called)
+        return kind, _result(block, path, known)
+    if kind in DOCUMENTS:
+        return "text", _document(kind, block, path)
+    if kind == "tool_reference":
+        name = as_string(required(block, "tool_name", path), f"{path}.tool_name")
+        if name not in known.tools:
+            raise InvalidRequest(
+                f"A tool_reference names {name[:64]!r}, which is not in tools.",
+                f"{path}.tool_name",
+            )
+        return "text", json.dumps(known.tools[name], ensure_ascii=False)
     if kind == "image":
         return kind, PlacedPart(block, path)
     if kind == "redacted_thinking":  # of another model: only that one can read it
@@ -130,15 +157,33 @@ def _block(
     return kind, as_string(required(block, kind, path), f"{path}.{kind}")
 
 
-def _parts(content: str | list[Any]) -> list[Any]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+def _document(kind: str, block: Mapping[str, Any], path: str) -> str:
+    """Returns a document of text, below its title and what is said of it."""
+    source, where = block, path
+    heading = [block.get(name) for name in ("title", "context")]
+    if kind == "document":
+        where = f"{path}.source"
+        source = as_object(required(block, "source", path), where)
+        if required(source, "type", where) == "text":
+            said = as_string(required(source, "data", where), f"{where}.data")
+            return "\n".join([line for line in heading if isinstance(line, str)] + [said])
+        if source["type"] != "content":
+            raise InvalidRequest(
+                "This model does not support PDF input: it reads documents of text only.",
+                f"{where}.type",
+                "unsupported_content",
+            )
+    else:
+        heading[1] = block.get("source")
+    said = _text(required(source, "content", where), f"{where}.content")
+    return "\n".join([line for line in heading if isinstance(line, str)] + [said])
 
 
-def _call(block: Mapping[str, Any], path: str, called: set[str]) -> dict[str, Any]:
+def _call(block: Mapping[str, Any], path: str, known: _Known) -> dict[str, Any]:
     name = as_name(required(block, "name", path), f"{path}.name", MAX_TOOL_NAME)
     given = as_object(required(block, "input", path), f"{path}.input")
     call_id = as_string(required(block, "id", path), f"{path}.id")
-    called.add(call_id)
+    known.calls.add(call_id)
     return {
         "type": "function",
         "id": call_id,
@@ -146,9 +191,9 @@ def _call(block: Mapping[str, Any], path: str, called: set[str]) -> dict[str, An
     }
 
 
-def _result(block: Mapping[str, Any], path: str, called: set[str]) -> dict[str, Any]:
+def _result(block: Mapping[str, Any], path: str, known: _Known) -> dict[str, Any]:
     call_id = as_string(required(block, "tool_use_id", path), f"{path}.tool_use_id")
-    if call_id not in called:
+    if call_id not in known.calls:
         raise InvalidRequest(
             f"A tool_result block must follow the tool_use block of its id, and {call_id[:64]!r} "
             "is not there.",
@@ -157,21 +202,21 @@ def _result(block: Mapping[str, Any], path: str, called: set[str]) -> dict[str, 
     content, failed = block.get("content"), block.get("is_error")
     if failed is not None and not isinstance(failed, bool):
         raise wrong_type("a boolean", failed, f"{path}.is_error")
-    shown = "" if content in (None, []) else _shown(content, f"{path}.content")
+    shown = "" if content in (None, []) else _shown(content, f"{path}.content", known)
     if failed:
-        shown = FAILED + shown if isinstance(shown, str) else [*_parts(FAILED.strip()), *shown]
+        shown = FAILED + shown if isinstance(shown, str) else [*as_parts(FAILED.strip()), *shown]
     return {"role": "tool", "tool_call_id": call_id, "content": shown}
 
 
-def _shown(content: object, path: str) -> str | list[Any]:
+def _shown(content: object, path: str, known: _Known) -> str | list[Any]:
     """What a tool gave: its texts as one, or its parts in order if there are images."""
     if isinstance(content, str):
         return content
     parts: list[Any] = []
     for i, written in enumerate(as_list(content, path, MAX_MESSAGES, TEXT_OR_PARTS)):
         where = f"{path}[{i}]"
-        kind, part = _block(as_object(written, where), where, RESULT_BLOCKS, set())
-        parts += _parts(part) if kind == "text" else [part]
+        kind, part = _block(as_object(written, where), where, RESULT_BLOCKS, known)
+        parts += as_parts(part) if kind == "text" else [part]
     if any(isinstance(part, PlacedPart) for part in parts):
         return parts
     return "\n".join(part["text"] for part in parts)
@@ -184,8 +229,12 @@ def _text(content: object, path: str) -> str:
     texts = []
     for i, written in enumerate(as_list(content, path, MAX_MESSAGES, TEXT_OR_PARTS)):
         where = f"{path}[{i}]"
-        texts.append(_block(as_object(written, where), where, BLOCKS["system"], set())[1])
+        texts.append(_block(as_object(written, where), where, BLOCKS["system"], _Known({}))[1])
     return "\n".join(texts)
+
+
+def _unbilled(text: str) -> str:
+    return text.partition("\n")[2] if text.startswith(BILLING) else text
 
 
 def _misplaced(kind: str, path: str) -> InvalidRequest:

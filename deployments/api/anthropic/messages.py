@@ -2,14 +2,19 @@
 
 import logging
 import uuid
-from collections.abc import Iterable
-from contextlib import aclosing
+from collections.abc import Iterable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import NamedTuple
 
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from rayfin.actors.errors import RayfinError, RequestFailed
+from rayfin.actors.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    RayfinError,
+    RequestFailed,
+)
 from rayfin.actors.messages import Pin
 from rayfin.deployments.api.anthropic.blocks import BlockEvent, ReplyBlocks
 from rayfin.deployments.api.anthropic.bodies import OUR_NAMES, MessagesRequest, PromptBody
@@ -63,7 +68,7 @@ async def prompt_of(
         InvalidRequest: the body is malformed, the chat template refuses it, or it cannot fit.
     """
     body.check()
-    chat = chat_messages(body.messages, body.system)
+    chat = chat_messages(body.messages, body.system, body.definitions())
     rendered = await chat_prompt(
         service,
         chat,
@@ -77,11 +82,30 @@ async def prompt_of(
 
 def _shown_tools(service: OpenAIService, body: PromptBody) -> PlainTools | None:
     barred = (body.tool_choice or {}).get("type") == "none"
-    return shown_tools(service, body.declared_tools, barred)
+    return shown_tools(service, body.offered_tools, barred)
+
+
+@contextmanager
+def known_words() -> Iterator[None]:
+    """Says that a prompt is too long as Anthropic does: clients read the numbers, and compact.
+
+    Raises:
+        ContextLengthExceeded: the body raised it.
+    """
+    try:
+        yield
+    except ContextLengthExceeded as error:
+        if error.tokens is None:
+            raise
+        tokens, most = error.tokens
+        message = f"prompt is too long: {tokens} tokens > {most} maximum"
+        raise ContextLengthExceeded(message) from error
 
 
 class MessagesAdapter(GenerationAdapter):
     """One request for a message."""
+
+    opens_late = True  # message_start has the cached tokens
 
     def __init__(self, service: OpenAIService, body: MessagesRequest) -> None:
         self._service = service
@@ -93,8 +117,12 @@ class MessagesAdapter(GenerationAdapter):
         self.streamed = bool(body.stream)
 
     async def prepare(self, request: Request) -> Generation:
+        with known_words():
+            return await self._prepare(request)
+
+    async def _prepare(self, request: Request) -> Generation:
         params = self._body.sampling_params(self._service.sampling_defaults)
-        rules = answer_rules(self._body)
+        rules = answer_rules(self._body, thinks=self._service.formats.reasoning is not None)
         caller = Caller.of(request)
         self._mark = cache_mark(self._body)
         prompt = await prompt_of(self._service, self._body)
@@ -108,7 +136,7 @@ class MessagesAdapter(GenerationAdapter):
         with rename_error_params(OUR_NAMES):
             generation = await Generation.prepare(
                 self._service,
-                [Prompt(prompt.chat.ids, "messages", images=prompt.chat.images)],
+                [Prompt.of(prompt.chat, "messages")],
                 params,
                 request_id=self._id,
                 priority=0,
@@ -117,7 +145,7 @@ class MessagesAdapter(GenerationAdapter):
             )
         self._choice = generation.choices[0]
         self._choice.request.pin = await self._pin(prompt.chat.ids)
-        self._choice.request.timed = self.streamed  # message_start has the cached tokens
+        self._choice.request.timed = self.streamed
         self._http_request_id = getattr(request.state, "request_id", "")
         return generation
 
@@ -130,14 +158,17 @@ class MessagesAdapter(GenerationAdapter):
             return Pin(len(ids), mark.seconds)
         # A template may refuse a system message alone, and differs from here on in any case.
         shown = list(body.messages[: mark.messages]) or [{"role": "user", "content": "-"}]
-        part = await chat_prompt(
-            self._service,
-            chat_messages(shown, body.system),
-            tools=_shown_tools(self._service, body),
-            add_generation_prompt=False,
-            variables=template_variables(body),
-            any_length=True,
-        )
+        try:
+            part = await chat_prompt(
+                self._service,
+                chat_messages(shown, body.system, body.definitions(), is_part=True),
+                tools=_shown_tools(self._service, body),
+                add_generation_prompt=False,
+                variables=template_variables(body),
+                any_length=True,
+            )
+        except InvalidRequest:  # a part need not stand alone: it is not pinned
+            return None
         return Pin(common_length(ids, part.ids), mark.seconds)
 
     def run(self, generation: Generation) -> Deltas:

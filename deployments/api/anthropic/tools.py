@@ -1,12 +1,13 @@
 """Anthropic's tools, tool choice, thinking and output format as the rules of an answer."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.deployments.api.anthropic.bodies import PromptBody, unserved
+from rayfin.deployments.api.anthropic.bodies import PromptBody
 from rayfin.deployments.generation.plan import AnswerRules
 from rayfin.deployments.generation.prompts import thinking_variables
+from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.guidance.fields import AnswerFormat, read_response_format
 from rayfin.deployments.guidance.tool_choice import ToolChoice
 from rayfin.deployments.text.checks import (
@@ -23,20 +24,24 @@ DISPLAYS = ("summarized", "omitted")
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
-def answer_rules(body: PromptBody) -> AnswerRules:
+def answer_rules(body: PromptBody, *, thinks: bool = True) -> AnswerRules:
     """Returns what the request says of the form of its answer.
+
+    Args:
+        thinks: the model's thoughts are known; those of others have no budget.
 
     Raises:
         InvalidRequest: ``param`` is the path of what is wrong.
     """
-    tools = body.declared_tools.functions
+    tools = body.offered_tools.functions
     form = _format(body)
+    budget = _budget(body)
     return AnswerRules(
         tools=tools,
-        choice=_choice(body.tool_choice, {tool.name for tool in tools}),
+        choice=_choice(body.tool_choice, {tool.name for tool in tools}, body.hosted_tools),
         structured=None if form is None else form.outputs,
         structured_param="output_config.format" if form is None else form.param,
-        budget=_budget(body),
+        budget=budget if thinks else None,
         budget_param="thinking.budget_tokens",
     )
 
@@ -57,6 +62,18 @@ def template_variables(body: PromptBody) -> dict[str, Any]:
     return thinking_variables(thinks, effort)
 
 
+def ignored_fields(body: PromptBody, service: OpenAIService) -> list[str]:
+    """Returns the paths of what a body says without effect on this model's answer."""
+    thinks = service.formats.reasoning is not None
+    thinking, config = body.thinking or {}, body.output_config or {}
+    names = [f"output_config.{name}" for name in config if name not in ("effort", "format")]
+    if thinking.get("budget_tokens") is not None and not thinks:
+        names.append("thinking.budget_tokens")
+    if thinking.get("display") not in (None, *DISPLAYS):
+        names.append("thinking.display")
+    return [*body.ignored_fields(), *names]
+
+
 def shows_thinking(body: PromptBody) -> bool:
     return (body.thinking or {}).get("display") != "omitted"
 
@@ -68,7 +85,7 @@ def _thinking(body: PromptBody) -> str | None:
     kind = as_choice(required(body.thinking, "type", "thinking"), THINKING, "thinking.type")
     display = body.thinking.get("display")
     if display is not None:
-        as_choice(display, DISPLAYS, "thinking.display")
+        as_string(display, "thinking.display")  # one that is not known shows all
     return kind
 
 
@@ -89,9 +106,6 @@ def _budget(body: PromptBody) -> int | None:
 def _format(body: PromptBody) -> AnswerFormat | None:
     """Returns ``output_config.format``, or ``output_format``, its older name."""
     config = body.output_config or {}
-    for name, value in config.items():
-        if value is not None and name not in ("effort", "format"):
-            raise unserved(f"output_config.{name[:64]}")
     forms = {"output_config.format": config.get("format"), "output_format": body.output_format}
     given = {path: form for path, form in forms.items() if form is not None}
     if len(given) > 1:
@@ -103,7 +117,9 @@ def _format(body: PromptBody) -> AnswerFormat | None:
     return None
 
 
-def _choice(choice: Mapping[str, Any] | None, names: set[str]) -> ToolChoice:
+def _choice(
+    choice: Mapping[str, Any] | None, names: set[str], left_out: Collection[str]
+) -> ToolChoice:
     if choice is None:
         return ToolChoice()
     kind = as_choice(required(choice, "type", "tool_choice"), CHOICES, "tool_choice.type")
@@ -115,6 +131,8 @@ def _choice(choice: Mapping[str, Any] | None, names: set[str]) -> ToolChoice:
         return ToolChoice("none")
     if kind == "auto":
         return ToolChoice(parallel=parallel)
+    if kind == "tool" and str(choice.get("name")) in left_out or left_out and not names:
+        return ToolChoice(parallel=parallel)  # what is forced is no tool of the client's
     if not names:
         raise InvalidRequest(f"tool_choice {kind} needs tools.", "tool_choice")
     if kind == "any":

@@ -84,7 +84,6 @@ async def test_no_streams(http: httpx.AsyncClient, engine: Any, route: str) -> N
         ({"n": 0}, "n", "integer_below_min_value"),
         ({"n": 129}, "n", "integer_above_max_value"),
         ({"max_tokens": 0}, "max_tokens", "integer_below_min_value"),
-        ({"max_tokens": 129}, "max_tokens", "integer_above_max_value"),
         ({"temperature": 0.7}, "temperature", "invalid_value"),
         ({"top_p": 0.5}, "top_p", "invalid_value"),
         ({"stop": "x"}, "stop", "invalid_value"),

@@ -117,3 +117,27 @@ def test_calls_without_results_are_no_start_of_an_answer() -> None:
     with pytest.raises(InvalidRequest) as error:
         chat_messages([turn("user", TEXT), turn("assistant", TEXT, used("f"))], None)
     assert error.value.param == "messages[1].content"
+    assert chat_messages([turn("assistant", used("f"))], None, is_part=True)  # up to a mark
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        ({"type": "document", "source": {"type": "text", "data": "a"}}, "a"),
+        (
+            {
+                "type": "document",
+                "title": "T",
+                "context": "C",
+                "source": {"type": "content", "content": [TEXT, TEXT]},
+            },
+            "T\nC\nlook\nlook",
+        ),
+        ({"type": "search_result", "title": "T", "source": "S", "content": [TEXT]}, "T\nS\nlook"),
+    ],
+)
+def test_documents_of_text_are_text(block: dict[str, Any], text: str) -> None:
+    chat = chat_messages([turn("user", block, TEXT)], None)
+    assert chat == [{"role": "user", "content": f"{text}\nlook"}]
+    chat = chat_messages([turn("assistant", used("f")), turn("user", result("f", [block]))], None)
+    assert chat[-1]["content"] == text

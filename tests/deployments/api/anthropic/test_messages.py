@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -28,6 +29,10 @@ TOOL = {"name": "f", "input_schema": {}}
 SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
 USED = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
 RESULT = {"type": "tool_result", "tool_use_id": "t", "content": "5"}
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+REFERENCE = {"type": "tool_reference", "tool_name": "f"}
+DOCUMENT = {"type": "document", "source": {"type": "text", "data": "hello"}}
+TOO_LONG = "prompt is too long: "
 ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 60, "messages": HELLO}
 
 
@@ -229,7 +234,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{**TOOL, "description": 5}]}, "tools[0].description"),
     ({"tools": [{**TOOL, "strict": 1}]}, "tools[0].strict"),
     ({"tools": [{**TOOL, "description": "a" * 2**18}]}, "tools"),
-    ({"tools": [{**TOOL, "type": "web_search_20250305"}]}, "tools[0].type"),
+    ({"tools": [{"name": "f", "type": "wish"}]}, "tools[0].type"),
+    ({"tools": [SEARCH, {"name": "f"}]}, "tools[1].input_schema"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
     ({"tool_choice": "any", "tools": [TOOL]}, "tool_choice"),
@@ -248,15 +254,24 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "loud"}}, "thinking.type"),
     ({"thinking": {}}, "thinking.type"),
-    ({"thinking": {"type": "adaptive", "display": "no"}}, "thinking.display"),
     ({"output_config": {"effort": "enormous"}}, "output_config.effort"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
     ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format.type"),
     ({"output_config": {"format": "json"}}, "output_config.format"),
-    ({"output_config": {"task_budget": {}}}, "output_config.task_budget"),
     ({"output_config": {"format": SCHEMA}, "output_format": SCHEMA}, "output_format"),
     (conversation({"type": "tool_result", "tool_use_id": "t"}), "messages[0].content[0].tool_use"),
     (conversation({"type": "tool_result"}), "messages[0].content[0].tool_use_id"),
+    (
+        conversation([USED], {**RESULT, "content": [{"type": "tool_reference"}]}),
+        "messages[2].content[0].content[0].tool_name",
+    ),
+    (
+        conversation([USED], {**RESULT, "content": [{**REFERENCE, "tool_name": "x"}]}),
+        "messages[2].content[0].content[0].tool_name",
+    ),
+    (conversation({**DOCUMENT, "source": {"type": "base64"}}), "does not support PDF input"),
+    (conversation({**DOCUMENT, "source": {}}), "messages[0].content[0].source.type"),
+    (conversation({**DOCUMENT, "source": {"type": "text"}}), "messages[0].content[0].source.data"),
     (conversation(USED), "messages[0].content[0].type"),
     (conversation([USED]), "messages[1].content"),
     (conversation([{**USED, "input": "{}"}], RESULT), "messages[1].content[0].input"),
@@ -271,14 +286,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
         conversation([USED], {**RESULT, "content": [{"type": "image"}]}),
         "messages[2].content[0].content[0].type",
     ),
-    ({"mcp_servers": [{}]}, "mcp_servers"),
 ]
 BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
-    ({"messages": [{"role": "user", "content": "a b " * 200}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "a b " * 200}]}, TOO_LONG),
+    ({"messages": [{"role": "user", "content": "a" * 100_000}]}, TOO_LONG),
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": "5"}, "max_tokens"),
-    ({"max_tokens": 129}, "max_tokens"),
     ({"temperature": 1.1}, "temperature"),
     ({"temperature": -0.1}, "temperature"),
     ({"top_p": -0.1}, "top_p"),
@@ -464,3 +478,54 @@ async def test_leaving_aborts(http: httpx.AsyncClient, engine: Any) -> None:
 async def test_unknown_fields_are_named(http: httpx.AsyncClient) -> None:
     response = await http.post("/v1/messages", json={**ASKED, "foo": 1, "service_tier": "auto"})
     assert response.headers["x-rayfin-ignored-fields"] == "foo"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_what_has_no_effect_is_named(http: httpx.AsyncClient, path: str) -> None:
+    unread = {
+        "context_management": {"edits": []},
+        "container": "c",
+        "mcp_servers": [{}],
+        "thinking": {"type": "enabled", "budget_tokens": 20, "display": "updates"},
+        "output_config": {"task_budget": {}, "effort": "low"},
+        "tools": [SEARCH],
+        "tool_choice": {"type": "tool", "name": "web_search"},
+    }
+    response = await http.post(path, json={**ASKED, **unread})
+    assert response.status_code == 200, response.text
+    named = set(response.headers["x-rayfin-ignored-fields"].split(","))
+    assert named - {"max_tokens"} == {  # which does not count
+        *("context_management", "container", "mcp_servers", "tools.web_search_20250305"),
+        *("thinking.budget_tokens", "thinking.display", "output_config.task_budget"),
+    }
+
+
+async def test_a_billing_line_is_left_out(
+    http: httpx.AsyncClient, engine: Any, tokenizer: Any
+) -> None:
+    """Claude Code's differs between sessions: what is behind it would be in no prefix."""
+    line = "x-anthropic-billing-header: cc_version=2.1.332.1; cch=5;"
+    blocks = [{"type": "text", "text": text} for text in (line, "Be brief.")]
+    for system in (blocks, f"{line}\nBe brief."):
+        await http.post("/v1/messages", json={**ASKED, "system": system})
+        expected = prompt(tokenizer, ("system", "Be brief."), ("user", "hello"))
+        assert engine.seen[-1].prompt.tolist() == expected
+    await http.post("/v1/messages", json={**ASKED, "system": blocks[:1]})
+    assert engine.seen[-1].prompt.tolist() == prompt(tokenizer, ("user", "hello"))
+
+
+async def test_a_late_message_start_tells_the_truth(
+    http: httpx.AsyncClient, engine: Any, service: Any
+) -> None:
+    """It waits for the first token, which tells how many of the prompt were cached."""
+    engine.delay = 0.03
+    service.replies = replace(service.replies, comment_seconds=0.01)
+    raw = await http.post("/v1/messages", json={**ASKED, "max_tokens": 2, "stream": True})
+    events = [text for text in raw.text.split("\n\n") if text and not text.startswith(":")]
+    assert raw.text.startswith(": waiting")
+    start = json.loads(events[0].partition("data: ")[2])
+    assert start["message"]["usage"]["cache_read_input_tokens"] == 2
+
+
+async def test_head(http: httpx.AsyncClient) -> None:
+    assert (await http.head("/")).status_code == 200

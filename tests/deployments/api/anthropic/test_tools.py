@@ -14,6 +14,7 @@ from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import EngineInfo
 from rayfin.deployments.text.parsing.detect import Detected
 from rayfin.deployments.text.parsing.formats import find_reasoning_format, find_tool_format
+from rayfin.deployments.text.repair import TemplateRules
 
 pytestmark = pytest.mark.anyio
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -174,15 +175,46 @@ async def test_thinking_may_be_left_out(
     assert reply.usage.output_tokens_details.thinking_tokens > 0
 
 
-async def test_a_budget_needs_a_model_whose_thoughts_are_known(
-    http: httpx.AsyncClient, says: Callable[[str], None], service: Any
+async def test_a_deferred_tool_is_shown_where_it_is_referenced(
+    http: httpx.AsyncClient, engine: Any, tokenizer: Any, says: Callable[[str], None]
 ) -> None:
-    service.formats = replace(service.formats, reasoning=None)
-    thinking = {"type": "enabled", "budget_tokens": 40}
-    response = await http.post("/v1/messages", json={**ASKED, "thinking": thinking})
-    assert response.status_code == 400
-    assert response.json()["error"]["type"] == "invalid_request_error"
-    assert "thinking.budget_tokens" in response.json()["error"]["message"]
+    says(call("Rome"))
+    find = {"name": "find", "input_schema": {"type": "object"}}
+    used = {"type": "tool_use", "id": "t", "name": "find", "input": {}}
+    deferred = {**TOOL, "defer_loading": True}
+    references = [{"type": "tool_reference", "tool_name": "weather"}]
+    result = {"type": "tool_result", "tool_use_id": "t", "content": references}
+    found = [
+        *HELLO,
+        {"role": "assistant", "content": [used]},
+        {"role": "user", "content": [result]},
+    ]
+
+    async def ask(messages: Any, *tools: Any) -> tuple[str, str]:
+        body = {**ASKED, "messages": messages, "tools": tools}
+        reply = (await http.post("/v1/messages", json=body)).json()
+        return tokenizer.decode(engine.seen[-1].prompt, False), reply["stop_reason"]
+
+    bare, _ = await ask(HELLO, find)
+    hidden, stop = await ask(HELLO, find, deferred)
+    assert hidden == bare and stop == "end_turn"  # a call of it is text
+    shown, stop = await ask(found, find, deferred)
+    assert shown.startswith(bare.partition("<|im_end|>")[0]) and stop == "tool_use"
+    assert shown.count('"name": "weather"') == 1 and '"description": "Now."' in shown
+
+
+async def test_a_model_of_one_call_writes_one(
+    anthropic: AsyncAnthropic, says: Callable[[str], None], service: Any, engine: Any
+) -> None:
+    says(call("Rome"))
+    await anthropic.messages.create(**ASKED, tools=[TOOL])
+    free = engine.seen[-1].part(Guidance)
+    service.formats = replace(service.formats, rules=TemplateRules(one_call=True))
+    await anthropic.messages.create(**ASKED, tools=[TOOL])
+    held = engine.seen[-1].part(Guidance)
+    single: Any = {"type": "auto", "disable_parallel_tool_use": True}
+    await anthropic.messages.create(**ASKED, tools=[TOOL], tool_choice=single)
+    assert held == engine.seen[-1].part(Guidance) != free
 
 
 @pytest.mark.parametrize("name", ["output_config", "output_format"])
@@ -210,4 +242,5 @@ async def test_a_schema_that_cannot_be_enforced(
     form["schema"] = SCHEMA
     fields = {"tools": [TOOL], "tool_choice": {"type": "any"}, "output_config": {"format": form}}
     response = await http.post("/v1/messages", json={**ASKED, **fields})
-    assert response.status_code == 400 and "tool_choice" in response.json()["error"]["message"]
+    assert response.status_code == 200  # the call wins
+    assert response.headers["x-rayfin-unenforced"] == "output_config.format.schema"

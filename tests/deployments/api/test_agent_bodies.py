@@ -1,0 +1,93 @@
+"""Bodies that published agents send, recorded: each is answered, or refused in the words by which
+its client goes on."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from demo_model.tokenizer import CHAT_TEMPLATE
+from rayfin.actors.messages import EngineInfo
+from rayfin.deployments.text.parsing.detect import detect
+from rayfin.deployments.text.repair import TemplateRules
+
+pytestmark = pytest.mark.anyio
+FOLDER = Path(__file__).parent / "agent_bodies"
+BODIES: dict[str, Any] = json.loads((FOLDER / "bodies.json").read_text())
+TEMPLATES = {
+    "demo": CHAT_TEMPLATE,
+    **{
+        name: (FOLDER / f"template_{name}.jinja").read_text()
+        for name in ("system_first", "alternating", "one_call")
+    },
+}
+RULES = {
+    "demo": TemplateRules(),
+    "system_first": TemplateRules(system_first=True),
+    "alternating": TemplateRules(system_first=True, no_results=True, alternates=True),
+    "one_call": TemplateRules(one_call=True),
+}
+
+
+class Right(NamedTuple):
+    """What is right for a body."""
+
+    status: int = 200
+    ignored: tuple[str, ...] = ()  # in x-rayfin-ignored-fields
+    begins: str = ""  # the message of a refusal
+    details: dict[str, Any] | None = None
+    repaired: dict[str, str] = {}  # by template: x-rayfin-messages-repaired
+
+
+UNTHREADED = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+RESULTS = {"alternating": "results"}
+RIGHT = {
+    "01_messages_context_management": Right(ignored=("context_management",)),
+    "02_messages_mark_on_tool_use": Right(repaired=RESULTS),
+    "03_messages_system_in_middle": Right(
+        repaired={"system_first": "system", "alternating": "system,turns"}
+    ),
+    "04_messages_thread_create": Right(400, begins="Threads are not", details=UNTHREADED),
+    "05_messages_thread_continue": Right(
+        400, begins="Threads are not", details={"error_code": "thread_not_found"}
+    ),
+    "06_messages_tool_reference": Right(repaired=RESULTS),
+    "07_messages_server_tool": Right(ignored=("tools.web_search_20250305",)),
+    "08_messages_max_tokens": Right(),
+    "09_messages_thinking_budget": Right(ignored=("thinking.budget_tokens",)),
+    "10_messages_thinking_display": Right(ignored=("thinking.display",)),
+    "11_messages_image_text_model": Right(400, begins="Could not process image"),
+    "12_messages_document": Right(),
+    "18_responses_two_developers": Right(
+        repaired={"system_first": "system", "alternating": "system,turns"}
+    ),
+    "21_chat_guided_and_structured": Right(ignored=("guided_decoding_backend", "guided_grammar")),
+    "22_chat_two_users": Right(repaired={"alternating": "turns"}),
+    "23_chat_parallel_calls": Right(repaired={"alternating": "results,turns", "one_call": "calls"}),
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("name", RIGHT)
+async def test_agent_bodies(
+    http: httpx.AsyncClient, engine: Any, service: Any, tokenizer: Any, name: str, template: str
+) -> None:
+    service.chat_template = TEMPLATES[template]
+    service.formats = detect(tokenizer, service.chat_template)
+    assert service.formats.rules == RULES[template]
+    service.max_model_len = 4096
+    engine.limits = EngineInfo("engine", 4096, tokenizer.vocab_size, 2000, 4)
+    path, body = BODIES[name]
+    right = RIGHT[name]
+    answer = await http.post(path, json={**body, "model": "tiny"})
+    assert answer.status_code == right.status, answer.text
+    headers = answer.headers
+    if right.status == 200:
+        assert headers.get("x-rayfin-ignored-fields", "") == ",".join(right.ignored)
+        assert headers.get("x-rayfin-messages-repaired", "") == right.repaired.get(template, "")
+        return
+    error = answer.json()["error"]
+    assert error["message"].startswith(right.begins)
+    assert error.get("details") == right.details

@@ -1,0 +1,84 @@
+"""Claude Code, as npm has it, does a task of several turns with a scripted model."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripted_agent import call, served
+
+VERSION = "2.1.332"
+PACKAGE = f"@anthropic-ai/claude-code@{VERSION}"
+SECONDS = 300
+BROKEN = "def add(a, b):\n    return a - b\n\n\nprint(add(2, 3))\n"
+FIXED = BROKEN.replace("a - b", "a + b")
+
+pytestmark = pytest.mark.thorough(reason="installs a program; the bodies it sends are in make test")
+
+
+@pytest.fixture(scope="module")
+def claude(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program, installed by npm."""
+    if shutil.which("npm") is None:
+        pytest.skip("there is no npm")
+    folder = tmp_path_factory.mktemp("npm")
+    command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), PACKAGE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    if done.returncode:
+        pytest.skip(f"npm cannot be reached: {done.stderr[-200:]}")
+    return folder / "node_modules" / ".bin" / "claude"
+
+
+def environment(home: Path, url: str) -> dict[str, str]:
+    """A clean one, without telemetry."""
+    quiet = ("DISABLE_TELEMETRY", "DISABLE_ERROR_REPORTING", "DISABLE_AUTOUPDATER")
+    return {
+        **{"PATH": os.environ["PATH"], "HOME": str(home), "TERM": "dumb"},
+        **dict.fromkeys((*quiet, "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"), "1"),
+        **{"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": "none"},
+    }
+
+
+def test_a_task_of_eight_turns(claude: Path, tmp_path: Path) -> None:
+    """It reads, edits, runs and looks again; later prompts begin with the earlier ones."""
+    home, place = tmp_path / "home", tmp_path / "work"
+    home.mkdir()
+    place.mkdir()
+    path = place / "calc.py"
+    path.write_text(BROKEN)
+    script = [
+        "I look around.\n" + call("Bash", command="ls", description="Lists files"),
+        call("Read", file_path=str(path)),
+        call("Bash", command="python3 calc.py", description="Runs it"),
+        call("Edit", file_path=str(path), old_string="a - b", new_string="a + b"),
+        call("Bash", command="python3 calc.py > out.txt", description="Runs it again"),
+        call("Read", file_path=str(place / "out.txt")),
+        call("Write", file_path=str(place / "notes.md"), content="Fixed add.\n"),
+        "It is fixed.",
+    ]
+    with served(script, "Edit") as (url, engine):
+        asked = ["-p", "Fix calc.py", "--output-format", "json", "--max-turns", "20"]
+        tools = ["--allowedTools", "Bash", "Read", "Edit", "Write"]
+        done = subprocess.run(
+            [str(claude), *asked, *tools],
+            cwd=place,
+            env=environment(home, url),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        result = json.loads(done.stdout)
+        assert result["result"] == "It is fixed." and not result["is_error"], result
+        assert path.read_text() == FIXED
+        assert (place / "out.txt").read_text() == "5\n"
+        assert (place / "notes.md").read_text() == "Fixed add.\n"
+        main = [p for p, said in zip(engine.prompts, engine.answers, strict=True) if said in script]
+        assert len(main) == len(script)
+        for before, after in zip(main, main[1:], strict=False):
+            same = os.path.commonprefix([before, after])
+            assert len(same) > 0.95 * len(before)

@@ -1,0 +1,125 @@
+"""A model that follows a script, behind the real HTTP layer at a port of 127.0.0.1."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from rayfin.actors.messages import EngineInfo, EngineRequest, TokenDelta
+from rayfin.deployments.api.app import build_api
+from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.text.parsing.detect import detect
+from rayfin.deployments.text.tokenizer import Tokenizer
+
+CONTEXT = 400_000  # tokens, of about two characters each
+MARK = "<|turn|>"
+TEMPLATE = """\
+{%- if tools %}TOOLS {% for tool in tools %}{{ tool.function.name }} {% endfor %}
+{%- for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif -%}
+{%- for m in messages %}
+{%- if m.role == 'system' and not loop.first %}
+{{- raise_exception('System message first.') }}
+{%- endif %}
+{{- '<|turn|>' + m.role + '\\n' + (m.content or '') }}
+{%- for call in m.tool_calls or [] %}
+{{- '\\n<tool_call>\\n' + call.function | tojson + '\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}"""
+"""It wants the system message first, as Qwen 3.5's does."""
+
+
+def call(name: str, **arguments: Any) -> str:
+    """Returns a tool call as the model writes it."""
+    written = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{written}\n</tool_call>"
+
+
+class ScriptedEngine:
+    """Answers a conversation with the line of its script that comes next.
+
+    A conversation is one of the script if its tools are there; others get a short text.
+
+    Args:
+        tool: the name of a tool that the agent's main conversation has.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, script: Sequence[str], tool: str) -> None:
+        self._tokenizer, self._script, self._tool = tokenizer, script, tool
+        self.limits = EngineInfo("engine", CONTEXT, tokenizer.vocab_size, 100_000, 16)
+        self.prompts: list[str] = []
+        self.answers: list[str] = []
+
+    async def info(self) -> EngineInfo:
+        return self.limits
+
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        prompt = self._tokenizer.decode(request.prompt.tolist(), False)
+        names = prompt.partition("\n")[0].split()
+        said = "Fine."
+        if names[:1] == ["TOOLS"] and self._tool in names:
+            done = prompt.count(f"{MARK}tool\n")
+            said = self._script[min(done, len(self._script) - 1)]
+        self.prompts.append(prompt)
+        self.answers.append(said)
+        eos = self._tokenizer.inner.eos_token_id
+        tokens = self._tokenizer.encode(said, False)
+        for token in tokens:
+            await asyncio.sleep(0)
+            yield TokenDelta(request.request_id, [token])
+        yield TokenDelta(request.request_id, [eos], "stop")
+
+    async def check_health(self) -> None: ...
+
+    async def metrics(self) -> bytes:
+        return b""
+
+    def close(self) -> None: ...
+
+
+def make_tokenizer() -> Tokenizer:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=1000,
+        show_progress=False,
+        special_tokens=[MARK, "<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    backend.train_from_iterator([TEMPLATE, __doc__ or "", "the file was edited by a tool"], trainer)
+    inner = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+    inner.chat_template = TEMPLATE
+    return Tokenizer(inner)
+
+
+@contextmanager
+def served(script: Sequence[str], tool: str) -> Iterator[tuple[str, ScriptedEngine]]:
+    """Serves a script; gives the address and the engine."""
+    tokenizer = make_tokenizer()
+    engine = ScriptedEngine(tokenizer, script, tool)
+    client: Any = engine
+    service = OpenAIService(client, tokenizer, ["scripted"], CONTEXT, formats=detect(tokenizer))
+    assert service.formats.rules.system_first and service.formats.tools is not None
+    config = uvicorn.Config(build_api(service), "127.0.0.1", 0, log_level="warning")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            thread.join(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}", engine
+    finally:
+        server.should_exit = True
+        thread.join()
