@@ -356,7 +356,7 @@ class _Helper:
         self._reader = reader
         self._writer = writer
         self._frames = FrameBuffer()
-        self._silence: asyncio.TimerHandle | None = None
+        self._silence: asyncio.Handle | None = None
 
     @classmethod
     async def start(cls, tokenizer: Tokenizer, vocab_size: int, max_bytes: int) -> "_Helper":
@@ -414,6 +414,10 @@ class _Helper:
         self._silence = loop.call_later(CHECKER_SILENT_SECONDS, self._judge_silence)
 
     def _judge_silence(self) -> None:
+        """Hears first what has come while the event loop stood still."""
+        self._silence = asyncio.get_running_loop().call_soon(self._kill_at_work)
+
+    def _kill_at_work(self) -> None:
         self._silence = None
         if self.sent:
             self.kill()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -31,6 +32,7 @@ from rayfin.deployments.serve.model_args import several_models
 from rayfin.deployments.serve.server_args import ServerArgs
 
 PATIENCE = 600.0  # seconds; only a failure waits so long
+PORTS = range(20_000, 32_000)  # above those of Ray's workers, below those that Linux gives
 MODEL = "demo"
 APP = "e2e"
 SITE = f"site-{os.getpid()}"  # its processes are killed by name: no other cluster's
@@ -76,9 +78,12 @@ def _eventually(
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody gets who asks for any, as Ray's processes do all the time."""
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +250,7 @@ def _deploy(application: serve.Application, name: str, server: str, prefix: str 
     return Deployed(name, server + prefix.rstrip("/"), MODEL)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def free_port() -> Callable[[], int]:
     return _free_port
 

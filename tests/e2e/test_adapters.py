@@ -3,8 +3,10 @@
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from peft_adapters import generate, make_adapter
 from rayfin.deployments.serve.preflight import DEMO_FOLDER
 
 PROMPT = [5, 9, 33, 77, 20, 11]
-SHORT, LONG = 8, 1000  # so that streams of the latter run when they are looked at
+SHORT, LONG = 8, 1000
+READERS = 4
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 SERVE = (
     *("-c", "from rayfin.deployments.cli.main import main; main()"),
@@ -32,8 +35,9 @@ def processes(name: str, folder: Path) -> list[int]:
     for line in listed.splitlines():
         pid, _, title = line.strip().partition(" ")
         if title.strip().startswith(f"ray::{name}"):
-            environment = Path(f"/proc/{pid}/environ").read_bytes()
-            found += [int(pid)] if str(folder).encode() in environment else []
+            with suppress(OSError):  # it has ended since
+                environment = Path(f"/proc/{pid}/environ").read_bytes()
+                found += [int(pid)] if str(folder).encode() in environment else []
     return found
 
 
@@ -46,7 +50,7 @@ def server(
         make_adapter(DEMO_FOLDER, tmp_path / name, seed=seed)
     adapters = ("--lora-modules", f"a={tmp_path / 'a'}", "--lora-dir", str(tmp_path / "dir"))
     driver = drive(*SERVE, "--port", str(port), *adapters)
-    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600)
 
     def answers() -> bool:
         assert driver.process.poll() is None, driver.output
@@ -91,13 +95,25 @@ def test_adapters_outlive_what_is_killed(
 
     first = tokens("b", LONG)
     moved = body | {"lora_path": str(tmp_path / "a"), "load_inplace": True}
-    with ThreadPoolExecutor(4) as pool:
-        streams = [pool.submit(tokens, "b", LONG) for _ in range(4)]
-        eventually(lambda: client.get("/load").json()["server_load"] >= 4, "they have begun")
-        runners = processes("ModelRunnerActor", driver.folder)
-        assert client.post(LOAD, json=moved, headers=operator).status_code == 200
-        os.kill(runners[0], signal.SIGKILL)
-        ends = [stream.result() for stream in streams]
+    over = threading.Event()
+
+    def until_over() -> list[list[int]]:
+        """All answers: one or another runs whenever the server is looked at."""
+        answers = [tokens("b", LONG)]
+        while not over.is_set():
+            answers.append(tokens("b", LONG))
+        return answers
+
+    with ThreadPoolExecutor(READERS) as pool:
+        readers = [pool.submit(until_over) for _ in range(READERS)]
+        try:
+            eventually(lambda: client.get("/load").json()["server_load"] >= READERS, "all run")
+            runners = processes("ModelRunnerActor", driver.folder)
+            assert client.post(LOAD, json=moved, headers=operator).status_code == 200
+            os.kill(runners[0], signal.SIGKILL)
+        finally:
+            over.set()
+        ends = [end for reader in readers for end in reader.result()]
     swapped = tokens("b", LONG)
     assert swapped[:SHORT] == expected["a"]
     # Each is whole of one version: a stream that came after the swap is of the second.

@@ -110,7 +110,7 @@ def test_every_panel_has_data(
         return not missing
 
     try:
-        eventually(all_have_data, "every panel has data", 120.0)
+        eventually(all_have_data, "every panel has data")
     except AssertionError:
         pytest.fail("\n".join(missing))
     assert len(list(queries())) > 160

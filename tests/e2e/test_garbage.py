@@ -18,7 +18,6 @@ HEAD = b"Host: rayfin\r\nContent-Type: application/json\r\nConnection: close\r\n
 VICTIM: dict[str, Any] = {"prompt": "Storm: count the rain", "max_tokens": 60}
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 FILES, TASKS = 12, 2  # more than before: what Ray opens and starts by itself
-LASTING = 60.0  # seconds that what is left of a storm may last
 
 
 class Garbage:
@@ -165,6 +164,6 @@ def test_a_storm_of_garbage_hurts_nobody(
             for name, (files, tasks) in holding.items()
         )
 
-    eventually(let_go, "the proxy and the ingress hold what they held before", LASTING)
+    eventually(let_go, "the proxy and the ingress hold what they held before")
     with app.client() as http:
         assert http.get("/load").json() == {"server_load": 0}

@@ -1,6 +1,5 @@
 """Two ingress replicas behind one address, and one store of responses."""
 
-import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,12 +20,10 @@ TRIES = 12  # requests of which one reaches each replica
 
 
 @pytest.fixture(scope="module")
-def ports() -> tuple[int, int]:
+def ports(free_port: Callable[[], int]) -> tuple[int, int]:
     """Of the metrics, and of the operators."""
-    with socket.socket() as one, socket.socket() as other:
-        for probe in (one, other):
-            probe.bind(("", 0))
-        return int(one.getsockname()[1]), int(other.getsockname()[1])
+    one = free_port()
+    return one, next(other for other in iter(free_port, one))
 
 
 @pytest.fixture(scope="module")

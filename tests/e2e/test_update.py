@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
 from ray import serve
 
@@ -15,7 +16,7 @@ NAME = "moving"
 BODY = {"prompt": "The capital of", "max_tokens": 48, "temperature": 0, "ignore_eos": True}
 CLIENTS = 3
 PAUSE = 0.2  # seconds between a client's requests: what starts needs the processors, too
-MORE = 15  # answers once the update is through
+MORE = 15  # answers in a row once the update is through
 
 
 class Clients:
@@ -26,7 +27,7 @@ class Clients:
         self.failures: list[str] = []
         self._app = app
         self._ending = threading.Event()
-        self._threads = [threading.Thread(target=self._ask) for _ in range(CLIENTS)]
+        self._threads = [threading.Thread(target=self._ask_again) for _ in range(CLIENTS)]
         for thread in self._threads:
             thread.start()
 
@@ -35,15 +36,25 @@ class Clients:
         for thread in self._threads:
             thread.join()
 
-    def _ask(self) -> None:
-        body = {"model": self._app.model, "return_token_ids": True, **BODY}
+    def other_than(self, old: list[int]) -> list[int] | None:
+        return next((answer for answer in list(self.answers) if answer != old), None)
+
+    def ask(self) -> None:
+        with self._app.client() as http:
+            self._ask(http)
+
+    def _ask_again(self) -> None:
         with self._app.client() as http:
             while not self._ending.wait(PAUSE):
-                reply = http.post("/v1/completions", json=body)
-                if reply.status_code == 200:
-                    self.answers.append(reply.json()["choices"][0]["token_ids"])
-                else:
-                    self.failures.append(reply.text)
+                self._ask(http)
+
+    def _ask(self, http: httpx.Client) -> None:
+        body = {"model": self._app.model, "return_token_ids": True, **BODY}
+        reply = http.post("/v1/completions", json=body)
+        if reply.status_code == 200:
+            self.answers.append(reply.json()["choices"][0]["token_ids"])
+        else:
+            self.failures.append(reply.text)
 
 
 @pytest.fixture
@@ -70,11 +81,15 @@ def test_another_model_takes_over(
         assert not clients.failures
         old = clients.answers[0]
         update(load_format="dummy", seed=3)
-        eventually(lambda: clients.answers[-1] != old or clients.failures, "the new one answers")
-        new, count = clients.answers[-1], len(clients.answers)
-        eventually(lambda: len(clients.answers) > count + MORE, "there are more")
+        new = eventually(lambda: clients.failures or clients.other_than(old), "another one answers")
+        assert not clients.failures
+        # Both answer for a while: an old engine goes once its last answer has been read.
+        eventually(
+            lambda: clients.failures or clients.answers[-MORE:] == [new] * MORE, "the new one"
+        )
     finally:
         clients.end()
     assert not clients.failures
     assert all(answer in (old, new) for answer in clients.answers)
+    clients.ask()
     assert clients.answers[-1] == new

@@ -83,7 +83,14 @@ THOROUGH = {
     "tests/benchmarks/test_compare.py::test_guided_answers": "a comparison is one of tokens",
     "tests/benchmarks/test_compare.py::test_vectors": "a comparison is one of tokens",
     "tests/deployments/cli/test_run_batch.py::test_killed": "e2e/test_batches.py kills processes",
+    "tests/e2e/test_adapters.py": (
+        "a chaos row kills runners with adapters; tests/deployments/adapters loads and swaps them"
+    ),
     "tests/e2e/test_ahead.py": "an engine whose supervisor is late; test_serving.py starts servers",
+    "tests/e2e/test_batches.py::test_a_batch_survives": (
+        "test_rows_of_a_dataset kills a worker, test_faults.py a runner and a scheduler"
+    ),
+    "tests/e2e/test_chaos.py": "tests/tools/chaos has its parts; `make chaos` has the row",
     "tests/e2e/test_cluster.py": "tests/deployments/serve has the example; test_models.py deploys",
     "tests/e2e/test_disconnects.py": "a storm; test_streams.py has readers that leave",
     "tests/e2e/test_garbage.py": "a storm; test_edge.py sends one of each kind",
@@ -92,9 +99,7 @@ THOROUGH = {
     ),
     "tests/e2e/test_llm.py::test_starts_in_a_notebook": "test_faults.py kills a scheduler",
     "tests/e2e/test_models.py": "test_audio.py and test_pooling.py share an application",
-    "tests/e2e/test_parallel.py::test_two_ranks[gptq": (
-        "tests/actors/runner/parallel has groups of quantised models"
-    ),
+    "tests/e2e/test_parallel.py": "tests/actors/runner/parallel has groups in processes",
     "tests/e2e/test_prompt_embeds.py": (
         "tests/deployments/media has them; test_audio.py sends arrays through Ray's store"
     ),
@@ -108,7 +113,7 @@ THOROUGH = {
         "tests/deployments/serve/test_serving.py has the errors of a start"
     ),
     "tests/e2e/test_serving.py::test_sigterm": "test_from_address stops a server with its streams",
-    "tests/e2e/test_spare_runners.py": "test_chaos.py has a runner whose spare takes over",
+    "tests/e2e/test_spare_runners.py": "tests/actors/scheduler/faults has spares; `make chaos` too",
     "tests/e2e/test_update.py": "a chaos row too; tests/deployments/serve has the order",
     "tests/e2e/test_wheel.py": "builds a wheel; `make test` installs the folder",
     "tests/e2e/test_whisper.py": "tests/deployments/api/audio/test_whisper.py has the routes",

@@ -1,9 +1,9 @@
 """The checker: verdicts of plain, hard and hostile grammars, and the deaths of its processes."""
 
 import asyncio
-import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -36,7 +36,12 @@ def pattern(text: str) -> str:
     return LLMatcher.grammar_from_regex(text)
 
 
-MAX_ASKS = 12  # of one grammar, on a busy machine
+LONG = 600  # seconds; only a failure waits so long
+PATIENT = f"helper.GRAMMAR_STARVED_SECONDS = {LONG}"
+"""Children wait for their processor time, however busy the machine is."""
+ENDLESS = f"helper.GRAMMAR_SHORT_SECONDS = helper.GRAMMAR_CPU_LIMIT_SECONDS = {LONG}"
+"""A child may compute for as long as its test looks at it."""
+NO_SPARES = "helper.CHECKER_SPARE_SECONDS = 0.1"
 
 PLAIN = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 PATTERNS = {"type": "string", "allOf": [{"pattern": f".*w{i}.*"} for i in range(20)]}
@@ -67,13 +72,49 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(str(DEMO_FOLDER))
 
 
+class Helpers:
+    """Makes checkers whose helpers have other limits: none of them is of time that has passed."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
+        self.checkers: list[ProcessChecker] = []
+        self._folder = folder
+        self._tokenizer = tokenizer
+
+    def have(self, *settings: str) -> None:
+        """Those that start from now on."""
+        lines = (
+            "import os, sys, time",
+            "from rayfin.deployments.guidance import grammar_check_process as helper",
+            *(PATIENT, *settings),
+            "helper.main(*map(int, sys.argv[1:]))",
+        )
+        (self._folder / "other_helper.py").write_text("\n".join(lines))
+
+    def checker(self, *settings: str, **how: Any) -> ProcessChecker:
+        self.have(*settings)
+        self.checkers.append(ProcessChecker(self._tokenizer, **how))
+        return self.checkers[-1]
+
+
 @pytest.fixture
-async def checker(tokenizer: Tokenizer, anyio_backend: str) -> AsyncIterator[ProcessChecker]:
-    own = ProcessChecker(tokenizer)
-    await own.check([schema(PLAIN)], "schema")
-    yield own
-    own.close()
+async def helpers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, anyio_backend: str
+) -> AsyncIterator[Helpers]:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(module, "MODULE", "other_helper")
+    monkeypatch.setattr(module, "CHECKER_SILENT_SECONDS", LONG)
+    helpers = Helpers(tmp_path, tokenizer)
+    yield helpers
+    for checker in helpers.checkers:
+        checker.close()
     await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def checker(helpers: Helpers) -> ProcessChecker:
+    checker = helpers.checker(NO_SPARES)
+    await checker.check([schema(PLAIN)], "schema")
+    return checker
 
 
 async def code_of(checker: ProcessChecker, text: str, tenant: str = "") -> str:
@@ -86,15 +127,6 @@ async def code_of(checker: ProcessChecker, text: str, tenant: str = "") -> str:
     return "ok"
 
 
-async def patient_code_of(checker: ProcessChecker, text: str) -> str:
-    """As ``code_of``, of a client that asks again while the machine is too busy for a verdict."""
-    for _ in range(MAX_ASKS):
-        code = await code_of(checker, text)
-        if code != "queue_full":
-            break
-    return code
-
-
 async def test_known_verdicts_cost_nothing(checker: ProcessChecker) -> None:
     assert checker.pid is not None
     os.kill(checker.pid, signal.SIGSTOP)
@@ -102,17 +134,13 @@ async def test_known_verdicts_cost_nothing(checker: ProcessChecker) -> None:
 
 
 @pytest.mark.parametrize("most", [0, 60])
-async def test_which_grammars_are_quick(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, most: int
-) -> None:
+async def test_which_grammars_are_quick(helpers: Helpers, most: int) -> None:
     imported = "from rayfin.deployments.guidance import compile_check as other"
-    setting = f"{imported}\nother.GRAMMAR_QUICK_SECONDS"
-    checker = helper_with(tmp_path, monkeypatch, tokenizer, f"{setting} = {most}")
+    checker = helpers.checker(imported, f"other.GRAMMAR_QUICK_SECONDS = {most}")
     for _ in range(2):
         assert await checker.check([schema(PLAIN), pattern("a+")], None) is (most > 0)
     form = await checker.form(long_form(), "schema")
     assert await checker.check([form.text], None) is (most > 0)
-    checker.close()
 
 
 async def test_the_same_grammar_is_checked_once(
@@ -130,146 +158,170 @@ async def test_the_same_grammar_is_checked_once(
 @pytest.mark.parametrize(("text", "code"), HOSTILE, ids=lambda value: str(value)[:40])
 async def test_hostile_grammars(checker: ProcessChecker, text: str, code: str) -> None:
     pid = checker.pid
-    assert await patient_code_of(checker, text) == code  # 2 s where the machine has time
+    assert await code_of(checker, text) == code
     assert checker.pid == pid, "the helper has died"
     await no_children(pid)
-    assert await patient_code_of(checker, schema({"maxLength": len(text), **PLAIN})) == "ok"
+    assert await code_of(checker, schema({"maxLength": len(text), **PLAIN})) == "ok"
 
 
-async def test_the_event_loop_and_plain_grammars_go_on_beside_bombs(
-    checker: ProcessChecker,
-) -> None:
+async def test_the_event_loop_and_plain_grammars_go_on_beside_bombs(helpers: Helpers) -> None:
+    checker = helpers.checker(
+        f"helper.GRAMMAR_CHECK_SECONDS = helper.GRAMMAR_CPU_LIMIT_SECONDS = {LONG}"
+    )
     bombs = [
         asyncio.create_task(code_of(checker, schema({**PATTERNS, "minLength": i}), "hostile"))
         for i in range(4)
     ]
-    longest, last, waited = 0.0, time.monotonic(), []
-    while not all(task.done() for task in bombs[:2]):
-        started = time.monotonic()
-        assert await code_of(checker, schema({**PLAIN, "title": str(len(waited))}), "kind") == "ok"
-        waited.append(time.monotonic() - started)
+    while not checker.pid or len(children_of(checker.pid)) < module.MAX_CHILDREN:
         await asyncio.sleep(0.01)
-        longest, last = max(longest, time.monotonic() - last), time.monotonic()
-    assert len(waited) > 20 and sorted(waited)[len(waited) // 2] < 0.5
+    for number in range(20):
+        assert await code_of(checker, schema({**PLAIN, "title": str(number)}), "kind") == "ok"
+    assert not any(task.done() for task in bombs)
     for task in bombs:
         task.cancel()
 
 
 async def test_a_killed_helper_is_replaced(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    helpers: Helpers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     restarts: list[int] = []
     sent: list[dict[str, Any]] = []
     frame = module.frame
     monkeypatch.setattr(module, "frame", lambda own: (sent.append(own), frame(own))[1])
-    checker = ProcessChecker(tokenizer, on_restart=lambda: restarts.append(1))
+    checker = helpers.checker(ENDLESS, on_restart=lambda: restarts.append(1))
     await checker.check([schema(PLAIN)], None)
     first = checker.pid
     assert first is not None
-    asked = asyncio.create_task(patient_code_of(checker, schema(PATTERNS)))
+    asked = asyncio.create_task(code_of(checker, schema(PATTERNS)))
     while not children_of(first):
         await asyncio.sleep(0.01)
     (child,) = children_of(first)
+    helpers.have()
     os.kill(first, signal.SIGKILL)
     assert await asked == "schema_too_complex"  # of the second helper
     assert checker.pid != first and restarts == [1]
     hard = [own["fresh"] for own in sent if own.get("text") == schema(PATTERNS)]
-    assert hard[:2] == [False, True]
+    assert hard == [False, True]
     await gone(first, child)
-    checker.close()
 
 
-async def test_a_stopped_helper_is_replaced(checker: ProcessChecker) -> None:
+async def test_a_stopped_helper_is_replaced(
+    helpers: Helpers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def be_patient() -> None:
+        monkeypatch.setattr(module, "CHECKER_SILENT_SECONDS", LONG)
+
+    checker = helpers.checker(on_restart=be_patient)
+    await checker.check([schema(PLAIN)], None)
     pid = checker.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr(module, "CHECKER_SILENT_SECONDS", 0.05)
     assert await code_of(checker, pattern("stopped")) == "ok"
     assert checker.pid != pid
     await gone(pid)
+
+
+async def test_a_loop_that_stood_still_has_heard_its_helper(
+    helpers: Helpers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checker = helpers.checker(f"helper.CHECKER_TICK_SECONDS = {LONG}")  # its verdict comes first
+    await checker.check([schema(PLAIN)], None)
+    pid, helper = checker.pid, checker._helper
+    assert helper is not None
+    monkeypatch.setattr(module, "CHECKER_SILENT_SECONDS", 0.01)
+    asked = asyncio.create_task(code_of(checker, pattern("still")))
+    await asyncio.sleep(0)
+    assert select.select([helper._writer.get_extra_info("socket").fileno()], [], [], LONG)[0]
+    time.sleep(0.02)
+    assert await asked == "ok"
+    assert checker.pid == pid and helper.process.poll() is None
 
 
 async def test_a_plain_grammar_that_kills_its_helper_is_checked_in_a_child(
     checker: ProcessChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "is_plain", lambda text: True)  # though it is a bomb
-    assert await patient_code_of(checker, schema(PATTERNS)) == "schema_too_complex"
+    assert await code_of(checker, schema(PATTERNS)) == "schema_too_complex"
 
 
-async def test_a_child_takes_the_next_grammar(checker: ProcessChecker) -> None:
+async def test_a_child_takes_the_next_grammar(helpers: Helpers) -> None:
+    """One that has answered within its share of the processor waits for it."""
+    checker = helpers.checker(
+        "helper.GRAMMAR_SHORT_SECONDS = 1",
+        f"helper.GRAMMAR_SHORT_MOST_SECONDS = helper.CHECKER_SPARE_SECONDS = {LONG}",
+    )
+
     def children() -> list[int]:
         return children_of(checker.pid)
 
     texts = map(pattern, ("a+b", "[ab]{2,9}", "(a|bc)*", "c?d"))
-    assert await patient_code_of(checker, next(texts)) == "ok"
+    assert await code_of(checker, next(texts)) == "ok"
     seen = children()
     assert len(seen) == 1
-    assert await patient_code_of(checker, next(texts)) == "ok"
-    assert await patient_code_of(checker, schema({"not": {}})) == "unsupported_schema"
+    assert await code_of(checker, next(texts)) == "ok"
+    assert await code_of(checker, schema({"not": {}})) == "unsupported_schema"
     assert children() == seen
     os.kill(seen[0], signal.SIGKILL)  # while it waits
-    assert await patient_code_of(checker, next(texts)) == "ok"
-    assert await patient_code_of(checker, schema(PATTERNS)) == "schema_too_complex"
-    assert await patient_code_of(checker, next(texts)) == "ok"
+    assert await code_of(checker, next(texts)) == "ok"
+    assert await code_of(checker, schema(PATTERNS)) == "schema_too_complex"
+    assert await code_of(checker, next(texts)) == "ok"
     assert not set(seen) & set(children())
-    await no_children(checker.pid)  # none waits for long
 
 
-async def test_a_child_that_is_killed_is_a_verdict(checker: ProcessChecker) -> None:
+async def test_a_child_waits_for_the_next_grammar_for_a_while(checker: ProcessChecker) -> None:
+    assert await code_of(checker, pattern("a+b")) == "ok"
+    await no_children(checker.pid)
+
+
+async def test_a_child_that_is_killed_is_a_verdict(helpers: Helpers) -> None:
+    checker = helpers.checker(ENDLESS)
     asked = asyncio.create_task(code_of(checker, schema(PATTERNS)))
-    while not children_of(checker.pid):
+    while not (checker.pid and children_of(checker.pid)):
         await asyncio.sleep(0.01)
     os.kill(children_of(checker.pid)[0], signal.SIGKILL)
     assert await asked == "schema_too_complex"
 
 
-def helper_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, settings: str
-) -> ProcessChecker:
-    """A checker whose helper has other limits."""
-    lines = (
-        "import sys",
-        "from rayfin.deployments.guidance import grammar_check_process as helper",
-        settings,
-        "helper.main(*map(int, sys.argv[1:]))",
-    )
-    (tmp_path / "other_helper.py").write_text("\n".join(lines))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(module, "MODULE", "other_helper")
-    return ProcessChecker(tokenizer)
-
-
-async def test_a_child_without_memory_is_a_verdict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
-) -> None:
-    checker = helper_with(tmp_path, monkeypatch, tokenizer, "helper.CHILD_MEMORY = 2**22")
-    started = time.monotonic()
-    assert await code_of(checker, schema({"const": "x" * 200_000})) == "schema_too_complex"
-    assert await code_of(checker, pattern("a")) == "ok"
-    assert time.monotonic() - started < 20
-    checker.close()
+async def test_a_child_without_memory_is_a_verdict(helpers: Helpers) -> None:
+    """It ends by itself: no limit of time ends it."""
+    checker = helpers.checker(ENDLESS, "helper.CHILD_MEMORY = 2**22")
+    async with asyncio.timeout(LONG / 10):
+        assert await code_of(checker, schema({"const": "x" * 200_000})) == "schema_too_complex"
+        assert await code_of(checker, pattern("a")) == "ok"
 
 
 async def test_a_child_that_gets_no_processor_is_no_verdict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+    helpers: Helpers, tmp_path: Path
 ) -> None:
-    settings = "helper.GRAMMAR_CHECK_CPU_SECONDS, helper.GRAMMAR_STARVED_SECONDS = 100, 2.5"
-    checker = helper_with(tmp_path, monkeypatch, tokenizer, settings)
-    asked = asyncio.create_task(code_of(checker, schema(PATTERNS)))
-    policies: dict[int, int] = {}  # as last seen, by process
-    nicenesses: dict[int, int] = {}
-    while not asked.done():
-        for pid in children_of(checker.pid) if checker.pid else ():
-            with contextlib.suppress(ProcessLookupError):
-                policies[pid] = os.sched_getscheduler(pid)
-                nicenesses[pid] = os.getpriority(os.PRIO_PROCESS, pid)
-        await asyncio.sleep(0.02)
-    assert await asked == "queue_full"
+    """It has a share of it at first, idle time then, and at last another child has a share."""
+    begun, noted = tmp_path / "begun", tmp_path / "noted"
+    begun.mkdir()
+    checker = helpers.checker(
+        *("helper.GRAMMAR_SHORT_MOST_SECONDS = helper.GRAMMAR_IDLE_SECONDS = 0.1",),
+        *("helper.GRAMMAR_CHECK_SECONDS = 0.1", "helper.GRAMMAR_STARVED_SECONDS = 0.3"),
+        "def wait(*given):",
+        f"    open({str(begun)!r} + f'/{{os.getpid()}}', 'w').close()",
+        f"    time.sleep({LONG})",
+        "helper.judge = wait",
+        "end = helper.Helper._end",
+        "def noted_end(own, descriptor):",
+        "    pid = own._children[descriptor].pid",
+        f"    while not os.path.exists({str(begun)!r} + f'/{{pid}}'):",
+        "        time.sleep(0.01)",
+        "    seen = os.sched_getscheduler(pid), os.getpriority(os.PRIO_PROCESS, pid)",
+        f"    print(*seen, file=open({str(noted)!r}, 'a'))",
+        "    end(own, descriptor)",
+        "helper.Helper._end = noted_end",
+    )
+    assert await code_of(checker, schema(PATTERNS)) == "queue_full"
     assert checker.pid is not None
-    assert list(policies.values()) == [os.SCHED_IDLE, os.SCHED_OTHER]
-    assert min(nicenesses.values()) > os.getpriority(os.PRIO_PROCESS, checker.pid)
+    seen = [tuple(map(int, line.split())) for line in noted.read_text().splitlines()]
+    policies, nicenesses = zip(*seen, strict=True)
+    assert policies == (os.SCHED_IDLE, os.SCHED_OTHER)
+    assert min(nicenesses) > os.getpriority(os.PRIO_PROCESS, checker.pid)
     assert len(checker.verdicts) == 0
     await no_children(checker.pid)
-    checker.close()
 
 
 def long_form(**fields: Any) -> StructuredOutputs:
@@ -319,26 +371,21 @@ async def test_a_form_that_is_refused_in_the_helper(
         assert caught.value.args == expected.value.args
 
 
-async def test_a_form_whose_grammar_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
-) -> None:
+async def test_a_form_whose_grammar_is_refused(helpers: Helpers) -> None:
     judge = "lambda tokenizer, text: helper.Verdict('unsupported', 'why')"
-    checker = helper_with(tmp_path, monkeypatch, tokenizer, f"helper.judge = {judge}")
     verdicts: list[str] = []
-    monkeypatch.setattr(checker, "_on_verdict", verdicts.append)
+    checker = helpers.checker(f"helper.judge = {judge}", on_verdict=verdicts.append)
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="why") as caught:
             await checker.form(long_form(), "here")
         assert (caught.value.param, caught.value.code) == ("here", "unsupported_schema")
     assert verdicts == ["unsupported"] * 2
-    checker.close()
 
 
-async def test_a_form_whose_child_dies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
-) -> None:
-    settings = "import time\nhelper.make_grammar = lambda *form, **limits: time.sleep(60)"
-    checker = helper_with(tmp_path, monkeypatch, tokenizer, settings)
+async def test_a_form_whose_child_dies(helpers: Helpers) -> None:
+    checker = helpers.checker(
+        ENDLESS, "helper.make_grammar = lambda *form, **limits: time.sleep(60)"
+    )
     asked = asyncio.create_task(checker.form(long_form(), "schema"))
     while not (checker.pid and children_of(checker.pid)):
         await asyncio.sleep(0.01)
@@ -346,7 +393,6 @@ async def test_a_form_whose_child_dies(
     with pytest.raises(InvalidRequest) as caught:
         await asked
     assert (caught.value.param, caught.value.code) == ("schema", "schema_too_complex")
-    checker.close()
 
 
 async def test_a_helper_that_does_not_start_fails_what_waits(
@@ -361,8 +407,8 @@ async def test_a_helper_that_does_not_start_fails_what_waits(
     checker.close()
 
 
-async def test_close_ends_all_processes(tokenizer: Tokenizer) -> None:
-    checker = ProcessChecker(tokenizer)
+async def test_close_ends_all_processes(helpers: Helpers) -> None:
+    checker = helpers.checker(ENDLESS)
     await checker.check([schema(PLAIN)], None)
     pid = checker.pid
     asked = asyncio.create_task(checker.check([schema(PATTERNS)], None))
@@ -463,8 +509,10 @@ async def test_a_check_that_has_lost_its_clients_is_not_begun(
 
 
 async def test_a_check_without_clients_is_not_begun_again(
-    checker: ProcessChecker, monkeypatch: pytest.MonkeyPatch
+    helpers: Helpers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    checker = helpers.checker(ENDLESS)
+    await checker.check([schema(PLAIN)], None)
     sent = []
     send = module._Helper.send
     monkeypatch.setattr(
@@ -544,13 +592,13 @@ def children_of(pid: int | None) -> list[int]:
 
 async def no_children(pid: int | None) -> None:
     """Waits until the helper has reaped what it has ended."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LONG / 10):
         while children_of(pid):
             await asyncio.sleep(0.02)
 
 
 async def gone(*pids: int | None) -> None:
     """Waits until no process has one of the ids; one that has ended and is not reaped has."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LONG / 10):
         while any(Path(f"/proc/{pid}").exists() for pid in pids):
             await asyncio.sleep(0.02)
