@@ -22,12 +22,9 @@ def _load() -> ModuleType:
 HOUSE = _load()
 
 
-ROWS = [row for row in HOUSE.table() if row.held]
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_row_holds(row: "HOUSE.Row") -> None:  # type: ignore[name-defined]
-    assert not row.broken, "\n".join(row.broken[:40])
+def test_every_held_row_holds() -> None:
+    broken = [row for row in HOUSE.table() if row.held and row.broken]
+    assert not broken, "\n".join("\n".join([f"{row.name}:", *row.broken[:40]]) for row in broken)
 
 
 @pytest.mark.parametrize("word", ["nobody", "nobody's", "Whoever", "in vain", "is told", "untold"])

@@ -78,7 +78,7 @@ def _eventually(
 
 
 def _free_port() -> int:
-    """A port that nobody gets who asks for any, as Ray's processes do all the time."""
+    """A port that no process gets by asking for any, as Ray's processes do all the time."""
     for port in random.sample(PORTS, len(PORTS)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
