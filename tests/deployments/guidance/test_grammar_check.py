@@ -239,8 +239,14 @@ async def test_a_loop_that_stood_still_has_heard_its_helper(
 
 
 async def test_a_plain_grammar_that_kills_its_helper_is_checked_in_a_child(
-    checker: ProcessChecker, monkeypatch: pytest.MonkeyPatch
+    helpers: Helpers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def be_patient() -> None:
+        monkeypatch.setattr(module, "CHECKER_SILENT_SECONDS", LONG)
+
+    checker = helpers.checker(on_restart=be_patient)
+    await checker.check([schema(PLAIN)], None)
+    monkeypatch.setattr(module, "CHECKER_SILENT_SECONDS", 0.05)
     monkeypatch.setattr(module, "is_plain", lambda text: True)  # though it is a bomb
     assert await code_of(checker, schema(PATTERNS)) == "schema_too_complex"
 
