@@ -13,7 +13,7 @@ from rayfin.deployments.text.checks import from_base64, size_of_base64
 from rayfin.deployments.text.messages import PlacedPart
 
 DATA = "data:"
-FORMATS = ("wav", "mp3", "flac", "ogg")
+FORMATS = ("wav", "mp3", "flac", "ogg", "m4a", "mp4", "webm")
 A: dict[MediaKind, str] = {"image": "an image", "audio": "a clip of audio"}
 
 

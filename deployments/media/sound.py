@@ -1,7 +1,7 @@
 """Files and arrays of audio to clips of one channel, within limits. It takes a core: never on the
 event loop.
 
-``soundfile`` decodes, ``soxr`` changes the rate: both are the extra ``rayfin[audio]``.
+``soundfile`` and ``av`` decode, ``soxr`` changes the rate: the extra ``rayfin[audio]``.
 """
 
 import importlib
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from rayfin.actors.errors import InvalidConfig, InvalidRequest
 from rayfin.actors.media.audio_processor import CODE, Samples
+from rayfin.deployments.media.containers import container_of, open_container
 from rayfin.deployments.media.settings import MediaSettings
 from rayfin.deployments.media.sound_files import SoundFile, open_sound
 
@@ -26,11 +27,14 @@ LOUDEST = 1000.0  # of what is 1 at full scale: squares of more become infinite
 
 def audio_off() -> str | None:
     """Why this process decodes no audio; None: it does."""
-    for name in ("soundfile", "soxr"):
-        try:
-            _package(name)
-        except InvalidConfig:
-            return f"{name} is not installed (pip install 'rayfin[audio]')"
+    return _missing("soundfile") or _missing("soxr")
+
+
+def _missing(name: str) -> str | None:
+    try:
+        _package(name)
+    except InvalidConfig:
+        return f"{name} is not installed (pip install 'rayfin[audio]')"
     return None
 
 
@@ -65,14 +69,25 @@ class Clips:
         return self._blocks(data, param, self._recording)
 
     def _blocks(self, data: bytes, param: str, longest: Longest) -> Iterator[Samples]:
+        form = container_of(data)
+        if form is not None and (off := _missing("av")):
+            raise InvalidRequest(f"'{param}' is no audio that can be read: {off}.", param, CODE)
         try:
-            with open_sound(_package("soundfile"), data) as file:
+            opened = (
+                open_sound(_package("soundfile"), data)
+                if form is None
+                else open_container(_package("av"), data, form)
+            )
+            with opened as file:
                 yield from self._read(file, param, longest)
         except (InvalidRequest, InvalidConfig):
             raise
         except Exception as error:  # of libsndfile, or of what a broken file makes of its numbers
             raise InvalidRequest(
-                f"'{param}' is no audio that can be read; WAV, FLAC, OGG and MP3 are.", param, CODE
+                f"'{param}' is no audio that can be read; WAV, FLAC, OGG, MP3, M4A, MP4 and WebM "
+                "are.",
+                param,
+                CODE,
             ) from error
 
     def given(self, value: Any, param: str) -> Samples:
