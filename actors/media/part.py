@@ -30,6 +30,21 @@ class MediaInput(RequestPart):
         return self.start, self.start + self.length
 
 
+@dataclass(slots=True, frozen=True)
+class Alignment(RequestPart):
+    """The request wants no tokens, but where in its clip each one of its prompt is heard.
+
+    The prompt has a transcript behind the clip, from ``start`` on. Its vector [N + 1] has seconds:
+    the begin of each of the N tokens behind the one at ``start``, then the end of the last one.
+    """
+
+    start: int  # position of the token in front of the text
+    states: int  # of the encoder that the clip fills; the others are padding
+
+    samples = False
+    needs_history = computes_all = True
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class MediaFacts(PartFacts):
     """A model that reads images, or hears.

@@ -6,6 +6,7 @@ Supervision", and ``WhisperForConditionalGeneration.generate`` of transformers.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -37,6 +38,11 @@ class SpeechTokens:
     first_time: int  # 0.00 seconds
     before: int | None  # in front of the text of what came before
     place: int  # stands for the clip
+
+    @property
+    def no_speech(self) -> int:
+        """In place of a language or a text: there is no speech."""
+        return self.no_times - 1  # folders have several names for it
 
     @classmethod
     def of(cls, tokenizer: Any, vocabulary: int, generation: GenerationConfig) -> "SpeechTokens":
@@ -92,13 +98,22 @@ class SpeechPrompts:
         """The code of the language that a token stands for."""
         return next((code for code, own in self.tokens.languages.items() if own == token), None)
 
-    def ask(self, language: str | None, task: Task, hint: str, *, times: bool) -> list[int]:
+    def ask(
+        self,
+        language: str | None,
+        task: Task,
+        hint: str,
+        *,
+        times: bool,
+        before: Sequence[int] = (),
+    ) -> list[int]:
         """The prompt for a transcript.
 
         Args:
             language: a code or an English name, of a model of many languages.
             hint: text that came before the clip, or words that it may hold. Of a long one its end
                 counts.
+            before: tokens of the transcript that came before, behind the hint.
             times: whether the transcript has the times of its segments.
 
         Raises:
@@ -106,8 +121,11 @@ class SpeechPrompts:
         """
         own = self.tokens
         ids = [own.place]
-        if hint.strip() and own.before is not None:
-            text = self._tokenizer.encode(" " + hint.strip(), add_special_tokens=False)
+        text = [*before]
+        if hint.strip():
+            hint = " " + hint.strip()
+            text = [*self._tokenizer.encode(hint, add_special_tokens=False), *before]
+        if text and own.before is not None:
             ids += [own.before, *text[-self._most_hint :]]
         ids.append(own.start)
         if own.languages:

@@ -18,6 +18,7 @@ from rayfin.deployments.api.anthropic.replies import TokenCount
 from rayfin.deployments.api.anthropic.tools import answer_rules, ignored_fields
 from rayfin.deployments.api.audio.adapter import TranscriptionAdapter
 from rayfin.deployments.api.audio.form import Task, read_form
+from rayfin.deployments.api.audio.whisper import WhisperAdapter
 from rayfin.deployments.api.models import add_model_routes
 from rayfin.deployments.api.ollama.routes import add_ollama_routes
 from rayfin.deployments.api.openai.bodies import (
@@ -192,7 +193,8 @@ def add_audio_routes(app: FastAPI, models: ServedModels) -> None:
             await check(None)  # which says what the first model does instead
         form = await read_form(request, task, models.max_upload_bytes, check)
         service, media = await models.resolve_hearing(request, form.model)
-        adapter = TranscriptionAdapter(service, media, form)
+        kind = TranscriptionAdapter if media.speech is None else WhisperAdapter
+        adapter = kind(service, media, form)
         del form  # with the file, which the adapter forgets once it is read
         return await GenerationRoute(adapter).answer(request, {})
 

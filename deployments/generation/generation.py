@@ -198,7 +198,8 @@ class Generation:
         """Counts the tokens so far: each prompt once, and all choices that run."""
         prompt = sum(len(prompt.ids) for prompt in self.prompts)
         completion = sum(len(choice.token_ids) for choice in self._candidates)
-        firsts = self._candidates[:: len(self._candidates) // len(self.prompts)]
+        each = len(self._candidates) // max(len(self.prompts), 1)  # a silent recording has none
+        firsts = self._candidates[:: max(each, 1)]
         details = PromptTokensDetails(
             cached_tokens=sum(choice.cached_tokens for choice in firsts),
             created_cache_tokens=sum(choice.written_tokens for choice in firsts),
@@ -218,7 +219,7 @@ class Generation:
         return None if choice.times is None else choice.times.metrics(len(choice.token_ids))
 
     def _details(self) -> CompletionTokensDetails | None:
-        if not self._candidates[0].parsed.plan.reasons:
+        if not self._candidates or not self._candidates[0].parsed.plan.reasons:
             return None
         thought = sum(choice.reasoning_tokens for choice in self._candidates)
         return CompletionTokensDetails(reasoning_tokens=thought)

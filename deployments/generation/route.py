@@ -140,20 +140,21 @@ class DeltaBuffer:
 
 async def stream_events(
     adapter: GenerationAdapter,
-    first: "asyncio.Task[tuple[Choice, TextDelta]]",
+    first: "asyncio.Task[tuple[Choice, TextDelta] | None]",
     deltas: Deltas,
 ) -> AsyncGenerator[str, None]:
-    """Yields the server-sent events of a stream: ``first`` holds its first delta."""
+    """Yields the server-sent events of a stream: ``first`` holds its first delta, if it has one."""
     buffer = DeltaBuffer(adapter.stream_interval)
     try:
         if adapter.opens_late:
             await first
         for text in adapter.opening():
             yield text
-        choice, delta = await first
-        if adapter.is_new(choice, delta) and (ready := buffer.add(choice, delta)) is not None:
-            for text in adapter.events(choice, ready):
-                yield text
+        if (item := await first) is not None:
+            choice, delta = item
+            if adapter.is_new(choice, delta) and (ready := buffer.add(choice, delta)) is not None:
+                for text in adapter.events(choice, ready):
+                    yield text
         async for choice, delta in deltas:
             if adapter.is_new(choice, delta) and (ready := buffer.add(choice, delta)) is not None:
                 for text in adapter.events(choice, ready):
@@ -167,8 +168,8 @@ async def stream_events(
 
 async def first_of(
     request: Request, items: AsyncGenerator[T, None], comment_seconds: float = SSE_COMMENT_SECONDS
-) -> asyncio.Task[T]:
-    """Returns the task that awaits the first item; ``items`` is closed if that fails.
+) -> asyncio.Task[T | None]:
+    """Returns the task that awaits the first item, or None; ``items`` is closed if that fails.
 
     An engine's refusal thus becomes an HTTP status. The task may still run when it is returned: a
     client gets its first byte within ``comment_seconds``, or 10 if those are more or none. Then the
@@ -179,8 +180,8 @@ async def first_of(
         ClientGone: the client left before the first item.
     """
 
-    async def pull() -> T:
-        return await anext(items)
+    async def pull() -> T | None:
+        return await anext(items, None)
 
     first = asyncio.create_task(pull())
     try:

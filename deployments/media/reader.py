@@ -5,14 +5,15 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from rayfin.actors.errors import InvalidRequest, RayfinError
-from rayfin.actors.media.audio_processor import AudioProcessor
+from rayfin.actors.media.audio_processor import AudioProcessor, Samples
 from rayfin.actors.media.kinds import MediaKind
 from rayfin.actors.media.part import MediaInput
 from rayfin.actors.media.processed import WORDS, MediaProcessor, ProcessedMedia, put_media
@@ -21,12 +22,15 @@ from rayfin.deployments.media.memory_limit import RecordingPlace, RecordingRoom
 from rayfin.deployments.media.parts import A, MediaPart, read_part
 from rayfin.deployments.media.settings import MediaSettings
 from rayfin.deployments.media.sound import Clips, cut_at_quiet
+from rayfin.deployments.media.speech import Recording, find_speech
 from rayfin.deployments.telemetry.ingress_counters import MediaCounters
 from rayfin.deployments.text.messages import media_of
 
 if TYPE_CHECKING:  # which import transformers, and an HTTP client
     from rayfin.actors.media.whisper import SpeechPrompts
     from rayfin.deployments.media.fetch import MediaFetcher
+
+T = TypeVar("T")
 
 
 class MediaReader:
@@ -136,41 +140,105 @@ class MediaReader:
             InvalidRequest: it is no audio, too long, or too short for a token.
             Overloaded: other recordings hold too much.
         """
+
+        def read(gone: threading.Event) -> list[ProcessedMedia]:
+            own = self.processor
+            assert isinstance(self._open, Clips) and isinstance(own, AudioProcessor)
+            blocks = self._open.recording(data, param)
+            windows = cut_at_quiet(blocks, own.rate, self._window_seconds())
+            return self._processed(windows, place, gone)
+
+        return await self._on_thread(read, param, place, len(data))
+
+    async def read_speech(
+        self, data: bytes, param: str, place: RecordingPlace, *, skip: bool
+    ) -> Recording:
+        """A whole recording for a model that hears speech alone.
+
+        Args:
+            place: of ``room``; when this returns it holds what the recording has.
+            skip: silence is skipped.
+
+        Raises:
+            InvalidRequest: it is no audio, or too long.
+            Overloaded: other recordings hold too much.
+        """
+
+        def read(gone: threading.Event) -> Recording:
+            own, blocks = self.processor, [np.zeros(0, np.float32)]
+            assert isinstance(self._open, Clips) and isinstance(own, AudioProcessor)
+            for block in self._open.recording(data, param):
+                if gone.is_set():
+                    break
+                place.take(block.nbytes)
+                blocks.append(block)
+            samples = np.concatenate(blocks)
+            window = int(self._window_seconds() * own.rate)
+            return Recording(samples, own.rate, window, find_speech(samples) if skip else None)
+
+        return await self._on_thread(read, param, place, len(data))
+
+    async def clips(
+        self, windows: Iterable[Samples], param: str, place: RecordingPlace
+    ) -> list[ProcessedMedia]:
+        """The clips of windows of a recording; ``place`` then holds what they have, too.
+
+        Raises:
+            InvalidRequest, Overloaded: as ``read_recording``.
+        """
+
+        def read(gone: threading.Event) -> list[ProcessedMedia]:
+            return self._processed(windows, place, gone)
+
+        return await self._on_thread(read, param, place)
+
+    async def clip(self, window: Samples) -> ProcessedMedia:
+        """The clip of one window, which is soon gone."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._recordings, self._process, window)
+
+    async def _on_thread(
+        self,
+        work: Callable[[threading.Event], T],
+        param: str,
+        place: RecordingPlace,
+        file_bytes: int = 0,
+    ) -> T:
+        """Runs ``work`` of a recording, which may take long, until it is gone."""
         gone = threading.Event()  # its client
         try:
-            self.counts.images.observe(1)
-            place.take(len(data))
+            if file_bytes:
+                self.counts.images.observe(1)
+            place.take(file_bytes)
             loop = asyncio.get_running_loop()
-            work = partial(self._recording, data, param, place, gone)
-            clips = await loop.run_in_executor(self._recordings, work)
-            place.take(-len(data))
-            return clips
+            made = await loop.run_in_executor(self._recordings, work, gone)
+            place.take(-file_bytes)
+            return made
         except RayfinError as error:
             self.counts.refused(error.code)
+            if isinstance(error, InvalidRequest):
+                error.param = param
             raise
         finally:
             gone.set()
 
-    def _recording(
-        self, data: bytes, param: str, place: RecordingPlace, gone: threading.Event
+    def _processed(
+        self, windows: Iterable[Samples], place: RecordingPlace, gone: threading.Event
     ) -> list[ProcessedMedia]:
-        """One clip after another: its samples are there only while they are processed."""
-        own, settings = self.processor, self.settings
-        assert isinstance(self._open, Clips) and isinstance(own, AudioProcessor)
-        seconds = min(settings.chunk_seconds or own.window_seconds, settings.max_seconds)
-        if own.max_seconds is not None:
-            seconds = min(seconds, own.max_seconds)
         made: list[ProcessedMedia] = []
-        try:
-            for clip in cut_at_quiet(self._open.recording(data, param), own.rate, seconds):
-                if gone.is_set():
-                    return []
-                made.append(self._process(clip))
-                place.take(made[-1].num_bytes)
-        except InvalidRequest as error:
-            error.param = param
-            raise
+        for clip in windows:
+            if gone.is_set():
+                return []
+            made.append(self._process(clip))
+            place.take(made[-1].num_bytes)
         return made
+
+    def _window_seconds(self) -> float:
+        """Of a recording that is heard at once."""
+        own, settings = self.processor, self.settings
+        assert isinstance(own, AudioProcessor)
+        seconds = min(settings.chunk_seconds or own.window_seconds, settings.max_seconds)
+        return seconds if own.max_seconds is None else min(seconds, own.max_seconds)
 
     def read_now(self, messages: Any, param: str) -> list[ProcessedMedia]:
         """As ``read``, for callers without an event loop, or with one that is not to be used."""

@@ -13,12 +13,12 @@ from rayfin.actors.config import EngineArgs
 from rayfin.deployments.app import bind_app
 from rayfin.deployments.serve.server_args import ServerArgs
 from rayfin.deployments.text.tokenizer import Tokenizer
-from whisper_models import FIRST_TIME, WhisperOracle
+from whisper_models import FIRST_TIME, ONE_TRY, WhisperOracle
 
 OUTPUT = 8
 CLIP = tone(1, 0.9)
 FILE = ("speech.wav", wav(CLIP, subtype="FLOAT"))
-LIMIT: Any = {"max_completion_tokens": OUTPUT}
+LIMIT: Any = {"max_completion_tokens": OUTPUT, **ONE_TRY}
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +70,13 @@ def test_times(client: openai.OpenAI, oracle: WhisperOracle) -> None:
     file = ("speech.flac", wav(tone(5, 3.0), form="FLAC"))
     asked: Any = {"model": "tiny", "file": file, "extra_body": LIMIT}
     verbose = client.audio.transcriptions.create(
-        **asked, response_format="verbose_json", timestamp_granularities=["segment"]
+        **asked, response_format="verbose_json", timestamp_granularities=["segment", "word"]
     )
     assert verbose.language in oracle.prompts.tokens.languages and verbose.duration == 3.0
     assert verbose.segments and {own.seek > 0 for own in verbose.segments} == {False, True}
     times = [time for own in verbose.segments for time in (own.start, own.end)]
     assert times == sorted(times) and times[-1] <= 3.0
+    assert verbose.words and all(own.start <= own.end <= 3.0 for own in verbose.words)
     text = client.audio.transcriptions.create(**asked, response_format="srt")
     assert str(text).count(" --> ") == len(verbose.segments)
 

@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
     SuppressTokensLogitsProcessor,
     WhisperTimeStampLogitsProcessor,
 )
+from transformers.models.whisper.generation_whisper import _dynamic_time_warping, _median_filter
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.media.audio_processor import AudioProcessor, Samples
@@ -42,6 +43,12 @@ EOS = IDS["<|endoftext|>"]
 SUPPRESSED = [3, 5, 8, IDS["<|startoftranscript|>"], IDS["<|startofprev|>"], IDS["<|startoflm|>"]]
 SUPPRESSED += [IDS["<|translate|>"], IDS["<|transcribe|>"], IDS["<|nospeech|>"]]
 FIRST_TIME = IDS["<|0.00|>"]
+ONE_TRY = {  # for drawn tones, in which a detector finds no speech, and a model no likely text
+    "vad_filter": "false",
+    "log_prob_threshold": "-1000",
+    "compression_ratio_threshold": "1000",
+    "condition_on_previous_text": "false",
+}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -169,14 +176,7 @@ class WhisperOracle:
         Args:
             ids: a prompt with the place of the clip in front.
         """
-        settings = self.model.generation_config
-        begin = len(ids) - 1
-        rules: list[Any] = [
-            SuppressTokensAtBeginLogitsProcessor(settings.begin_suppress_tokens, begin),
-            SuppressTokensLogitsProcessor(settings.suppress_tokens),
-        ]
-        if ids[-1] != settings.no_timestamps_token_id:
-            rules.append(WhisperTimeStampLogitsProcessor(settings, begin))
+        rules, begin = self._rules(ids), len(ids) - 1
         features = torch.from_numpy(self.processor.process(clip).arrays["input_features"])
         heard = self.model.get_encoder()(features)
         tokens = torch.tensor([ids[1:]])
@@ -188,6 +188,89 @@ class WhisperOracle:
             tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], dim=1)
         found: list[int] = tokens[0, begin:].tolist()
         return found
+
+    def _rules(self, ids: list[int]) -> list[Any]:
+        """transformers' rules for what follows a prompt."""
+        settings, begin = self.model.generation_config, len(ids) - 1
+        rules: list[Any] = [
+            SuppressTokensAtBeginLogitsProcessor(settings.begin_suppress_tokens, begin),
+            SuppressTokensLogitsProcessor(settings.suppress_tokens),
+        ]
+        if ids[-1] != settings.no_timestamps_token_id:
+            rules.append(WhisperTimeStampLogitsProcessor(settings, begin))
+        return rules
+
+    def windows(
+        self, ids: list[int], samples: Samples, window: int, max_tokens: int
+    ) -> list[tuple[int, Samples, list[int]]]:
+        """Windows of a recording by transformers' rule: where each begins, and its answer.
+
+        Its ``generate`` begins the next one where the last whole sentence ends.
+        """
+        found: list[tuple[int, Samples, list[int]]] = []
+        at, least = 0, 3 * RATE // 10
+        while len(samples) - at >= least:
+            clip = samples[at : at + window]
+            tokens = self.greedy(ids, clip, max_tokens)
+            found.append((at, clip, tokens))
+            said = torch.tensor([token for token in tokens if token != EOS])
+            _, frames = self.model._retrieve_segment(
+                seek_sequence=said,
+                seek_outputs=[said],
+                time_offset=[0.0],
+                timestamp_begin=FIRST_TIME,
+                seek_num_frames=[len(clip) // 160],
+                time_precision=0.02,
+                time_precision_features=0.01,
+                input_stride=2,
+                prev_idx=0,
+                idx=0,
+                return_token_timestamps=False,
+                decoder_input_ids=torch.tensor([ids]),
+            )
+            at += min(max(int(frames) * 160, least), len(clip))
+        return found
+
+    @torch.inference_mode()
+    def judged(self, ids: list[int], clip: Samples, answer: list[int]) -> tuple[float, float]:
+        """The mean log probability of an answer, and how probable it is that there is no speech."""
+        features = torch.from_numpy(self.processor.process(clip).arrays["input_features"])
+        whole = torch.tensor([[*ids[1:], *answer]])
+        logits = self.model(input_features=features, decoder_input_ids=whole).logits[0]
+        begin, total = len(ids) - 1, 0.0
+        for place, token in enumerate(answer):
+            row = logits[begin + place - 1][None]
+            for rule in self._rules(ids):
+                row = rule(whole[:, : begin + place], row)
+            total += float(row.log_softmax(-1)[0, token])
+        start = ids.index(IDS["<|startoftranscript|>"]) - 1
+        quiet = float(logits[start].softmax(-1)[IDS["<|nospeech|>"]])
+        text = [token for token in answer if token != EOS]
+        return total / (len(text) + 1), quiet
+
+    @torch.inference_mode()
+    def times(self, ids: list[int], text: list[int], clip: Samples) -> list[float]:
+        """When each token of a transcript begins, and the last one ends: transformers' own steps.
+
+        Args:
+            ids: a prompt without times.
+        """
+        features = torch.from_numpy(self.processor.process(clip).arrays["input_features"])
+        whole = torch.tensor([[*ids[1:], *text]])
+        self.model.set_attn_implementation("eager")
+        output = self.model(
+            input_features=features, decoder_input_ids=whole, output_attentions=True
+        )
+        self.model.set_attn_implementation("sdpa")
+        layers = self.model.config.decoder_layers
+        weights = torch.cat(output.cross_attentions[layers // 2 :], 1)
+        weights = weights[..., : round(len(clip) / RATE / 0.02)]
+        weights = weights / weights.sum(-1, keepdim=True)
+        deviation, mean = torch.std_mean(weights, dim=-2, keepdim=True, unbiased=False)
+        smooth = _median_filter((weights - mean) / deviation, 7)
+        matrix = smooth.mean(1)[0, len(ids) - 2 :].numpy()
+        rows, columns = _dynamic_time_warping(-matrix)
+        return [float(columns[rows == row][0] * 0.02) for row in range(len(text) + 1)]
 
     def language(self, clip: Samples) -> int:
         """The token of the language that transformers hears."""

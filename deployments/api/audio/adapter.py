@@ -5,7 +5,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -13,24 +13,21 @@ from typing import Any
 from starlette.requests import Request
 
 from rayfin.actors.errors import RayfinError
+from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.api.audio.form import SUBTITLES, AudioForm
-from rayfin.deployments.api.audio.language import LanguageFinder, rest_of
 from rayfin.deployments.api.audio.merge import JoinedText
-from rayfin.deployments.api.audio.prompts import FILE, SpeechPrompt, speech_prompt
+from rayfin.deployments.api.audio.prompts import FILE, speech_prompt
 from rayfin.deployments.api.audio.replies import (
     DurationUsage,
     SpeechChoice,
     SpeechDelta,
-    TimedTranscript,
     TokenUsage,
     Transcript,
     TranscriptDelta,
     TranscriptDone,
     VerboseTranscript,
 )
-from rayfin.deployments.api.audio.segments import Segment, segments, srt, vtt
-from rayfin.deployments.api.audio.transcript import HeardText, SpokenText
-from rayfin.deployments.api.audio.whisper import whisper_prompt
+from rayfin.deployments.api.audio.transcript import HeardText
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Deltas, Generation
 from rayfin.deployments.generation.plan import AnswerRules, plan_text
@@ -41,6 +38,7 @@ from rayfin.deployments.http.errors import error_body
 from rayfin.deployments.http.json_body import ignored_header, rename_error_params
 from rayfin.deployments.http.sse import DONE, event
 from rayfin.deployments.media.reader import MediaReader
+from rayfin.deployments.text.generation_prompt import ChatPrompt
 from rayfin.deployments.text.output import TextDelta
 
 logger = logging.getLogger("rayfin.http")
@@ -78,47 +76,38 @@ class TranscriptionAdapter(GenerationAdapter):
 
     async def _prepared(self, request: Request) -> Generation:
         form, service = self._form, self._service
-        form.check_times(self._media.speech is not None)
+        form.check_times(False)
+        params, caller = self._params(), Caller.of(request)
+        prompt = await speech_prompt(service, self._media, form, self._place)
+        self._form = replace(form, data=b"")  # a stream may take minutes
+        self._seconds = prompt.seconds
+        known = form.language is not None or form.task == "translate"
+        mark = "" if known else prompt.mark
+        self._heard = JoinedText([HeardText(mark) for _ in prompt.clips])
+        self._generation = await self._generate(prompt.clips, params, caller)
+        unread = [*form.ignored, *form.listening, *prompt.unread]
+        self._generation.headers |= ignored_header(unread)
+        return self._generation
+
+    def _params(self) -> SamplingParams:
         with rename_error_params({"max_tokens": "max_completion_tokens"}):
-            params = form.sampling_params(service.sampling_defaults)
-            caller = Caller.of(request)
-            prompt = await self._prompt_of(form, caller)
-            self._form = replace(form, data=b"")  # a stream may take minutes
-            self._prompt, self._temperature = prompt, params.temperature
-            self._listen(prompt)
-            caller = rest_of(caller, prompt.spent)
-            self._generation = await Generation.prepare(
-                service,
-                [
-                    Prompt(clip.ids, FILE, cache_salt=form.cache_salt, images=clip.images)
-                    for clip in prompt.clips
-                ],
+            return self._form.sampling_params(self._service.sampling_defaults)
+
+    async def _generate(
+        self, clips: Sequence[ChatPrompt], params: SamplingParams, caller: Caller
+    ) -> Generation:
+        """The requests for the transcripts of clips."""
+        salt = self._form.cache_salt
+        with rename_error_params({"max_tokens": "max_completion_tokens"}):
+            return await Generation.prepare(
+                self._service,
+                [Prompt(clip.ids, FILE, cache_salt=salt, images=clip.images) for clip in clips],
                 params,
                 request_id=str(self._frame["id"]),
                 priority=0,
                 caller=caller,
-                plan=await plan_text(service, AnswerRules(), caller.tenant),
+                plan=await plan_text(self._service, AnswerRules(), caller.tenant),
             )
-        self._generation.headers |= ignored_header([*form.ignored, *prompt.unread])
-        return self._generation
-
-    async def _prompt_of(self, form: AudioForm, caller: Caller) -> SpeechPrompt:
-        service, media, name = self._service, self._media, str(self._frame["id"])
-        if media.speech is None:
-            return await speech_prompt(service, media, form, self._place)
-        finder = LanguageFinder(service, media, caller, name, form.cache_salt)
-        return await whisper_prompt(form, self._place, finder)
-
-    def _listen(self, prompt: SpeechPrompt) -> None:
-        """Makes what reads the answers."""
-        form, speech = self._form, self._media.speech
-        known = form.language is not None or form.task == "translate"
-        heard = [HeardText("" if known else prompt.mark) for _ in prompt.clips]
-        self._heard = JoinedText(heard, strip=speech is not None)
-        self._spoken: list[SpokenText] = []
-        if speech is not None:
-            tokenizer, first = self._service.tokenizer, speech.tokens.first_time
-            self._spoken = [SpokenText(tokenizer, first) for _ in prompt.clips]
 
     async def run(self, generation: Generation) -> Deltas:
         try:
@@ -132,41 +121,32 @@ class TranscriptionAdapter(GenerationAdapter):
         self._place.leave()
 
     def reply(self, generation: Generation) -> str:
-        form = self._form
         for choice in generation.choices:
             self._push(choice, "".join(choice.text), choice.token_ids, last=True)
-        text = self._heard.text
+        return self._answer(self._heard.text, self._heard.language)
+
+    def _answer(self, text: str, language: str | None) -> str:
+        """The whole answer; ``language`` is what the model has heard."""
+        form = self._form
         if form.response_format == "text":
             return text
-        if form.response_format == "srt":
-            return srt(self._segments(generation))
-        if form.response_format == "vtt":
-            return vtt(self._segments(generation))
-        usage = DurationUsage(seconds=math.ceil(self._prompt.seconds))
+        usage = DurationUsage(seconds=math.ceil(self._seconds))
         if form.response_format == "json":
             return Transcript(text=text, usage=usage).model_dump_json()
         verbose = VerboseTranscript(
             task=form.task,
-            language=form.language or self._prompt.language or self._heard.language,
-            duration=self._prompt.seconds,
+            language=form.language or language,
+            duration=self._seconds,
             text=text,
             usage=usage,
         )
-        if self._media.speech is not None:
-            parts = self._segments(generation)
-            verbose = TimedTranscript(**dict(verbose), segments=parts)
-        return verbose.model_dump_json()
+        return self._verbose(verbose)
 
-    def _segments(self, generation: Generation) -> list[Segment]:
-        speech, tokenizer = self._media.speech, self._service.tokenizer
-        assert speech is not None
-        answers = [choice.token_ids for choice in generation.choices]
-        return segments(answers, self._prompt.lengths, speech, tokenizer, self._temperature)
+    def _verbose(self, answer: VerboseTranscript) -> str:
+        return answer.model_dump_json()
 
     def _push(self, choice: Choice, text: str, token_ids: list[int], *, last: bool) -> str:
         """What an answer goes on with, and what that adds to the whole transcript."""
-        if self._spoken:
-            text = self._spoken[choice.index].push(token_ids, last=last)
         return self._heard.push(choice.index, text, last=last)
 
     def events(self, choice: Choice, delta: TextDelta) -> list[str]:

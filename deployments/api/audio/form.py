@@ -4,7 +4,7 @@ import asyncio
 import math
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 from starlette.datastructures import FormData, UploadFile
@@ -33,6 +33,11 @@ NUMBERS: dict[str, type[int] | type[float]] = {
 BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 WORDS = ("model", "language", "to_language", "prompt", "response_format")
 SWITCHES = ("stream", "stream_include_usage", "stream_continuous_usage_stats")
+LIMITS = ("compression_ratio_threshold", "log_prob_threshold", "no_speech_threshold")
+LISTENING: dict[str, type[bool] | type[float]] = {
+    **dict.fromkeys(("vad_filter", "condition_on_previous_text"), bool),
+    **dict.fromkeys(LIMITS, float),
+}
 GRANULARITIES = ("timestamp_granularities[]", "timestamp_granularities")
 LOGPROBS = ("include[]", "include")
 LISTS = (*GRANULARITIES, *LOGPROBS)
@@ -49,11 +54,27 @@ SPEECH: dict[str, Any] = {
         **{
             name: {"type": "integer" if kind is int else "number"} for name, kind in NUMBERS.items()
         },
-        GRANULARITIES[0]: {"type": "array", "items": {"enum": ["segment"]}},
+        GRANULARITIES[0]: {"type": "array", "items": {"enum": ["segment", "word"]}},
         **dict.fromkeys(SWITCHES, {"type": "boolean"}),
+        **{
+            name: {"type": "boolean" if kind is bool else "number"}
+            for name, kind in LISTENING.items()
+        },
     },
 }
 """The form of both routes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """How a Whisper model listens, by the names that faster-whisper has for it."""
+
+    vad_filter: bool | None = None  # silence is skipped; None: where the package for it is there
+    # What was said before is a hint; None: where windows follow one another.
+    condition_on_previous_text: bool | None = None
+    compression_ratio_threshold: float = 2.4  # a text that is more repetitive is tried again ...
+    log_prob_threshold: float = -1.0  # ... and one whose tokens are less likely on average
+    no_speech_threshold: float = 0.6  # less likely, and no speech more probable: it is silence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +92,18 @@ class AudioForm:
     stream: bool = False
     cache_salt: str | None = None  # pages are shared only among prompts with the same salt
     numbers: dict[str, int | float]
+    listening: dict[str, Any] = field(default_factory=dict)  # those fields of it that are given
     ignored: list[str]
+
+    @property
+    def wants_words(self) -> bool:
+        """Whether the answer has the times of words."""
+        return any(asked == "word" for _, asked in self.granularities)
+
+    @property
+    def wants_segments(self) -> bool:
+        """Whether an answer with times has segments: OpenAI leaves them out beside words."""
+        return not self.granularities or any(asked == "segment" for _, asked in self.granularities)
 
     @property
     def wants_times(self) -> bool:
@@ -100,9 +132,9 @@ class AudioForm:
                     name,
                     "unsupported_parameter",
                 )
-            if asked != "segment":
+            if asked not in ("segment", "word"):
                 raise InvalidRequest(
-                    f"{name} must be 'segment', got {asked[:32]!r}: no times of words are given.",
+                    f"{name} must be 'segment' or 'word', got {asked[:32]!r}.",
                     name,
                     "unsupported_value",
                 )
@@ -110,6 +142,22 @@ class AudioForm:
                 raise InvalidRequest(
                     f"{name} needs response_format verbose_json.", name, "unsupported_value"
                 )
+
+    def check_listening(self) -> Listening:
+        """How a Whisper model is to listen.
+
+        Raises:
+            InvalidRequest: what was said before cannot be a hint for windows that run side by side.
+        """
+        found = Listening(**self.listening)
+        if self.stream and found.condition_on_previous_text:
+            name = "condition_on_previous_text"
+            raise InvalidRequest(
+                f"{name} does not go with stream: clips of a stream run side by side.",
+                name,
+                "unsupported_value",
+            )
+        return found
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         """The sampling settings: greedy, unless the form has a temperature.
@@ -209,7 +257,18 @@ async def _read(form: FormData, task: Task, max_bytes: int) -> AudioForm:
             "prompt",
             "invalid_value",
         )
-    numbers = {name: _number(name, fields.pop(name)) for name in NUMBERS if name in fields}
+    numbers = {
+        name: _number(name, fields.pop(name), kind)
+        for name, kind in NUMBERS.items()
+        if name in fields
+    }
+    listening = {
+        name: _switch(name, fields.pop(name))
+        if kind is bool
+        else _number(name, fields.pop(name), float)
+        for name, kind in LISTENING.items()
+        if name in fields
+    }
     switches = {name: _switch(name, fields.pop(name, "false")) for name in SWITCHES}
     salt = check_salt(fields.pop(SALT)) if SALT in fields else None
     form_of_reply = _response_format(words["response_format"] or "json", switches["stream"])
@@ -225,6 +284,7 @@ async def _read(form: FormData, task: Task, max_bytes: int) -> AudioForm:
         stream=switches["stream"],
         cache_salt=salt,
         numbers=numbers,
+        listening=listening,
         ignored=sorted(fields),
     )
 
@@ -248,16 +308,16 @@ def _fields(form: FormData) -> dict[str, str]:
     return fields
 
 
-def _number(name: str, written: str) -> int | float:
+def _number(name: str, written: str, kind: type[int] | type[float]) -> int | float:
     try:
-        value = NUMBERS[name](written)
+        value = kind(written)
         if not math.isfinite(value):
             raise ValueError
         return value
     except (ValueError, OverflowError):
-        kind = "a whole number" if NUMBERS[name] is int else "a number"
+        wanted = "a whole number" if kind is int else "a number"
         raise InvalidRequest(
-            f"{name} must be {kind}, got {written[:32]!r}.", name, "invalid_type"
+            f"{name} must be {wanted}, got {written[:32]!r}.", name, "invalid_type"
         ) from None
 
 

@@ -27,8 +27,6 @@ class SpeechPrompt(NamedTuple):
     lengths: list[float]  # of the clips, seconds
     mark: str = ""  # in answers: what is before it is the language
     unread: tuple[str, ...] = ()  # fields of the form that such a prompt has no place for
-    language: str | None = None  # of the speech, where the prompts name one
-    spent: float = 0.0  # seconds of the request's timeout that went into finding it
 
     @property
     def seconds(self) -> float:

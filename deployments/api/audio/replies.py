@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from rayfin.deployments.api.audio.segments import Segment
+from rayfin.deployments.api.audio.words import Word
 
 
 class DurationUsage(BaseModel):
@@ -20,7 +21,7 @@ class Transcript(BaseModel):
 
 
 class VerboseTranscript(BaseModel):
-    """``response_format`` verbose_json, as far as it is known: no times of words."""
+    """``response_format`` verbose_json, as far as it is known."""
 
     task: Literal["transcribe", "translate"]
     language: str | None  # as the request has it, or as the model has heard it
@@ -30,9 +31,10 @@ class VerboseTranscript(BaseModel):
 
 
 class TimedTranscript(VerboseTranscript):
-    """``response_format`` verbose_json of a model that gives times of segments."""
+    """``response_format`` verbose_json of a model that gives times: those that are asked for."""
 
-    segments: list[Segment]
+    words: list[Word] | None = None
+    segments: list[Segment] | None = None
 
 
 class SpeechDelta(BaseModel):

@@ -5,16 +5,10 @@ Supervision", section 2.3: a token for its begin stands before a segment, one fo
 """
 
 import html
-import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pydantic import BaseModel
-
-from rayfin.deployments.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:  # which imports transformers
-    from rayfin.actors.media.whisper import SpeechPrompts
 
 
 class Span(NamedTuple):
@@ -29,15 +23,16 @@ class Segment(BaseModel):
     """A segment of a recording, with the members that OpenAI's have."""
 
     id: int
-    seek: int  # hundredths of a second: where the clip begins in the recording
+    seek: int  # hundredths of a second: where its window begins in the recording
     start: float  # seconds in the recording
     end: float
     text: str
     tokens: list[int]
     temperature: float
-    avg_logprob: None = None  # not measured
-    compression_ratio: float  # of the text of the whole clip: its bytes over those of zlib
-    no_speech_prob: None = None  # not measured
+    # Of its window: the tokens' mean, the text's bytes over those of zlib, and of no speech.
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float
 
 
 def spans(
@@ -72,56 +67,30 @@ def spans(
     return found
 
 
-def segments(
-    answers: Sequence[Sequence[int]],
-    lengths: Sequence[float],
-    speech: "SpeechPrompts",
-    tokenizer: Tokenizer,
-    temperature: float,
-) -> list[Segment]:
-    """The segments of a recording in order; those without text are left out.
+class Sentences(NamedTuple):
+    """What a window has whole."""
+
+    spans: list[Span]
+    end: float  # of the last one, seconds in the window; that of the window if there is none
+    goes_on: bool  # the model says that more comes behind it
+
+
+def sentences(
+    tokens: Sequence[int], seconds: Callable[[int], float | None], length: float
+) -> Sentences:
+    """The segments that have an end. One without is heard again in the next window, unless it is
+    all that there is.
 
     Args:
-        answers: the tokens of each clip's transcript.
-        lengths: of the clips, seconds.
+        tokens, seconds, length: see ``spans``.
     """
-    made: list[Segment] = []
-    begin = 0.0  # of the clip in the recording, seconds
-    for answer, length in zip(answers, lengths, strict=True):
-        # In a folder of someone's own times may be special tokens.
-        words = [
-            token
-            for token in answer
-            if token not in tokenizer.special_token_ids or speech.seconds(token) is not None
-        ]
-        ratio = _compression(_text(words, speech, tokenizer))
-        for span in spans(words, speech.seconds, length):
-            text = _text(span.tokens, speech, tokenizer)
-            if not text.strip():
-                continue
-            made.append(
-                Segment(
-                    id=len(made),
-                    seek=round(begin * 100),
-                    start=round(begin + span.start, 3),
-                    end=round(begin + span.end, 3),
-                    text=text,
-                    tokens=span.tokens,
-                    temperature=temperature,
-                    compression_ratio=ratio,
-                )
-            )
-        begin += length
-    return made
-
-
-def _text(tokens: Iterable[int], speech: "SpeechPrompts", tokenizer: Tokenizer) -> str:
-    return tokenizer.decode([token for token in tokens if speech.seconds(token) is None])
-
-
-def _compression(text: str) -> float:
-    written = text.encode()
-    return len(written) / len(zlib.compress(written))
+    found = spans(tokens, seconds, length)
+    if not found or (len(found) == 1 and seconds(tokens[-1]) is None):
+        return Sentences(found, length, False)
+    if seconds(found[-1].tokens[-1]) is None:
+        return Sentences(found[:-1], found[-2].end, True)
+    # The end alone says that all of the window was heard; a begin behind it, that more comes.
+    return Sentences(found, found[-1].end, seconds(tokens[-2]) is not None)
 
 
 # Segments as files of subtitles: SubRip, and WebVTT (https://www.w3.org/TR/webvtt1).

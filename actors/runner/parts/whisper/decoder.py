@@ -9,6 +9,7 @@ import torch
 
 from rayfin.actors.runner.batch import StepInputs
 from rayfin.actors.runner.models.recurrent import RecurrentLayers
+from rayfin.actors.runner.parts.whisper.aligner import AlignedStep, Aligner
 from rayfin.actors.runner.parts.whisper.rules import TranscriptRules
 from rayfin.actors.runner.parts.whisper.split_step import SplitStep, split_step
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
@@ -30,6 +31,7 @@ class WhisperDecoder:
     def __init__(self, model: Any, kernel: PagedAttention, clip_tokens: int) -> None:
         self.transformer = model
         self.rules: TranscriptRules | None = None
+        self.aligner: Aligner | None = None
         self.recurrent: RecurrentLayers | None = None
         self._decoder, self._kernel = model.model.decoder, kernel
         self._clip_tokens = clip_tokens
@@ -68,7 +70,8 @@ class WhisperDecoder:
             return torch.zeros(
                 len(inputs.sampled), self.vocab_size, dtype=self.dtype, device=self.device
             )
-        states = self._transcripts(inputs.input_ids[step.tokens], step)
+        aligned = None if self.aligner is None else self.aligner.begin(inputs, step)
+        states = self._transcripts(inputs.input_ids[step.tokens], step, aligned)
         rows = step.rows_of(inputs.sampled)
         logits: torch.Tensor = self.transformer.proj_out(states[rows])
         if self.rules is not None:
@@ -86,14 +89,18 @@ class WhisperDecoder:
             keys, values = attention.k_proj(states), attention.v_proj(states)
             write_kv(self._by_head(keys), self._by_head(values), k_pages, v_pages, slots)
 
-    def _transcripts(self, tokens: torch.Tensor, step: SplitStep) -> torch.Tensor:
+    def _transcripts(
+        self, tokens: torch.Tensor, step: SplitStep, aligned: AlignedStep | None = None
+    ) -> torch.Tensor:
         """The last hidden states [D, hidden] of the ``tokens`` [D]."""
         decoder, own, across = self._decoder, step.own, step.across
         assert own is not None and across is not None
         # Steps that warm the model up may go behind the last position.
         places = own.positions.clamp(max=decoder.embed_positions.weight.shape[0] - 1)
         x = decoder.embed_tokens(tokens) + decoder.embed_positions.weight[places]
-        for layer, (k_pages, v_pages) in zip(decoder.layers, self._pages, strict=True):
+        for number, (layer, (k_pages, v_pages)) in enumerate(
+            zip(decoder.layers, self._pages, strict=True)
+        ):
             normed = layer.self_attn_layer_norm(x)
             attention = layer.self_attn
             keys = self._by_head(attention.k_proj(normed))
@@ -101,6 +108,9 @@ class WhisperDecoder:
             write_kv(keys, values, k_pages, v_pages, own.slots)
             x = x + self._attend(attention, normed, k_pages, v_pages, own)
             normed = layer.encoder_attn_layer_norm(x)
+            if aligned is not None:
+                query = self._by_head(layer.encoder_attn.q_proj(normed))
+                aligned.watch(number, query * layer.encoder_attn.scaling, k_pages)
             x = x + self._attend(layer.encoder_attn, normed, k_pages, v_pages, across)
             normed = layer.final_layer_norm(x)
             x = x + layer.fc2(layer.activation_fn(layer.fc1(normed)))

@@ -24,6 +24,7 @@ from rayfin.actors.runner.models.weights import load_model
 from rayfin.actors.runner.parts.vision.encoder import MediaEncoder
 from rayfin.actors.runner.parts.vision.load import VisionPart
 from rayfin.actors.runner.parts.vision.media_slots import MediaSlots
+from rayfin.actors.runner.parts.whisper.aligner import Aligner, alignment_heads
 from rayfin.actors.runner.parts.whisper.decoder import WhisperDecoder
 from rayfin.actors.runner.parts.whisper.probe import Probe
 from rayfin.actors.runner.parts.whisper.rules import RuleTokens, TranscriptRules
@@ -98,10 +99,11 @@ def load_whisper(
     rule_tokens = RuleTokens.of(speech, model.generation_config, decoder.vocab_size)
     rules = TranscriptRules(rule_tokens, tokens, config.max_target_positions)
     decoder.rules = rules
+    decoder.aligner = Aligner(alignment_heads(model), tokens)
     part = VisionPart(
         *(model, None, processor, encoder, MediaSlots(None), cache_bytes),
         front_tokens=tokens,
-        observers=(rules,),
+        observers=(rules, decoder.aligner),
     )
     return LoadedModel(
         *(device, config, part.around(decoder), None),

@@ -31,6 +31,7 @@ class SpokenRow:
     begin: int  # of them are in front of the text
     times: bool  # the answer has times
     controls: tuple[list[int], ...] = ()  # the last so many in front of it are sampled from these
+    free: bool = False  # it asks how probable a control token is, and no rule holds
 
     def control(self, known: int) -> list[int]:
         """The only tokens that may come behind the first ``known`` ones; empty: any."""
@@ -107,6 +108,7 @@ class TranscriptRules(Observer):
             row = SpokenRow(tokens, begin + len(controls), False, controls)
         else:
             row = SpokenRow(tokens, begin, last in (own.start, *own.tasks.values()))
+        row.free = new.sampling.allowed == (own.no_speech,)
         self._slots[new.handle] = row
 
     def close(self) -> None:
@@ -117,10 +119,13 @@ class TranscriptRules(Observer):
         rows = self._rows(inputs, step)
         controls = {index: own.control(known) for index, (own, known) in rows.items()}
         kept = {index: logits[index, ids].clone() for index, ids in controls.items() if ids}
+        free = {index: logits[index].clone() for index, (own, _) in rows.items() if own.free}
         if self._own.never:
             logits[:, self._own.never] = NEVER
         for index, (own, known) in rows.items():
-            if index in kept:
+            if index in free:
+                logits[index] = free[index]
+            elif index in kept:
                 logits[index].fill_(NEVER)
                 logits[index, controls[index]] = kept[index]
             else:

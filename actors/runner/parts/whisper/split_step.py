@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rayfin.actors.messages import Int64Array
 from rayfin.kernels.shapes import PagedBatch
 from rayfin.kernels.staging import to_device
 
@@ -17,6 +18,7 @@ class SplitStep:
     tokens: torch.Tensor  # [D] int64, in T, rising
     own: PagedBatch | None  # the D tokens over pages behind those of clips; None: D is 0
     across: PagedBatch | None  # each of the D tokens as a row over the pages of its clip
+    rows: Int64Array  # [R'] which rows of the step those of ``own`` are
 
     def rows_of(self, sampled: torch.Tensor) -> torch.Tensor:
         """Where in D the tokens at ``sampled`` [S] of T are."""
@@ -41,7 +43,7 @@ def split_step(batch: PagedBatch, clip_tokens: int, states: int) -> SplitStep:
     tokens = to_device(np.flatnonzero(is_own), device)
     rows = np.flatnonzero(own_counts)
     if len(rows) == 0:
-        return SplitStep(clips, tokens, None, None)
+        return SplitStep(clips, tokens, None, None, rows)
     pages = clip_tokens // batch.page_size
     query_start = np.concatenate([[0], np.cumsum(own_counts[rows])]).astype(np.int32)
     kv_len = own_ends[rows].astype(np.int32)
@@ -72,4 +74,4 @@ def split_step(batch: PagedBatch, clip_tokens: int, states: int) -> SplitStep:
         decoding=count,
         page_size=batch.page_size,
     )
-    return SplitStep(clips, tokens, own, across)
+    return SplitStep(clips, tokens, own, across, rows)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rayfin.deployments.api.audio.segments import Segment, spans, srt, vtt
+from rayfin.deployments.api.audio.segments import Segment, sentences, spans, srt, vtt
 
 LENGTH = 3.0
 A, B, C = 1, 2, 3
@@ -49,6 +49,25 @@ def test_spans(name: str) -> None:
     assert spans(tokens, seconds, LENGTH) == found
 
 
+WHOLE: dict[str, tuple[list[int], int, float, bool]] = {
+    # tokens, sentences that are whole, where the last one ends, whether more follows
+    "a begin behind the end": ([at(0), A, at(1), at(1)], 1, 1.0, True),
+    "an end alone": ([at(0), A, at(1), at(1), B, at(2)], 2, 2.0, False),
+    "one without an end": ([at(0), A, at(1), at(1.2), B, C], 1, 1.0, True),
+    "nothing but that": ([at(0), A, B], 1, LENGTH, False),
+    "nothing": ([], 0, LENGTH, False),
+    "past the window": ([at(0), A, at(9), at(9)], 1, LENGTH, True),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_sentences(name: str) -> None:
+    tokens, count, end, goes_on = WHOLE[name]
+    whole = sentences(tokens, seconds, LENGTH)
+    assert (len(whole.spans), whole.end, whole.goes_on) == (count, end, goes_on)
+    assert whole.spans == spans(tokens, seconds, LENGTH)[:count]
+
+
 def segment(number: int, start: float, end: float, text: str) -> Segment:
     return Segment(
         id=number,
@@ -58,7 +77,9 @@ def segment(number: int, start: float, end: float, text: str) -> Segment:
         text=text,
         tokens=[],
         temperature=0.0,
+        avg_logprob=-0.5,
         compression_ratio=1.0,
+        no_speech_prob=0.0,
     )
 
 
