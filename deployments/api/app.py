@@ -28,6 +28,11 @@ from rayfin.deployments.api.openai.bodies import (
 )
 from rayfin.deployments.api.openai.chat import ChatAdapter
 from rayfin.deployments.api.openai.completions import TextAdapter
+from rayfin.deployments.api.openai.decisions import (
+    DecisionAdapter,
+    DecisionRequest,
+    SystemOneRequest,
+)
 from rayfin.deployments.api.openai.scoring import ScoringAdapter, ScoringRequest
 from rayfin.deployments.api.openai.tokenize import add_tokenize_routes
 from rayfin.deployments.api.openapi import add_openapi
@@ -144,6 +149,20 @@ def add_completion_routes(app: FastAPI, models: ServedModels) -> None:
         service = await models.resolve_model(request, body.model)
         headers = ignored_header(list(body.model_extra or {}))
         return await GenerationRoute(ScoringAdapter(service, body)).answer(request, headers)
+
+    async def decide(request: Request, kind: type[DecisionRequest | SystemOneRequest]) -> Response:
+        body = await read_body(request, kind)
+        service = await models.resolve_model(request, body.model)
+        adapter = DecisionAdapter(service, body)
+        return await GenerationRoute(adapter).answer(request, ignored_header(body.ignored_fields()))
+
+    @app.post("/v1/decisions")
+    async def decisions(request: Request) -> Response:
+        return await decide(request, DecisionRequest)
+
+    @app.post("/v1/systemone")
+    async def system_one(request: Request) -> Response:
+        return await decide(request, SystemOneRequest)
 
     @app.post("/invocations")
     async def invocations(request: Request) -> Response:

@@ -20,6 +20,7 @@ from rayfin.deployments.api.openai.bodies import (
     ChatCompletionRequest,
     CompletionRequest,
 )
+from rayfin.deployments.api.openai.decisions import DecisionRequest, SystemOneRequest
 from rayfin.deployments.api.openai.replies import ChatCompletion, Completion
 from rayfin.deployments.api.openai.scoring import Scores, ScoringRequest
 from rayfin.deployments.api.openai.tokenize import DetokenizeRequest, TokenizeRequest
@@ -62,6 +63,8 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/chat/completions/batch": BatchChatRequest,
     "/generative_scoring": ScoringRequest,
+    "/v1/decisions": DecisionRequest,
+    "/v1/systemone": SystemOneRequest,
     "/invocations": CompletionRequest,  # or a ChatCompletionRequest, which has messages
     "/v1/responses": ResponseRequest,
     "/v1/responses/compact": ResponseRequest,
