@@ -60,11 +60,20 @@ RIGHT = {
     "10_messages_thinking_display": Right(ignored=("thinking.display",)),
     "11_messages_image_text_model": Right(400, begins="Could not process image"),
     "12_messages_document": Right(),
+    "13_responses_namespace": Right(),
+    "14_responses_web_search": Right(ignored=("tools.web_search",)),
+    "15_responses_custom_lark": Right(),
+    "16_responses_custom_items": Right(repaired=RESULTS),
+    "17_responses_tool_search": Right(),
     "18_responses_two_developers": Right(
         repaired={"system_first": "system", "alternating": "system,turns"}
     ),
+    "19_responses_forced_tool_and_format": Right(),
+    "20_responses_stream_options": Right(),
     "21_chat_guided_and_structured": Right(ignored=("guided_decoding_backend", "guided_grammar")),
     "22_chat_two_users": Right(repaired={"alternating": "turns"}),
+    "24_chat_custom_tool": Right(),
+    "25_messages_batches": Right(404, begins="Batches are off: the server needs --batch-dir"),
     "23_chat_parallel_calls": Right(repaired={"alternating": "results,turns", "one_call": "calls"}),
 }
 

@@ -138,7 +138,7 @@ CHATS: list[tuple[Any, str | None, str]] = [
     ({"documents": "x"}, "documents", TYPE),
     ({"documents": ["x"]}, "documents[0]", TYPE),
     ({"chat_template_kwargs": {"documents": ["x"]}}, "messages", VALUE),
-    ({"tools": [{"type": "custom"}]}, "tools[0].type", VALUE),
+    ({"tools": [{"type": "custom"}]}, "tools[0].custom", "missing_required_parameter"),
     ({"tools": [TOOL, TOOL]}, "tools[1].function.name", VALUE),
     ({"tool_choice": "auto"}, "tool_choice", VALUE),
     ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", VALUE),

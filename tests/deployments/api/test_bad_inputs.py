@@ -307,7 +307,7 @@ ROWS: list[Any] = [
     completion("127", 400, None, None, response_format={"type": "foo"}),
     chat("142", 400, None, "tool_choice", tools=[], tool_choice="auto"),
     chat("144", 400, None, "tool_choice", tool_choice="required"),
-    chat("145", 400, None, "tools[0].type", tools=[{"type": "custom"}]),
+    chat("145", 400, None, "tools[0].custom", tools=[{"type": "custom"}]),
     chat(
         "145",
         400,
