@@ -21,6 +21,7 @@ from rayfin.deployments.text.tokenizer import Tokenizer
 
 CONTEXT = 400_000  # tokens, of about two characters each
 MARK = "<|turn|>"
+NAMES = ["scripted", "gpt-5.5"]  # of the model: Codex knows the second one
 TEMPLATE = """\
 {%- if tools %}TOOLS {% for tool in tools %}{{ tool.function.name }} {% endfor %}
 {%- for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif -%}
@@ -108,7 +109,7 @@ def served(script: Sequence[str], tool: str) -> Iterator[tuple[str, ScriptedEngi
     tokenizer = make_tokenizer()
     engine = ScriptedEngine(tokenizer, script, tool)
     client: Any = engine
-    service = OpenAIService(client, tokenizer, ["scripted"], CONTEXT, formats=detect(tokenizer))
+    service = OpenAIService(client, tokenizer, NAMES, CONTEXT, formats=detect(tokenizer))
     assert service.formats.rules.system_first and service.formats.tools is not None
     config = uvicorn.Config(build_api(service), "127.0.0.1", 0, log_level="warning")
     server = uvicorn.Server(config)
