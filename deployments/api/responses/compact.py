@@ -44,6 +44,8 @@ def compaction_of(body: ResponseRequest) -> ResponseRequest:
 class CompactAdapter(ResponseAdapter):
     """One compaction: a response to a last message that asks for a summary."""
 
+    least_items = 2  # what the message asks about, and itself
+
     def items(self) -> list[Item]:
         ask = OutputMessage(id=item_id("msg"), role="user", content=[InputText(text=ASK)])
         continues = self._body.input is None and self._body.previous_response_id

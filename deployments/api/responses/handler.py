@@ -50,6 +50,8 @@ logger = logging.getLogger("rayfin.http")
 class ResponseAdapter(GenerationAdapter):
     """One request for a response, which ends with its client or runs in the background."""
 
+    least_items = 1  # that ``truncation: auto`` leaves
+
     def __init__(
         self,
         service: OpenAIService,
@@ -135,7 +137,9 @@ class ResponseAdapter(GenerationAdapter):
         check_calls(history, items)
         conversation = history + items
         rules = answer_rules(body, conversation)
-        prompt = await prompt_of(service, body, conversation, body.max_output_tokens or 1)
+        prompt = await prompt_of(
+            service, body, conversation, body.max_output_tokens or 1, self.least_items
+        )
         self._plan = await plan_answers(
             service,
             rules,

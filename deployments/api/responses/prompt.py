@@ -43,13 +43,18 @@ async def prompt_of(
     body: ResponsePromptBody,
     items: list[Item],
     room: int = 1,
+    least: int = 1,
     *,
     any_length: bool = False,
 ) -> ChatPrompt:
     """Returns the prompt of a conversation; with ``any_length`` also of one that is too long.
 
     ``truncation: auto`` leaves out as many of the oldest items as must go for ``room`` tokens of
-    output. The rest starts with a user's message; the last of these always stays.
+    output, of half the context at most. The rest starts with a user's message; the last of these
+    always stays.
+
+    Args:
+        least: items that stay in any case.
 
     Raises:
         InvalidRequest: the chat template refuses it, or it cannot fit.
@@ -69,7 +74,8 @@ async def prompt_of(
         )
 
     whole = await render(items)
-    starts = cuts(items)
+    starts = [start for start in cuts(items) if len(items) - start >= least]
+    room = min(room, service.max_model_len // 2)
     if not auto or not starts or len(whole.ids) + room <= service.max_model_len:
         return whole
     low, high = 0, len(starts) - 1
