@@ -22,6 +22,8 @@ from rayfin.deployments.text.tokenizer import Tokenizer
 CONTEXT = 400_000  # tokens, of about two characters each
 MARK = "<|turn|>"
 NAMES = ["scripted", "gpt-5.5"]  # of the model: Codex knows the second one
+COMPACTION = "summary of the conversation"  # in the words by which agents ask for one
+NEAR_END = 8000  # characters
 TEMPLATE = """\
 {%- if tools %}TOOLS {% for tool in tools %}{{ tool.function.name }} {% endfor %}
 {%- for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif -%}
@@ -54,9 +56,13 @@ class ScriptedEngine:
         tool: the name of a tool that the agent's main conversation has.
     """
 
-    def __init__(self, tokenizer: Tokenizer, script: Sequence[str], tool: str) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, script: Sequence[str], tool: str, context: int
+    ) -> None:
         self._tokenizer, self._script, self._tool = tokenizer, script, tool
-        self.limits = EngineInfo("engine", CONTEXT, tokenizer.vocab_size, 100_000, 16)
+        self.limits = EngineInfo("engine", context, tokenizer.vocab_size, 100_000, 16)
+        self._known: dict[str, str] = {}  # prompt -> answer
+        self.compactions = 0
         self.prompts: list[str] = []
         self.answers: list[str] = []
 
@@ -65,11 +71,7 @@ class ScriptedEngine:
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         prompt = self._tokenizer.decode(request.prompt.tolist(), False)
-        names = prompt.partition("\n")[0].split()
-        said = "Fine."
-        if names[:1] == ["TOOLS"] and self._tool in names:
-            done = prompt.count(f"{MARK}tool\n")
-            said = self._script[min(done, len(self._script) - 1)]
+        said = self._answer(prompt)
         self.prompts.append(prompt)
         self.answers.append(said)
         eos = self._tokenizer.inner.eos_token_id
@@ -78,6 +80,20 @@ class ScriptedEngine:
             await asyncio.sleep(0)
             yield TokenDelta(request.request_id, [token])
         yield TokenDelta(request.request_id, [eos], "stop")
+
+    def _answer(self, prompt: str) -> str:
+        """Returns the next line of the script; the same again for a prompt that is sent again."""
+        if prompt in self._known:
+            return self._known[prompt]
+        names = prompt.partition("\n")[0].split()
+        if COMPACTION in prompt[-NEAR_END:]:
+            self.compactions += 1
+            return "<summary>We read the files, and go on.</summary>"
+        if names[:1] != ["TOOLS"] or self._tool not in names:
+            return "Fine."
+        step = min(len(self._known), len(self._script) - 1)
+        self._known[prompt] = self._script[step]
+        return self._script[step]
 
     async def check_health(self) -> None: ...
 
@@ -104,12 +120,14 @@ def make_tokenizer() -> Tokenizer:
 
 
 @contextmanager
-def served(script: Sequence[str], tool: str) -> Iterator[tuple[str, ScriptedEngine]]:
+def served(
+    script: Sequence[str], tool: str, context: int = CONTEXT
+) -> Iterator[tuple[str, ScriptedEngine]]:
     """Serves a script; gives the address and the engine."""
     tokenizer = make_tokenizer()
-    engine = ScriptedEngine(tokenizer, script, tool)
+    engine = ScriptedEngine(tokenizer, script, tool, context)
     client: Any = engine
-    service = OpenAIService(client, tokenizer, NAMES, CONTEXT, formats=detect(tokenizer))
+    service = OpenAIService(client, tokenizer, NAMES, context, formats=detect(tokenizer))
     assert service.formats.rules.system_first and service.formats.tools is not None
     config = uvicorn.Config(build_api(service), "127.0.0.1", 0, log_level="warning")
     server = uvicorn.Server(config)

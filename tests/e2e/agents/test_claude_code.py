@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,9 @@ from scripted_agent import call, served
 VERSION = "2.1.332"
 PACKAGE = f"@anthropic-ai/claude-code@{VERSION}"
 SECONDS = 300
+TOOLS = ("--allowedTools", "Bash", "Read", "Edit", "Write")
+CONTEXT = 120_000  # tokens: of the small tokenizer, 35,000 are the agent's own
+FILES = 26  # of 11,000 tokens each
 BROKEN = "def add(a, b):\n    return a - b\n\n\nprint(add(2, 3))\n"
 FIXED = BROKEN.replace("a - b", "a + b")
 
@@ -42,11 +46,34 @@ def environment(home: Path, url: str) -> dict[str, str]:
     }
 
 
-def test_a_task_of_eight_turns(claude: Path, tmp_path: Path) -> None:
-    """It reads, edits, runs and looks again; later prompts begin with the earlier ones."""
-    home, place = tmp_path / "home", tmp_path / "work"
+def run(claude: Path, place: Path, url: str, asked: str) -> dict[str, Any]:
+    """Returns the result of a task that it does in a folder."""
+    home = place.parent / "home"
     home.mkdir()
-    place.mkdir()
+    done = subprocess.run(
+        [str(claude), "-p", asked, "--output-format", "json", "--max-turns", "60", *TOOLS],
+        cwd=place,
+        env=environment(home, url),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert not result["is_error"], result
+    return result
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    return folder
+
+
+def test_a_task_of_eight_turns(claude: Path, place: Path) -> None:
+    """It reads, edits, runs and looks again; later prompts begin with the earlier ones."""
     path = place / "calc.py"
     path.write_text(BROKEN)
     script = [
@@ -60,20 +87,7 @@ def test_a_task_of_eight_turns(claude: Path, tmp_path: Path) -> None:
         "It is fixed.",
     ]
     with served(script, "Edit") as (url, engine):
-        asked = ["-p", "Fix calc.py", "--output-format", "json", "--max-turns", "20"]
-        tools = ["--allowedTools", "Bash", "Read", "Edit", "Write"]
-        done = subprocess.run(
-            [str(claude), *asked, *tools],
-            cwd=place,
-            env=environment(home, url),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-        )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-        result = json.loads(done.stdout)
-        assert result["result"] == "It is fixed." and not result["is_error"], result
+        assert run(claude, place, url, "Fix calc.py")["result"] == "It is fixed."
         assert path.read_text() == FIXED
         assert (place / "out.txt").read_text() == "5\n"
         assert (place / "notes.md").read_text() == "Fixed add.\n"
@@ -82,3 +96,15 @@ def test_a_task_of_eight_turns(claude: Path, tmp_path: Path) -> None:
         for before, after in zip(main, main[1:], strict=False):
             same = os.path.commonprefix([before, after])
             assert len(same) > 0.95 * len(before)
+
+
+def test_it_compacts_three_times_and_goes_on(claude: Path, place: Path) -> None:
+    """A prompt that is too long is refused in the words by which it does."""
+    lines = [f"line {j} of a long text, which fills a context" for j in range(330)]
+    script = []
+    for i in range(FILES):
+        (place / f"long{i}.txt").write_text("\n".join(lines))
+        script.append(call("Bash", command=f"cat long{i}.txt", description="Reads"))
+    with served([*script, "All is read."], "Edit", CONTEXT) as (url, engine):
+        assert run(claude, place, url, "Read all files")["result"] == "All is read."
+        assert engine.compactions >= 3
