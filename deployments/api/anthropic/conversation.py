@@ -73,6 +73,8 @@ def chat_messages(
         content = required(message, "content", path)
         for said in _messages(role, content, f"{path}.content", known):
             _append(chat, said)
+    if not chat:
+        raise InvalidRequest("'messages' must not be empty.", "messages", "empty_array")
     last = chat[-1]
     if _is_answer(last) and not is_part:
         if "tool_calls" in last:
@@ -104,8 +106,8 @@ def _append(chat: list[dict[str, Any]], said: dict[str, Any]) -> None:
 
 def _messages(role: str, content: object, path: str, known: _Known) -> list[dict[str, Any]]:
     """Returns the chat messages of one message."""
-    if role == "assistant" and content == []:
-        content = ""
+    if content == []:  # Claude Code's compactions have such messages
+        return [{"role": role, "content": ""}] if role == "assistant" else []
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     parts: dict[str, list[Any]] = {kind: [] for kind in BLOCKS[role]}

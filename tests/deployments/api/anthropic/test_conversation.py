@@ -108,6 +108,13 @@ def test_thinking_that_another_model_has_hidden_is_left_out() -> None:
     assert chat[0] == {"role": "assistant", "content": "look"}
 
 
+def test_a_message_without_blocks_is_none() -> None:
+    chat = chat_messages([turn("user", TEXT), turn("system"), turn("user", TEXT)], None)
+    assert chat == [{"role": "user", "content": "look\nlook"}]
+    with pytest.raises(InvalidRequest, match="must not be empty"):
+        chat_messages([turn("user")], None)
+
+
 def test_the_start_of_an_answer() -> None:
     chat = chat_messages([turn("user", TEXT), turn("assistant", THOUGHT, TEXT)], None)
     assert is_continued(chat) and chat[-1]["reasoning_content"] == "hm"
