@@ -2,8 +2,8 @@
 
 ``pytest --fast`` is the tier of `make check`: no test marked ``slow``, three architectures, a few
 examples of each property. ``pytest --all`` is that of `make test-all`: tests marked ``thorough``
-too, and all cases and examples. Without either it is that of `make test`: of a test with several
-parameters each pair of values once, and a quarter of a property's examples.
+or ``real`` too, and all cases and examples. Without either it is that of `make test`: of a test
+with several parameters each pair of values once, and a quarter of a property's examples.
 """
 
 import functools
@@ -93,10 +93,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if reason is not None:
             item.add_marker(pytest.mark.thorough(reason=reason))
     if config.getoption("--fast"):
-        _deselect(config, items, _marked(items, "slow", "thorough"))
+        _deselect(config, items, _marked(items, "slow", "thorough", "real"))
         _take_examples(items, lambda count: FAST_EXAMPLES)
     elif not config.getoption("--all"):
-        _deselect(config, items, _marked(items, "thorough"))
+        _deselect(config, items, _marked(items, "thorough", "real"))
         _deselect(config, items, without_repeated_pairs(items))
         _take_examples(items, lambda count: max(count // FEWER, FAST_EXAMPLES))
     sort_by_duration(items)
