@@ -8,7 +8,6 @@ cache and is found by the file's path, size, times and inode.
 import fcntl
 import hashlib
 import importlib.util
-import logging
 import os
 import re
 import shutil
@@ -21,15 +20,13 @@ from pathlib import Path
 
 from rayfin.actors.errors import InvalidConfig
 
-logger = logging.getLogger(__name__)
-
 SUFFIX = ".gguf"
 CACHE = "RAYFIN_GGUF_CACHE"
 """The environment variable with the folder of these folders; default ~/.cache/rayfin/gguf."""
 
 CONVERTER = "rayfin.actors.runner.quantized.gguf_file"
 
-VERSION = 3
+VERSION = 4
 """Of the folders' content: a change of this module that changes them counts it up."""
 
 ON_HUB = re.compile(r"([\w.-]+/[\w.-]+):(\w+)")
@@ -166,17 +163,29 @@ def _remove_leftovers(folder: Path) -> None:
 
 def _make(files: Sequence[Path], folder: Path) -> None:
     path = files[0]
-    logger.info("turning %s into a folder in %s, once", path.name, folder.parent)
+    size = sum(file.stat().st_size for file in files) / 1e6
+    _tell(f"Turning {path.name} ({size:,.0f} MB) into a folder in {folder.parent}, once ...")
     made = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         # A process of its own: this one stays without torch, and the memory is given back.
         code = f"from {CONVERTER} import convert; convert({list(map(str, files))!r}, {str(made)!r})"
-        done = subprocess.run(
-            [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False
-        )
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-            raise InvalidConfig(f"{path.name} cannot be read: {lines[-1]}", "model")
+        command = [sys.executable, "-c", code]
+        with (
+            tempfile.TemporaryFile("w+") as errors,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        ):
+            assert process.stdout is not None
+            for line in process.stdout:
+                _tell(line.rstrip())
+            if process.wait():
+                errors.seek(0)
+                lines = errors.read().strip().splitlines() or [f"exit status {process.returncode}"]
+                raise InvalidConfig(f"{path.name} cannot be read: {lines[-1]}", "model")
         made.rename(folder)
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _tell(line: str) -> None:
+    """Shows a line at once; no logger is set up yet."""
+    print(line, file=sys.stderr, flush=True)

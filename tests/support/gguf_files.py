@@ -156,6 +156,7 @@ def _add_tokenizer(writer: Any) -> None:
     writer.add_token_types([1] * 257 + [3] * (len(TOKENS) - 257))
     writer.add_bos_token_id(257)
     writer.add_eos_token_id(258)
+    writer.add_add_bos_token(False)
     writer.add_chat_template(TEMPLATE)
 
 

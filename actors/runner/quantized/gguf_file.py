@@ -8,13 +8,16 @@ numbers are written. No more than one tensor is in memory.
 
 import json
 import re
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, dequantize
+from gguf import GGMLQuantizationType, dequantize
+from gguf.quants import quant_shape_to_byte_shape
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -23,9 +26,12 @@ from transformers import (
     modeling_gguf_pytorch_utils,
 )
 
+from rayfin.actors.model_files.gguf_header import GgufTensor, Header, read_header
+from rayfin.actors.model_files.gguf_tokenizer import end_tokens, make_tokenizer
 from rayfin.actors.runner.quantized.experts import merges_projections
 from rayfin.actors.runner.quantized.gguf_blocks import BLOCKS
 from rayfin.actors.runner.quantized.linear import embedding_scale
+from rayfin.actors.timing import GGUF_PROGRESS_SECONDS
 
 READING: Any = modeling_gguf_pytorch_utils
 """What transformers knows of such files; it has no types."""
@@ -33,6 +39,16 @@ READING: Any = modeling_gguf_pytorch_utils
 FLOATS = {"F32": torch.float32, "F16": torch.float16}
 """Types of tensors that stay as they are; others that are no blocks become bfloat16."""
 NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"}
+PLAIN: dict[GGMLQuantizationType, Any] = {
+    GGMLQuantizationType.F64: np.float64,
+    GGMLQuantizationType.F32: np.float32,
+    GGMLQuantizationType.F16: np.float16,
+    GGMLQuantizationType.I8: np.int8,
+    GGMLQuantizationType.I16: np.int16,
+    GGMLQuantizationType.I32: np.int32,
+    GGMLQuantizationType.I64: np.int64,
+}
+"""Types whose numbers are numpy's; others lie as bytes."""
 EXPERTS = re.compile(r"(blk\.\d+\.ffn_(gate|up|down)_exps)\.weight")
 SIZES = {
     "attention.key_length": "head_dim",
@@ -53,10 +69,19 @@ ENTRY_BYTES = 320
 Array = np.ndarray[Any, Any]
 
 
+class MappedTensor(NamedTuple):
+    """A tensor of the file, mapped."""
+
+    name: str
+    tensor_type: GGMLQuantizationType
+    shape: tuple[int, ...]
+    data: Array  # rows of numbers, or of blocks' bytes
+
+
 class Source(NamedTuple):
     """A tensor of the file, and how it is written."""
 
-    tensor: Any  # gguf's
+    tensor: MappedTensor
     name: str  # the model's, of blocks without its last part
     rows: Array | None = None  # the order of rows, if it stays blocks
     experts: int = 0  # so many layers lie in it
@@ -70,13 +95,22 @@ def convert(files: Sequence[str], folder: str) -> None:
     """
     first = Path(files[0])
     where: Any = {"pretrained_model_name_or_path": str(first.parent), "gguf_file": first.name}
+    headers = [read_header(file) for file in files]
+    header = headers[0]
     try:
-        AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+        # transformers reads the other kinds of tokenizers.
+        own = header.fields.get("tokenizer.ggml.model") == "gpt2"
+        tokenizer = make_tokenizer(header.fields) if own else AutoTokenizer.from_pretrained(**where)
+        tokenizer.save_pretrained(folder)
     except Exception as error:  # of any kind of tokenizer; --tokenizer may name another one
         print(f"the tokenizer in {first.name} cannot be read: {error}", flush=True)
-    readers = [GGUFReader(file) for file in files]
-    tensors = [tensor for reader in readers for tensor in reader.tensors]
-    config = completed(AutoConfig.from_pretrained(**where), readers[0], tensors)
+    tensors = [
+        tensor
+        for file, one in zip(files, headers, strict=True)
+        for tensor in map_tensors(file, one.tensors)
+    ]
+    config, settings = read_config(header)
+    completed(config, header, tensors)
     # transformers looks for the head in the first part alone.
     tied = config.tie_word_embeddings and all(one.name != "output.weight" for one in tensors)
     config.tie_word_embeddings = tied
@@ -86,8 +120,10 @@ def convert(files: Sequence[str], folder: str) -> None:
     causal: Any = AutoModelForCausalLM
     with torch.device("meta"):
         model = causal.from_config(config)
-    settings = READING.load_gguf_checkpoint(str(first))["config"]
-    plan = Plan(readers[0], settings, model)
+    said = model.generation_config.eos_token_id
+    ends = [*(said if isinstance(said, list) else [said]), *end_tokens(header.fields)]
+    model.generation_config.eos_token_id = [*dict.fromkeys(one for one in ends if one is not None)]
+    plan = Plan(header, settings, model, tensors)
     plan.require_all(tensors)
     if not plan.reads(tensors):
         if len(files) > 1:
@@ -106,29 +142,63 @@ def convert(files: Sequence[str], folder: str) -> None:
     model.generation_config.save_pretrained(folder)
 
 
-def completed(config: Any, reader: GGUFReader, tensors: Sequence[Any]) -> Any:
+def map_tensors(file: str, places: Sequence[GgufTensor]) -> list[MappedTensor]:
+    """Maps the tensors of a file.
+
+    Raises:
+        ValueError: the file ends before one does, or one has a type that is not known.
+    """
+    data, found = np.memmap(file, np.uint8, "r"), []
+    for one in places:
+        kind = GGMLQuantizationType(one.kind)
+        dtype = PLAIN.get(kind)
+        shape = one.shape if dtype else quant_shape_to_byte_shape(one.shape, kind)
+        end = one.offset + int(np.prod(shape)) * (np.dtype(dtype).itemsize if dtype else 1)
+        if end > len(data):
+            raise ValueError(f"it ends before its tensor {one.name} does")
+        octets = data[one.offset : end]
+        view = (octets.view(dtype) if dtype else octets).reshape(shape)
+        found.append(MappedTensor(one.name, kind, one.shape, view))
+    return found
+
+
+def read_config(header: Header) -> tuple[Any, dict[str, Any]]:
+    """Returns a file's configuration as transformers reads it, as an object and as it is named.
+
+    transformers reads a header anew for each question, so it gets one without tokens.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        header.write_short(short := Path(folder, "short.gguf"))
+        settings = READING.load_gguf_checkpoint(str(short))["config"]
+        config = AutoConfig.from_pretrained(folder, gguf_file=short.name)
+    if "vocab_size" not in settings:
+        config.vocab_size = len(header.fields["tokenizer.ggml.tokens"])
+    return config, settings
+
+
+def completed(config: Any, header: Header, tensors: Sequence[MappedTensor]) -> Any:
     """The configuration with what transformers does not read of a file.
 
     That is sizes which are no multiples of others, and how positions are scaled.
 
     Args:
-        reader: of the first part, which has all fields.
+        header: of the first part, which has all fields.
         tensors: of all parts.
 
     Raises:
         ValueError: positions are scaled in a way that is not known.
     """
-    architecture = READING.read_field(reader, "general.architecture")[0]
+    architecture = header.architecture
     mappings = READING.GGUF_TO_TRANSFORMERS_MAPPING["config"]
     known = mappings.get(architecture) or mappings.get(config.model_type) or {}
     for key, name in SIZES.items():
-        found = READING.read_field(reader, f"{architecture}.{key}")
+        found = header.get(key)
         if found and key not in known and hasattr(config, name):
-            setattr(config, name, int(found[0]))
+            setattr(config, name, int(found[0] if isinstance(found, list) else found))
     scaling = {
-        key: found[0]
+        key: found
         for key in ("type", "factor", "attn_factor", "original_context_length")
-        if (found := READING.read_field(reader, f"{architecture}.rope.scaling.{key}"))
+        if (found := header.get(f"rope.scaling.{key}")) is not None
     }
     factors = {
         one.name: one.data.astype(float).tolist()
@@ -225,13 +295,18 @@ class Plan:
         ValueError: transformers has no names for the model's tensors.
     """
 
-    def __init__(self, reader: GGUFReader, config: dict[str, Any], model: Any) -> None:
-        architecture = READING.read_field(reader, "general.architecture")[0]
+    def __init__(
+        self, header: Header, config: dict[str, Any], model: Any, tensors: Sequence[MappedTensor]
+    ) -> None:
+        architecture = header.architecture
         self._architecture = architecture
         self._processor = READING.TENSOR_PROCESSORS.get(architecture, READING.TensorProcessor)(
             config=config
         )
-        self._names: dict[str, str] = READING.get_gguf_hf_weights_map(model, self._processor)
+        find = READING.get_gguf_hf_weights_map
+        self._names: dict[str, str] = find(_Childless(model), self._processor)
+        if not all(self._knows(one.name) for one in tensors):
+            self._names = find(model, self._processor)
         self._model = model
         self._paths = {id(module): path for path, module in model.named_modules()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -239,15 +314,14 @@ class Plan:
         self._embedding = embedding if embedding_scale(embedding) is not None else None
         self.shares_head = False  # whether a tied table stays blocks, which are the head's too
 
-    def require_all(self, tensors: Sequence[Any]) -> None:
+    def require_all(self, tensors: Sequence[MappedTensor]) -> None:
         """Raises unless the model has every tensor.
 
         Raises:
             ValueError: it does not, and would be another one without it.
         """
         for one in tensors:
-            experts = EXPERTS.fullmatch(one.name)
-            if (experts[1] if experts else one.name) in self._names or IGNORED.fullmatch(one.name):
+            if self._knows(one.name):
                 continue
             raise ValueError(
                 f"it holds {one.name}, and transformers has no such "
@@ -255,7 +329,12 @@ class Plan:
                 f"{self._architecture!r}"
             )
 
-    def source(self, tensor: Any) -> Source | None:
+    def _knows(self, name: str) -> bool:
+        experts = EXPERTS.fullmatch(name)
+        known = (experts[1] if experts else name) in self._names
+        return known or IGNORED.fullmatch(name) is not None
+
+    def source(self, tensor: MappedTensor) -> Source | None:
         """How a tensor is written, or None if the model has none like it."""
         kind, name = tensor.tensor_type.name.lower(), self._names.get(tensor.name)
         if found := EXPERTS.fullmatch(tensor.name):
@@ -274,13 +353,13 @@ class Plan:
         rows = self._order(tensor) if type(module) is nn.Linear else None
         return Source(tensor, name if rows is None else owner, rows)
 
-    def reads(self, tensors: Sequence[Any]) -> bool:
+    def reads(self, tensors: Sequence[MappedTensor]) -> bool:
         """Whether transformers merges experts from layers of the names that are written."""
         found = [match[1] for one in tensors if (match := EXPERTS.fullmatch(one.name))]
         paths = {self._names.get(name, "").rpartition(".")[0] for name in found}
         return all(path and merges_projections(self._model, path) for path in paths)
 
-    def _order(self, tensor: Any) -> Array | None:
+    def _order(self, tensor: MappedTensor) -> Array | None:
         """The order that transformers puts the rows into; None if it does anything else."""
         numbers = np.arange(len(tensor.data), dtype=np.int64).reshape(-1, 1)
         try:
@@ -325,6 +404,19 @@ class Plan:
         return found
 
 
+class _Childless:
+    """A model as transformers sees it that asks for a name's tensor in the whole model alone.
+
+    It makes a table of all names for each of a model's modules, which takes ten seconds.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.config, self.state_dict = model.config, model.state_dict
+
+    def named_children(self) -> tuple[()]:
+        return ()
+
+
 def _numbers(weights: Any, kind: str) -> torch.Tensor:
     numbers = weights if isinstance(weights, torch.Tensor) else torch.from_numpy(np.array(weights))
     return numbers.to(FLOATS.get(kind, torch.bfloat16)).contiguous()
@@ -339,10 +431,13 @@ def write(path: Path, plan: Plan, sources: Sequence[Source]) -> None:
     count = sum(source.experts or 1 for source in sources)
     room = -(-ENTRY_BYTES * (count + 1) // 64) * 64
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
+    end, shown, whole = 0, time.monotonic(), sum(source.tensor.data.nbytes for source in sources)
     with path.open("wb") as file:
         file.seek(8 + room)
         for source in sorted(sources, key=_element, reverse=True):
+            if time.monotonic() - shown > GGUF_PROGRESS_SECONDS:
+                shown = time.monotonic()
+                print(f"... {100 * end // max(whole, 1)} % of it", flush=True)
             for name, tensor in plan.entries(source):
                 octets = tensor.reshape(-1).view(torch.uint8).numpy()
                 file.write(octets.data)

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.model_files.gguf_header import read_header
 from rayfin.actors.runner.cpu.coded_experts import CodedExperts
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.cpu.stored_config import StoredConfig
@@ -243,7 +244,7 @@ def test_sizes_that_transformers_reads(tmp_path: Path) -> None:
             raise RuntimeError("it differs between layers")
 
     path = write_gguf(tmp_path / "tiny.gguf", "q8_0", "gemma4")
-    gguf_file.completed(Config(), gguf_file.GGUFReader(path), [])
+    gguf_file.completed(Config(), read_header(path), [])
 
 
 def test_read_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
