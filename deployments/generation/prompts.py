@@ -129,8 +129,8 @@ async def chat_prompt(
     variables = {**service.template_defaults, **(variables or {})}
     _check_template(service, chat_template)
     formats = service.formats
-    if chat_template is not None:  # whose rules are not known
-        formats = replace(formats, rules=NO_RULES)
+    if chat_template is not None:  # whose rules and place for tools are not known
+        formats = replace(formats, rules=NO_RULES, writes_tools=False)
     characters = _characters(messages)
     if not (any_length or given):  # before media are decoded, which takes far longer
         check_length(characters, service.tokenizer, service.max_model_len, param)

@@ -20,10 +20,11 @@ from rayfin.deployments.text.messages import (
     plain_tools,
     texts_in,
 )
-from rayfin.deployments.text.parsing.format import IdStyle
+from rayfin.deployments.text.parsing.format import IdStyle, ToolFormat
 from rayfin.deployments.text.repair import NO_RULES, TemplateRules, repaired
 from rayfin.deployments.text.template_watch import watched
 from rayfin.deployments.text.tokenizer import Tokenizer
+from rayfin.deployments.text.written_tools import write_tools
 
 OWN_NAMES = {
     *("messages", "raise_exception", "strftime_now"),
@@ -52,6 +53,7 @@ class HistoryStyle:
     ids: IdStyle = "openai"
     content: ContentFormat = "string"
     rules: TemplateRules = NO_RULES
+    calls: ToolFormat | None = None  # as they are written where the template has no place for tools
 
 
 OBJECTS = HistoryStyle()
@@ -99,7 +101,7 @@ def render_chat(
         content=history.content,
         media=media,
     )
-    listed = plain_tools(tools) if tools is not None else None
+    conversation, listed = _written(conversation, tools, history.calls)
     extras = dict(variables or {})
     sent = _check_variables(extras, tokenizer)
     template = _template(tokenizer, chat_template, listed is not None)
@@ -138,6 +140,20 @@ def render_chat(
             f"The chat template cannot render these messages: {reason}", "messages"
         ) from error
     return cast(list[int], ids)
+
+
+def _written(
+    conversation: list[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    calls: ToolFormat | None,
+) -> tuple[list[dict[str, Any]], PlainTools | None]:
+    """Returns messages and tools as a template takes them: maybe the tools are in the messages."""
+    listed = plain_tools(tools) if tools is not None else None
+    return (
+        (conversation, listed)
+        if calls is None
+        else (write_tools(conversation, listed, calls), None)
+    )
 
 
 def _fitted(

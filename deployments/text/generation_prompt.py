@@ -69,6 +69,7 @@ def render_prompt(
             "openai" if formats.tools is None else formats.tools.id_style,
             formats.content,
             formats.rules,
+            formats.tools if formats.writes_tools else None,
         ),
         media=media,
         marked=marked,

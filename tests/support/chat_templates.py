@@ -555,5 +555,5 @@ CASES: dict[str, Case] = {
     "own marks": Case(chatml(calls(_OWN)), CHATML, "derived"),
     "own tags": Case(chatml(calls(_OWN_TAGS)), CHATML, "derived"),
     "no calls": Case(chatml("{{- message.content }}"), CHATML, None),
-    "no tools": Case(chatml("{{- message.content }}", system=""), CHATML, None),
+    "no tools": Case(chatml("{{- message.content }}", system=""), CHATML, "hermes"),
 }

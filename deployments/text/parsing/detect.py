@@ -26,6 +26,7 @@ from rayfin.deployments.text.parsing.trials import CallTrials
 from rayfin.deployments.text.repair import NO_RULES, TemplateRules
 from rayfin.deployments.text.tokenizer import Tokenizer
 
+FOR_TEXT = "hermes"  # the row for models whose template knows no tools: the most widespread one
 FOR_ANY = "json"  # the row for models whose format is unknown; no template writes it
 
 
@@ -37,6 +38,7 @@ class Detected:
     reasoning: ReasoningFormat | None = None
     arguments_as_text: bool = False  # the template takes earlier calls' arguments as JSON text
     content: ContentFormat = "string"  # of messages, as the template takes it
+    writes_tools: bool = False  # into the system message: the template has no place for them
     why: str = ""  # a line for the log
     # Settings of the server, beside what was found:
     tool_guidance: ToolGuidance = "json"
@@ -80,6 +82,7 @@ def detect(
     found = ThoughtsFound([], "the model has no chat template")
     content: ContentFormat = "string" if content_format == "auto" else content_format
     rules = NO_RULES
+    without_place = False
     if chat_template is None and not tokenizer.inner.chat_template:
         tools = None if tool_parser in (AUTO, NONE) else find_tool_format(tool_parser)
         as_text, why = False, found.why
@@ -88,21 +91,25 @@ def detect(
         found = find_reasoning(tokenizer, probe)
         both = [CallTrials(tokenizer, probe, found.best(None), text) for text in (False, True)]
         content = probe.content_format() if content_format == "auto" else content_format
-        tools, as_text, why = _find_tools(tokenizer, both, tool_parser, probe.shows_tools)
+        without_place = not probe.shows_tools
+        tools, as_text, why = _find_tools(tokenizer, both, tool_parser, without_place)
         rules = find_rules(probe, as_text)
     reasoning = found.best(tools)
     if reasoning_parser != AUTO:
         reasoning = None if reasoning_parser == NONE else find_reasoning_format(reasoning_parser)
     thoughts_why = found.why if reasoning_parser == AUTO else "as set"
+    writes = without_place and tools is not None
+    if writes:
+        why = f"{why}; it has no place for tools: they are written into the system message"
     settings = (tool_guidance, reasoning_field)
-    detected = Detected(tools, reasoning, as_text, content, "", *settings, rules)
+    detected = Detected(tools, reasoning, as_text, content, writes, "", *settings, rules)
     names = [name or NONE for name in detected.names]
     text = f"tool calls: {names[0]} ({why}); reasoning: {names[1]} ({thoughts_why})"
     return replace(detected, why=text)
 
 
 def _find_tools(
-    tokenizer: Tokenizer, both: list[CallTrials], name: str, shows_tools: bool
+    tokenizer: Tokenizer, both: list[CallTrials], name: str, without_place: bool
 ) -> tuple[ToolFormat | None, bool, str]:
     """Returns the row, whether arguments are given to the template as text, and what shows it."""
     named = find_tool_format(name) if name not in (AUTO, NONE) else None
@@ -121,12 +128,13 @@ def _find_tools(
         row = derive_row(trials)
         if row is not None:
             return row, trials.as_text, "derived from the calls of the chat template"
+    text = TOOL_FORMATS[FOR_TEXT] if without_place else None
     if not any(trials.shows_a_call for trials in both):
-        row = _by_tokens(tokenizer) if shows_tools else None
+        row = _by_tokens(tokenizer)
         if row is not None:
             return row, False, "its marks are tokens, and the chat template writes no calls"
-        return None, False, "the chat template writes no calls"
-    return None, False, "no format reads the calls of the chat template"
+        return text, False, "the chat template writes no calls"
+    return text, False, "no format reads the calls of the chat template"
 
 
 def _by_tokens(tokenizer: Tokenizer) -> ToolFormat | None:

@@ -137,8 +137,11 @@ class TemplateProbe:
 
     @property
     def shows_tools(self) -> bool:
-        """The template writes the functions into prompts."""
-        return self.begun is not None and FIRST.name in self.begun
+        """The template has a place for tools, or shows nothing of what is asked."""
+        rendered = [self.begun, self.write([_system(ANSWER), self._user], generation=True)]
+        parts = {"role": "user", "content": [{"type": "text", "text": QUESTION}]}
+        asked = [self.render([], tools=False), self.write([parts], tools=False)]
+        return _holds(FIRST.name, rendered) or not _holds(QUESTION, asked)
 
     def opening(self, variables: Mapping[str, Any] = {}) -> str:
         """What the template puts into the model's mouth, "" if it cannot be seen."""
@@ -163,6 +166,14 @@ class TemplateProbe:
             end -= len(_same_end(text, tail))
         ordered = sorted(set(starts), reverse=True)
         return [text[start:end] for start in ordered if start < end]
+
+
+def _system(text: str) -> Message:
+    return {"role": "system", "content": text}
+
+
+def _holds(text: str, rendered: Sequence[str | None]) -> bool:
+    return any(one is not None and text in one for one in rendered)
 
 
 def _same_start(text: str, other: str) -> int:

@@ -121,7 +121,6 @@ BROKEN = [
     "{{ messages[7].content }}",
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "{% for a in range(999999) %}{{ messages[0].content }}{% endfor %}",
-    "{{ messages | tojson }}",
     "{% if",
     "constant",
 ]
@@ -131,6 +130,32 @@ BROKEN = [
 def test_a_broken_template_has_no_format(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayfin.deployments.text.parsing.template_probe.TEMPLATE_SECONDS", 0.05)
     assert detect(byte_tokenizer(), template).names == (None, None)
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + CHATML
+SHOWN = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+
+
+@pytest.mark.parametrize(
+    "template, writes, row",
+    [
+        (CHATML, True, "hermes"),
+        ("{{ messages | tojson }}", True, "hermes"),
+        (NO_SYSTEM, True, "hermes"),
+        (SHOWN, False, None),
+        ("{% if tools %}{{ raise_exception('none') }}{% endif %}" + CHATML, True, "hermes"),
+    ],
+)
+def test_where_tools_have_a_place(template: str, writes: bool, row: str | None) -> None:
+    """A prompt that is the same with tools and without has none."""
+    detected = detect(byte_tokenizer(), template)
+    assert (detected.writes_tools, detected.names[0]) == (writes, row)
+    assert ("no place for tools" in detected.why) is writes
+    named = detect(byte_tokenizer(), template, tool_parser="mistral")
+    assert (named.writes_tools, named.names[0]) == (writes, "mistral")
+    off = detect(byte_tokenizer(), template, tool_parser="none")
+    assert (off.writes_tools, off.names[0]) == (False, None)
 
 
 def test_a_model_without_a_template_has_no_format() -> None:
