@@ -184,8 +184,8 @@ class PageTables:
         """Removes a reference to each page, tail first."""
         for page in reversed(pages):
             known = self.index is not None and page in self.index
-            unknown = self.index is not None and not known
-            self.pool.free(page, reuse_first=unknown, keep=known and page in self.pins)
+            # What is of no use is written over before a page whose memory was never touched.
+            self.pool.free(page, reuse_first=not known, keep=known and page in self.pins)
             if known and self.pool.references[page] == 0:
                 self.num_cached += 1
 

@@ -53,10 +53,11 @@ def test_grow_has_no_effect_when_it_fails() -> None:
 
 
 def test_release_gives_back_the_tail_first() -> None:
+    """Before it, a page that was never touched comes last."""
     tables = PageTables(1, 4, 4)
     tables.grow(0, 12)
     tables.release(0)
-    assert tables.pool.free_pages() == [3, 2, 1, 0]
+    assert tables.pool.free_pages() == [0, 1, 2, 3]
     assert tables.num_held == 0 and tables.held[0] == 0
     tables.release(0)  # an empty table
     tables.check_integrity()
@@ -235,3 +236,15 @@ class PageTablesMachine(RuleBasedStateMachine):
 
 PageTablesMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 test_random_histories = PageTablesMachine.TestCase
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+def test_pages_of_no_use_are_used_again_before_new_ones(sharing: bool) -> None:
+    """So memory that was never touched stays so, where nothing can be shared."""
+    tables = PageTables(1, 64, 4, prefix_caching=sharing)
+    touched = set[int]()
+    for _ in range(20):
+        tables.grow(0, 11)
+        touched.update(tables.pages_since(0, 0))
+        tables.release(0)
+    assert touched == {0, 1, 2}
