@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.text.answer_parts import AnswerParts
+from rayfin.deployments.text.detokenizer import HALF
 from rayfin.deployments.text.parsing.events import Event
 from rayfin.deployments.text.stop_strings import StopStrings
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -258,8 +259,9 @@ class OutputText:
         if delta.finish_reason is not None and self._detokenizer is not None:
             last = delta.tokens[-1] if silent else None
             tail = self._detokenizer.finish()
-            if delta.finish_reason == "length" and self._parts and self._parts.holds_back:
-                tail = ""  # half a character of a mark
+            if delta.finish_reason == "length":
+                # A character that was cut off, whose first bytes alone would be U+FFFD.
+                tail = "" if self._parts and self._parts.holds_back else tail.rstrip(HALF)
             yield tail, last, self._armed
 
     def _silent_tail(self, delta: TokenDelta) -> int:

@@ -84,3 +84,12 @@ def test_the_size_of_deltas_changes_nothing(
         return joined, tokens, result.stop_reason
 
     assert run(list(sizes)) == run([])
+
+
+def test_half_a_character_at_the_end_is_left_out(byte_level: Tokenizer) -> None:
+    """Of an answer that was cut; a model that ends there has written no character."""
+    ids = byte_level.encode("ok 漢")[:-1]
+    cut = output(byte_level, SamplingParams(), set()).push(TokenDelta("r", ids, "length"))
+    assert (cut.text, cut.token_ids) == ("ok ", ids)
+    ended = output(byte_level, SamplingParams(), set()).push(TokenDelta("r", ids, "stop"))
+    assert ended.text == "ok \ufffd"
