@@ -17,6 +17,7 @@ Side = Literal["left", "right"]
 TEXT, IDS, SALT = "prompt", "prompt_token_ids", "cache_salt"
 MAX_SALT = 128  # characters
 MEDIA = "images or audio"
+OR_CUT = ", or set truncate_prompt_tokens"
 NOT_IN_SALT = frozenset("@/\\\0")
 
 
@@ -96,20 +97,27 @@ def prompt_ids(
     if tokenizer is None:
         raise InvalidRequest("a text needs a tokenizer: pass token ids", prompt.param)
     if max_model_len is not None:
-        check_length(len(prompt.text), tokenizer, max_model_len, prompt.param)
+        check_length(len(prompt.text), tokenizer, max_model_len, prompt.param, OR_CUT)
     return tokenizer.encode(prompt.text, add_special_tokens)
 
 
-def check_length(characters: int, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:
+def check_length(
+    characters: int, tokenizer: Tokenizer, max_model_len: int, param: str, more: str = ""
+) -> None:
     """Refuses a text of so many characters that it cannot fit the context.
+
+    Args:
+        more: what else helps but a shorter one.
 
     Raises:
         ContextLengthExceeded: it has too many tokens even if all are the longest.
     """
-    if characters > max_model_len * tokenizer.longest_token:
+    least = -(-characters // tokenizer.longest_token)
+    if least > max_model_len:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {max_model_len} tokens, however the "
-            f"prompt is too long: it has {characters} characters. Please shorten it.",
+            f"prompt is too long: it has at least {least} tokens ({characters} "
+            f"characters). Please shorten it{more}.",
             param,
         ).sized(-(-characters // tokenizer.longest_token), max_model_len - 1)
 

@@ -6,7 +6,12 @@ from typing import Any
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.deployments.generation.generation import off_loop
-from rayfin.deployments.generation.prompt_forms import WrittenPrompt, check_length, read_prompts
+from rayfin.deployments.generation.prompt_forms import (
+    OR_CUT,
+    WrittenPrompt,
+    check_length,
+    read_prompts,
+)
 from rayfin.deployments.generation.prompts import chat_ids
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.pooling.bodies import InputBody
@@ -50,7 +55,7 @@ async def read_inputs(
             return PoolingInput(_cut(list(prompt.ids or ()), limit, body.cut.side))
         if limit is None:
             length = len(prefix) + len(prompt.text)
-            check_length(length, service.tokenizer, service.max_model_len, prompt.param)
+            check_length(length, service.tokenizer, service.max_model_len, prompt.param, OR_CUT)
         return text_input(
             *(service.tokenizer, recipe, prompt.text),
             prefix=prefix,
