@@ -64,6 +64,9 @@ ENVIRONMENT = {
     "RAY_memory_monitor_refresh_ms": "1000",
     # Ray's agents would ask every 400 ms whether their raylet lives. The end of a pipe says so.
     "RAY_enable_pipe_based_agent_to_parent_health_check": "1",
+    # Ray would print seven lines in the terminal for each process that has died, where a supervisor
+    # replaces it and says so.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "^A worker died or was killed",
     # Ray would send statistics of its use to its makers.
     "RAY_USAGE_STATS_ENABLED": "0",
 }
