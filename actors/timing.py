@@ -65,7 +65,10 @@ STEP_COST_SECONDS = 1.0
 SKETCH_SECONDS = 0.2
 DRAFT_WINDOW_SECONDS = 2.0
 DRAFT_PAUSE_SECONDS = 10.0
-MAX_DRAFT_PAUSE_SECONDS = 160.0
+MAX_DRAFT_PAUSE_SECONDS = 40.0
+
+# Between two lines about a GGUF file that becomes a folder.
+GGUF_PROGRESS_SECONDS = 2.0
 
 # How long a call of decode steps takes where model and scheduler share a process on a CPU. What is
 # computed past a stop string is lost.

@@ -38,6 +38,9 @@ FADING = 0.998
 OWN_DRAFTS = 32.0
 """Drafts of a request by which it is judged to be better or worse than others."""
 
+FASTER = 0.7
+"""A pause ends where a plain step takes no more than so much of what it took within it."""
+
 LEAST_GAIN = 1.02
 LEAST_RATE = 0.98
 """Steps with drafts stop for a while if they give fewer tokens a second than so much of the rate
@@ -75,6 +78,7 @@ class DraftPlanner:
         self._plain = self._spent = 0.0  # seconds: of plain steps for the same tokens; taken
         self._pause = DRAFT_PAUSE_SECONDS
         self._paused_until = 0.0
+        self._slowest = 0.0  # seconds of a plain step, in the pause
 
     def add(self, slot: int) -> None:
         """A new request is in the slot."""
@@ -178,6 +182,7 @@ class DraftPlanner:
             return
         self._cost.observe(tokens, seconds)
         if not drafts and not drafting:
+            self._end_early(float(self._cost.seconds(1)))
             return
         self._plain += sampled / decoding * float(self._cost.seconds(decoding))
         self._spent += seconds + drafting
@@ -186,9 +191,16 @@ class DraftPlanner:
         if self._plain < LEAST_RATE * self._spent:
             self._paused_until = self._clock() + self._pause
             self._pause = min(2 * self._pause, MAX_DRAFT_PAUSE_SECONDS)
+            self._slowest = 0.0
         else:
             self._pause = DRAFT_PAUSE_SECONDS
         self._plain = self._spent = 0.0
+
+    def _end_early(self, seconds: float) -> None:
+        """Ends a pause when plain steps are fast again: the machine was busy."""
+        self._slowest = max(self._slowest, seconds)
+        if seconds < FASTER * self._slowest:
+            self._paused_until, self._pause, self._slowest = 0.0, DRAFT_PAUSE_SECONDS, seconds
 
     def _chances(self) -> np.ndarray:
         """[classes, places] that a draft is right if all before it are."""

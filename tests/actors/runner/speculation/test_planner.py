@@ -103,3 +103,18 @@ def test_their_length_follows_what_was_right() -> None:
     assert planner.room(left, 1, 1, 100)[0] == 0
     while not planner.room(left, 1, 1, 100)[0]:  # one day it is tried again
         pass
+
+
+def test_a_pause_ends_with_the_slow_spell_that_began_it() -> None:
+    """Others on the machine made steps with drafts slow, and plain ones as well."""
+    clock = Clock()
+    planner = planner_of(StepCost((1, 128), (0.010, 0.011)), clock)
+    spent = 0.0
+    while spent <= DRAFT_WINDOW_SECONDS:
+        planner.observe(6, 5, 1, 1, 0.040)
+        spent += 0.040
+    assert not planner.room(np.array([5]), 1, 1, 64)[0]
+    for seconds in [0.030] * 60 + [0.010] * 30:
+        clock.now += seconds
+        planner.observe(1, 0, 1, 1, seconds)
+    assert clock.now < DRAFT_PAUSE_SECONDS / 2 and planner.room(np.array([5]), 1, 1, 64)[0]
