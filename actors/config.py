@@ -147,8 +147,14 @@ class EngineArgs:
         "it differs",
     )
     prefix_caching: bool = _flag(True, "share the pages of common prompt prefixes")
-    memory_utilization: float | None = _flag(None, "share of the device's memory, between 0 and 1")
-    kv_cache_memory: int | None = _flag(None, "bytes of the KV cache, whatever the memory")
+    memory_utilization: float | None = _flag(
+        None,
+        "share of the device's memory for weights, activations and the KV cache, between 0 and 1; "
+        "default: 0.4 on a CPU, 0.9 on a GPU",
+    )
+    kv_cache_memory: int | None = _flag(
+        None, "bytes of the KV cache; default: what --memory-utilization leaves"
+    )
     num_pages: int | None = _flag(None, "pages of the KV cache; default: as many as fit")
     scheduler: SchedulerName = _flag(
         "v1", "v1: token-level with chunked prefill; v0: whole prompts"
@@ -404,6 +410,7 @@ class ModelFacts:
     max_position: int | None  # None: no limit
     page_bytes: int  # of one page of all layers, keys and values
     available_bytes: int  # memory left for pages, by a profiling run
+    share_bytes: int = 0  # of which it is left: those of memory_utilization; 0: none was measured
     state_bytes: int = 0  # of recurrent layers, per request
     fixed_bits: bool = True  # logits do not depend on the other rows of a step
     pools: bool = False  # it answers with vectors or scores
@@ -467,6 +474,7 @@ class EngineConfig:
     parts: tuple[PartFacts, ...] = ()  # what the model has beside its decoder
     uncut: Bidirectional = Bidirectional()  # parts of prompts that no step cuts
     page_bytes: int = 0  # of all layers
+    memory_bytes: int = 0  # that a runner takes at most, with its pages; 0: not measured
     kv_cache_dtype: str = "auto"  # this and the next: what the cache was made from, for metrics
     memory_utilization: float | None = None
     kv_cache_memory: int | None = None  # bytes
@@ -557,6 +565,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
             raise too_long(args, facts, model_len, available)
         model_len = pages * args.page_size
     speculation = chosen_speculation(args, facts)
+    beside = facts.share_bytes - facts.available_bytes + snapshots * facts.state_bytes
     host_pages = 0 if recurrent or whole else resolve_host_pages(args, facts.page_bytes, most)
     shares = args.prefix_caching and (snapshots > 0 or not recurrent) and not alone
     return EngineConfig(
@@ -566,6 +575,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         page_size=args.page_size,
         num_pages=pages,
         page_bytes=facts.page_bytes,
+        memory_bytes=beside + pages * facts.page_bytes if facts.share_bytes else 0,
         scheduler=args.scheduler,
         policy=args.policy,
         priority_aging=args.priority_aging,

@@ -447,6 +447,8 @@ class EngineInfo:
     vocab_size: int
     num_pages: int
     page_size: int
+    page_bytes: int = 0  # of all layers
+    memory_bytes: int = 0  # that a runner takes at most, with its pages; 0: not measured
     max_logprobs: int = 20  # -1: as many as the vocabulary has tokens
     identity: str = ""  # EngineArgs.identity
     prefix_caching: bool = True

@@ -121,8 +121,8 @@ class LoadedModel:
         made = (part.make_sampler(rows) for part in self.parts)
         return next((sampler for sampler in made if sampler is not None), None)
 
-    def facts(self, args: EngineArgs, available: int) -> ModelFacts:
-        """What ``resolve`` must know of the model, with ``available`` bytes for its pages."""
+    def facts(self, args: EngineArgs, available: int, share: int = 0) -> ModelFacts:
+        """What ``resolve`` must know, with ``available`` of ``share`` bytes for pages."""
         config = self.config
         return ModelFacts(
             architecture=(config.architectures or [type(config).__name__])[0],
@@ -130,6 +130,7 @@ class LoadedModel:
             max_position=self.max_position,
             page_bytes=self.page_bytes(args.page_size),
             available_bytes=available,
+            share_bytes=share,
             state_bytes=self.state_bytes,
             device=self.device.type,
             whole_prompts=self.whole_prompts,

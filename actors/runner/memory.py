@@ -27,7 +27,6 @@ def available_bytes(
     the pages that the step took: it says how many bytes. May be negative. The ``ranks`` of a group
     have a GPU each, but share a host's memory.
     """
-    share = utilization or DEFAULT_MEMORY_UTILIZATION[device.type]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         pages = run_largest_step()
@@ -35,10 +34,18 @@ def available_bytes(
         free, total = torch.cuda.mem_get_info(device)
         elsewhere = total - free - torch.cuda.memory_reserved(device)
         peak = torch.cuda.max_memory_allocated(device)
-        return int(total * share) - (peak - pages) - max(elsewhere, 0)
+        return share_bytes(device, utilization) - (peak - pages) - max(elsewhere, 0)
     _reset_peak()
     pages = run_largest_step()
-    return int(total_host_bytes() * share / ranks) - (_peak_bytes() - pages)
+    return share_bytes(device, utilization, ranks) - (_peak_bytes() - pages)
+
+
+def share_bytes(device: torch.device, utilization: float | None, ranks: int = 1) -> int:
+    """The memory that a runner may take, bytes; the ``ranks`` of a group share a host's."""
+    share = utilization or DEFAULT_MEMORY_UTILIZATION[device.type]
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1] * share)
+    return int(total_host_bytes() * share / ranks)
 
 
 def bytes_taken(make: Callable[[], object], device: torch.device) -> int:

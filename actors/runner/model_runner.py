@@ -30,7 +30,7 @@ from rayfin.actors.runner.execution.failed_rows import leave_broken_device
 from rayfin.actors.runner.execution.forward import Forward
 from rayfin.actors.runner.execution.graph_steps import GraphSteps, make_graphs
 from rayfin.actors.runner.loading import load
-from rayfin.actors.runner.memory import available_bytes, bytes_taken, largest_step
+from rayfin.actors.runner.memory import available_bytes, bytes_taken, largest_step, share_bytes
 from rayfin.actors.runner.observers import RankAgreement, RowFaults, StepObserver
 from rayfin.actors.runner.page_checksums import PageChecksums
 from rayfin.actors.runner.page_moves import PageMover
@@ -101,16 +101,18 @@ class ModelRunner:
         args, loaded, device = self._args, self._loaded, self._loaded.device
         model_len = resolve_model_len(args, loaded.max_position, front_tokens(loaded.part_facts))
         limits = loaded.limits(args, model_len)
-        available = args.kv_cache_memory
+        available, share = args.kv_cache_memory, 0
         if available is None:
+            ranks = 1 if loaded.peers is None else loaded.peers.place.size
             available = available_bytes(
                 lambda: self._run_largest_step(limits, model_len),
                 device,
                 args.memory_utilization,
-                1 if loaded.peers is None else loaded.peers.place.size,
+                ranks,
             ) - self._bytes_of_graphs(limits, model_len)
             available -= loaded.bytes_of_requests(args, limits)
-        return loaded.facts(args, available), limits
+            share = share_bytes(device, args.memory_utilization, ranks)
+        return loaded.facts(args, available, share), limits
 
     def start(self, config: EngineConfig, epoch: int) -> None:
         """Allocates the pages; steps of ``epoch`` may come.

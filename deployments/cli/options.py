@@ -202,11 +202,13 @@ def _swap(word: str, words: Mapping[str, str]) -> str:
 
 def settings_of(field: Field[Any], hint: Any) -> dict[str, Any]:
     """Returns the click settings of a field's option, with its ``flag`` without dashes."""
+    text = field.metadata.get("help") or SAMPLING_HELP.get(field.name)
+    unsaid = "default" not in (text or "")
     settings: dict[str, Any] = {
         "flag": field.name.replace("_", "-"),
         "default": field.default,
-        "show_default": field.default is not None,
-        "help": field.metadata.get("help") or SAMPLING_HELP.get(field.name),
+        "show_default": True if field.default is not None else "none" if unsaid else False,
+        "help": text,
     }
     if field.name in ENVIRONMENT:
         settings |= {"envvar": ENVIRONMENT[field.name], "show_envvar": True}

@@ -73,6 +73,8 @@ def load_engine(args: EngineArgs) -> tuple[Engine, EngineInfo, Executor]:
         vocab_size=config.vocab_size,
         num_pages=config.num_pages,
         page_size=config.page_size,
+        page_bytes=config.page_bytes,
+        memory_bytes=config.memory_bytes,
         max_logprobs=config.max_logprobs,
         prefix_caching=config.prefix_caching,
         parts=config.parts,

@@ -1,6 +1,7 @@
 """Checks before anything starts: a bad folder, a model that is not served."""
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +17,10 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, RayfinError
 from rayfin.actors.media.kinds import SPEECH_MODELS, model_media
 from rayfin.actors.model_files.fast_tokenizer import chosen_class, chosen_name
-from rayfin.actors.model_files.files import model_json
+from rayfin.actors.model_files.files import model_json, read_object
 from rayfin.actors.model_files.generation import end_token_ids, generation_config
 from rayfin.actors.model_files.gguf_folder import gguf_folder, is_gguf
+from rayfin.actors.model_files.gguf_tokenizer import UNKNOWN
 from rayfin.actors.model_files.plain_config import is_known_decoder
 from rayfin.actors.model_files.shards import require_safetensors
 from rayfin.actors.pooling.folder import read_recipe
@@ -35,6 +37,9 @@ if TYPE_CHECKING:  # which imports Ray, and an inline engine needs none
     from rayfin.deployments.serve.model_args import ModelArgs
 
 logger = logging.getLogger(__name__)
+
+RAY_CLUSTER = Path("/tmp/ray/ray_current_cluster")
+"""Where ``ray start`` says that this machine has a Ray."""
 
 UNREACHED = {"ConnectError", "ProxyError"}
 """Errors of the HTTP libraries of huggingface_hub, which has had several, where no host answers.
@@ -60,6 +65,7 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
     _check_config(found, read_recipe(found))
     if args.load_format != "dummy":
         require_safetensors(found.model)
+    _check_settings(args, found.model)
     if draft is not None:
         try:
             _check_config(draft)
@@ -78,6 +84,42 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
         read(find_head(str(speculation.model), args))
     if tokenizer:
         _check_tokenizer(args)
+
+
+def _check_settings(args: EngineArgs, folder: str) -> None:
+    """Refuses at once what a runner would refuse: it has to start for that.
+
+    Raises:
+        InvalidConfig: settings that do not go with the model's files or with this machine.
+    """
+    config = model_json(folder, "config.json", **args.hub)
+    text = config.get("text_config")
+    source = config.get("quantization_config")
+    if source is None and isinstance(text, dict):
+        source = text.get("quantization_config")
+    if args.quantization in ("int8", "int4") and isinstance(source, dict):
+        raise InvalidConfig(
+            f"quantization {args.quantization!r} rounds plain weights, and {args.model} holds "
+            f"quantized ones ({source.get('quant_method')}); leave it out, or 'dequantize' them",
+            "quantization",
+        )
+    compiled = args.attention in ("auto", "cpu") and args.dtype != "float16"
+    if (
+        args.kv_cache_dtype.startswith("fp8")
+        and compiled
+        and (args.device == "cpu" or not _may_have_gpu())
+    ):
+        raise InvalidConfig(
+            f"kv_cache_dtype {args.kv_cache_dtype!r} needs a GPU, or attention 'torch', which is "
+            "slow: the pages of the compiled attention are float32 or bfloat16",
+            "kv_cache_dtype",
+        )
+
+
+def _may_have_gpu() -> bool:
+    """Whether a runner may find a GPU: here, or on another node of a Ray that runs already."""
+    joined = "RAY_ADDRESS" in os.environ or RAY_CLUSTER.exists()
+    return joined or Path("/dev/nvidiactl").exists()
 
 
 def check_audio(args: EngineArgs) -> None:
@@ -108,6 +150,12 @@ def _check_config(args: EngineArgs, recipe: PoolingRecipe | None = None) -> None
 
 def _check_tokenizer(args: EngineArgs) -> None:
     path = tokenizer_path(args)
+    if (name := read_object(path, "tokenizer_config.json").get(UNKNOWN)) is not None:
+        logger.warning(
+            "%s says that its text is split as that of %r, which is not known: it is split as "
+            "GPT-2's, and answers may be worse; --tokenizer names the original tokenizer",
+            *(args.model, name),
+        )
     generation_config(model_path(args.model, **args.hub), **args.hub)
     if args.trust_remote_code or chosen_name(path) is None:
         # Here, for it imports transformers.

@@ -16,6 +16,7 @@ import ray
 from rayfin import __version__
 from rayfin.actors.media.part import MediaFacts
 from rayfin.actors.messages import EngineInfo
+from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.timing import START_SHOWN_SECONDS, START_TOLD_SECONDS
 from rayfin.deployments.client.engine_names import find_engine
 from rayfin.deployments.edge.listen_options import ListenOptions
@@ -177,12 +178,8 @@ def summary(
         rows.append(("socket", listen_options.uds))
     for model, info in zip(models, infos, strict=True):
         if info is not None:
-            tokens = info.num_pages * info.page_size
-            context = (
-                f"{info.max_model_len:,} tokens a request; {tokens:,} in the KV cache, "
-                f"{info.num_pages:,} pages of {info.page_size}"
-            )
-            rows.append((model.names[0] if len(models) > 1 else "context", context))
+            rows.append((model.names[0] if len(models) > 1 else "context", _context(model, info)))
+            rows += [("memory", memory)] if (memory := _memory(info)) else []
     if server.ui:
         rows.append(("page", f"{address}/ui"))
     rows.append(("docs", f"{address}/docs"))
@@ -192,11 +189,48 @@ def summary(
         )
     rows.append(("version", __version__))
     key = ' -H "Authorization: Bearer $KEY"' if server.api_keys() else ""
-    return rows, _example(models[0].names[0], infos[0], f"{more}{address}/v1", key)
+    return rows, _example(models[0], infos[0], f"{more}{address}/v1", key)
 
 
-def _example(name: str, info: EngineInfo | None, url: str, key: str) -> str:
+def _context(model: ModelArgs, info: EngineInfo) -> str:
+    """How long requests may be."""
+    recipe = read_recipe(located(model.engine))
+    if recipe is not None:
+        size = recipe.cut or recipe.dimensions
+        vectors = f"vectors of {size} numbers" if size else "vectors"
+        answers = vectors if recipe.kind == "embed" else "scores" if recipe.scores else "classes"
+        return f"{info.max_model_len:,} tokens a text; it answers with {answers}"
+    return (
+        f"{info.max_model_len:,} tokens a request; {info.num_pages * info.page_size:,} in the KV "
+        f"cache, {info.num_pages:,} pages of {info.page_size}"
+    )
+
+
+def _memory(info: EngineInfo) -> str:
+    """What an engine takes at most; empty where nothing is known."""
+    cache = info.num_pages * info.page_bytes
+    pages = f"{readable(cache)} of KV cache, taken page by page" if cache else ""
+    if not info.memory_bytes:
+        return pages
+    rest = f"{readable(max(info.memory_bytes - cache, 0))} of weights and activations"
+    whole = f"up to {readable(info.memory_bytes)} an engine (--memory-utilization)"
+    return f"{whole}: {', '.join(filter(None, [rest, pages]))}"
+
+
+def _example(model: ModelArgs, info: EngineInfo | None, url: str, key: str) -> str:
     """A command that asks a model."""
+    name, recipe = model.names[0], read_recipe(located(model.engine))
+    if recipe is not None:
+        body = '"input": "What is a zebra?"'
+        if recipe.scores:
+            body = '"query": "What is a zebra?", "documents": ["An animal.", "A street."]'
+        route = (
+            "rerank" if recipe.scores else "embeddings" if recipe.kind == "embed" else "classify"
+        )
+        url = url.removesuffix("/v1") if route == "classify" else url
+        return f"""  curl {url}/{route}{key} -H 'Content-Type: application/json' \\
+    -d '{{"model": "{name}", {body}}}'
+"""
     media = None if info is None else info.part(MediaFacts)
     if media is not None and media.front_tokens:  # it writes down speech
         return f"""  curl {url}/audio/transcriptions{key} -F model={name} -F file=@speech.mp3

@@ -314,3 +314,11 @@ def test_only_memory_that_was_measured_may_be_free_later() -> None:
 def test_no_page_at_all() -> None:
     text = why_too_long({"available_bytes": -500, "int4_saves": 2600})
     assert "0 fit. What fits: quantization 'int4' (2,600 bytes less) for 32;" in text
+
+
+def test_the_memory_of_an_engine_is_what_it_holds_and_its_pages() -> None:
+    facts = replace(_facts(100), share_bytes=100 * PAGE_BYTES + 5000)
+    args = EngineArgs(num_pages=60)
+    config = resolve(args, facts, resolve_limits(args, "cpu", 256))
+    assert config.memory_bytes == 5000 + 60 * PAGE_BYTES
+    assert _resolve(100).memory_bytes == 0  # nothing was measured

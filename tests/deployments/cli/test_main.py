@@ -21,7 +21,7 @@ from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.cli import chat, generate
 from rayfin.deployments.cli.agents import settings
 from rayfin.deployments.cli.main import cli, main
-from rayfin.deployments.cli.options import build, field_options, values_of
+from rayfin.deployments.cli.options import FieldOption, build, field_options, values_of
 from rayfin.deployments.edge.listen_options import ListenOptions
 from rayfin.deployments.offline.outputs import CompletionOutput, RequestOutput
 from rayfin.deployments.serve.server_args import ServerArgs
@@ -451,3 +451,13 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
 def test_something_else_answers(fake_server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "-q", "hi", "--url", fake_server.url.replace("/v1", "/v2")]) == 1
     assert error_line(capsys).startswith("HTTP 404")
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "run-batch"])
+def test_every_default_is_in_the_help(command: str) -> None:
+    settings = [own for own in cli.commands[command].params if isinstance(own, FieldOption)]
+    context = click.Context(cli.commands[command])
+    for option in settings:
+        if option.owner is not SamplingParams:  # whose defaults are the model's
+            record = option.get_help_record(context)
+            assert record is not None and "default" in record[1], option.name

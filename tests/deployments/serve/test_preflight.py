@@ -288,3 +288,48 @@ def test_a_model_that_only_hears_without_the_packages(
     monkeypatch.setitem(sys.modules, "soxr", None)
     with pytest.raises(InvalidConfig, match=r"writes down speech, and soxr is not.*\[audio\]"):
         check_audio(EngineArgs(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "config, settings, param",
+    [
+        (LLAMA | {"quantization_config": {"quant_method": "gguf"}}, {"quantization": "int4"}, ""),
+        (
+            {"text_config": {"quantization_config": {"quant_method": "awq"}}},
+            {"quantization": "int8"},
+            "",
+        ),
+        (LLAMA, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        (LLAMA, {"kv_cache_dtype": "fp8_e4m3", "attention": "cpu"}, "kv_cache_dtype"),
+    ],
+)
+def test_what_a_runner_would_refuse_is_refused_at_once(
+    config: Any, settings: Any, param: str, folder: Path
+) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    args = EngineArgs(model=str(folder), device="cpu", **settings)
+    with pytest.raises(InvalidConfig) as refused:
+        preflight._check_settings(args, str(folder))
+    assert refused.value.param == (param or "quantization")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"attention": "torch"}, {"dtype": "float16"}, {"quantization": "dequantize"}],
+)
+def test_settings_that_run_are_left(settings: Any, folder: Path) -> None:
+    config = LLAMA | {"quantization_config": {"quant_method": "gguf"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    fp8 = {} if "quantization" in settings else {"kv_cache_dtype": "fp8"}
+    args = EngineArgs(model=str(folder), device="cpu", **fp8, **settings)
+    preflight._check_settings(args, str(folder))
+
+
+def test_an_unknown_split_of_a_gguf_file_is_said(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"unknown_split": "future"}))
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    preflight._check_tokenizer(EngineArgs(model=str(folder)))
+    assert "'future'" in caplog.text and "--tokenizer" in caplog.text

@@ -4,6 +4,7 @@ import io
 import re
 import sys
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.media.part import MediaFacts
 from rayfin.actors.messages import EngineInfo
+from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.deployments.edge.listen_options import PLAIN
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.preflight import InBackground
@@ -63,6 +65,52 @@ def test_summary_shows_an_address_that_can_be_opened(
     assert "http://127.0.0.1:8123/ui\n" in text
     assert "Authorization" not in text
     assert "/ui" not in welcome(capsys, host, 8123, ui=False)
+
+
+def test_summary_says_how_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [ModelArgs(ServerArgs(), EngineArgs())]
+    info = EngineInfo("engine", 2048, 300, 64, 16, page_bytes=10**6)
+
+    def memory(info: EngineInfo) -> str | None:
+        return dict(summary(models, "127.0.0.1", 1, PLAIN, [info])[0]).get("memory")
+
+    assert memory(info) == "64 MB of KV cache, taken page by page"
+    assert memory(replace(info, memory_bytes=70 * 10**6)) == (
+        "up to 70 MB an engine (--memory-utilization): 6 MB of weights and activations, 64 MB of "
+        "KV cache, taken page by page"
+    )
+    assert memory(replace(info, page_bytes=0)) is None
+
+
+@pytest.mark.parametrize(
+    "recipe, said, asked",
+    [
+        (
+            PoolingRecipe("embed", True, ("mean",), dimensions=384),
+            "512 tokens a text; it answers with vectors of 384 numbers",
+            "/v1/embeddings ",
+        ),
+        (
+            PoolingRecipe("classify", True, ("cls",), labels=("relevant",)),
+            "512 tokens a text; it answers with scores",
+            "/v1/rerank ",
+        ),
+        (
+            PoolingRecipe("classify", True, ("cls",), labels=("good", "bad")),
+            "512 tokens a text; it answers with classes",
+            "127.0.0.1:1/classify ",
+        ),
+    ],
+)
+def test_summary_asks_a_pooling_model_for_what_it_gives(
+    recipe: PoolingRecipe, said: str, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayfin.deployments.serve.startup.read_recipe", lambda args: recipe)
+    models = [ModelArgs(ServerArgs(), EngineArgs())]
+    infos = [EngineInfo("engine", 512, 300, 64, 16)]
+    rows, example = summary(models, "127.0.0.1", 1, PLAIN, infos)
+    assert dict(rows)["context"] == said and asked in example
+    assert "KV cache" not in repr(rows) and "chat" not in example
 
 
 def test_summary_keeps_the_key_to_itself(capsys: pytest.CaptureFixture[str]) -> None:
