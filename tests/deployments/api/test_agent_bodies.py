@@ -78,6 +78,28 @@ RIGHT = {
 }
 
 
+async def test_a_long_history(http: httpx.AsyncClient, service: Any, tokenizer: Any) -> None:
+    """400 turns and a thousand marks are read in no time, and the prompt is then too long."""
+    service.chat_template = TEMPLATES["one_call"]
+    service.formats = detect(tokenizer, service.chat_template)
+    mark = {"cache_control": {"type": "ephemeral"}}
+    text = {"type": "text", "text": "a", **mark}
+    used = [{"type": "tool_use", "id": i, "name": "f", "input": {}, **mark} for i in "xy"]
+    gave = [{"type": "tool_result", "tool_use_id": i, "content": "b", **mark} for i in "yx"]
+    turns = [
+        {"role": "user", "content": [text]},
+        {"role": "assistant", "content": used},
+        {"role": "user", "content": gave},
+        {"role": "assistant", "content": [text]},
+    ]
+    body = {"max_tokens": 8, "messages": [*turns * 200, turns[0]]}
+    answer = await http.post("/v1/messages", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("prompt is too long: ")
+    counted = await http.post("/v1/messages/count_tokens", json=body)
+    assert counted.json()["input_tokens"] > 10_000
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("name", RIGHT)
 async def test_agent_bodies(

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from anthropic import AsyncAnthropic
+from anthropic import AsyncAnthropic, beta_async_tool
 from pydantic import BaseModel
 
 from rayfin.actors.guidance import Guidance
@@ -173,6 +173,29 @@ async def test_thinking_may_be_left_out(
     reply = await anthropic.messages.create(**ASKED, thinking=shown)
     assert [block.type for block in reply.content] == ["text"]
     assert reply.usage.output_tokens_details.thinking_tokens > 0
+
+
+async def test_a_tool_runner_goes_on_without_threads(
+    anthropic: AsyncAnthropic, says: Callable[[str], None], engine: Any
+) -> None:
+    """Its first request asks for a thread, and is refused so that it sends whole conversations."""
+    says(call("Rome"))
+
+    @beta_async_tool
+    async def weather(city: str) -> str:
+        """Looks.
+
+        Args:
+            city: where
+        """
+        says(f"It is sunny in {city}.")
+        return "sunny"
+
+    runner = anthropic.beta.messages.tool_runner(
+        model="tiny", max_tokens=400, messages=HELLO, tools=[weather]
+    )
+    final = await runner.until_done()
+    assert final.content[0].text == "It is sunny in Rome." and len(engine.seen) == 2
 
 
 async def test_a_deferred_tool_is_shown_where_it_is_referenced(
