@@ -99,15 +99,3 @@ def unserved(name: str, instead: str = "", which: str = "") -> InvalidRequest:
         name,
         "unsupported_parameter",
     )
-
-
-def written_table() -> str:
-    """Returns the table of docs/api.md, a row for each API and fate."""
-    rows = ["| Bodies of | Refused unless empty | Without effect |", "|---|---|---|"]
-    for api, members in NOT_SERVED.items():
-        fates = [
-            [f"`{name}`" for name, member in members.items() if member.refused is refused]
-            for refused in (True, False)
-        ]
-        rows.append(f"| {api} | {', '.join(fates[0])} | {', '.join(fates[1])} |")
-    return "\n".join(rows)

@@ -12,7 +12,7 @@ from rayfin.deployments.api.app import build_api
 from rayfin.deployments.api.openai import bodies as openai
 from rayfin.deployments.api.openai import tokenize
 from rayfin.deployments.api.responses import bodies as responses
-from rayfin.deployments.generation.members import written_table
+from rayfin.deployments.generation.members import NOT_SERVED
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.layers import HttpSettings
 from rayfin.deployments.http.paths import ADMIN_PATHS
@@ -52,6 +52,16 @@ def test_every_field_has_a_row(title: str, known: set[str]) -> None:
     rows = [line for line in section(title).splitlines() if line.startswith("|")]
     named = {word for row in rows for word in WORD.findall(row)}
     assert known <= named, f"docs/api.md does not say: {sorted(known - named)}"
+
+
+def written_table() -> str:
+    """Returns the table of members, a row for each API."""
+    rows = ["| Bodies of | Refused unless empty | Without effect |", "|---|---|---|"]
+    for api, members in NOT_SERVED.items():
+        refused = ", ".join(f"`{name}`" for name, member in members.items() if member.refused)
+        ignored = ", ".join(f"`{name}`" for name, member in members.items() if not member.refused)
+        rows.append(f"| {api} | {refused} | {ignored} |")
+    return "\n".join(rows)
 
 
 def test_members_that_are_not_served() -> None:

@@ -166,7 +166,6 @@ class OllamaEmbed(BaseModel):
 
     model: str
     input: Any = None
-    prompt: str | None = None  # of the older /api/embeddings
     truncate: bool | None = None  # None: yes
     dimensions: int | None = None
 

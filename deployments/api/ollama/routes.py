@@ -65,15 +65,6 @@ def add_ollama_routes(app: FastAPI, models: ServedModels) -> None:
         body = await read_body(request, OllamaEmbed)
         return JSONResponse(await _embed(models, request, body))
 
-    @app.post("/api/embeddings")
-    @_in_their_words
-    async def embed_one(request: Request) -> Response:
-        """The older route of one text."""
-        body = await read_body(request, OllamaEmbed)
-        body.input = body.prompt
-        answer = await _embed(models, request, body)
-        return JSONResponse({"embedding": answer["embeddings"][0]})
-
 
 def _add_list_routes(app: FastAPI, models: ServedModels) -> None:
     """Adds what says which models there are."""

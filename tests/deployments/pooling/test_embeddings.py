@@ -44,8 +44,6 @@ async def test_ollamas_routes(service: Any, wanted: np.ndarray) -> None:
     answer = (await http.post("/api/embed", json=body)).json()
     assert np.abs(np.array(answer["embeddings"]) - wanted).max() < 1e-5
     assert answer["model"] == "tiny:latest" and answer["prompt_eval_count"] > 0
-    one = await http.post("/api/embeddings", json={"model": "tiny", "prompt": TEXTS[0]})
-    assert np.abs(np.array(one.json()["embedding"]) - wanted[0]).max() < 1e-5
     small = await http.post("/api/embed", json={**body, "dimensions": 8})
     assert np.array(small.json()["embeddings"]).shape == (len(TEXTS), 8)
     shown = await http.post("/api/show", json={"name": "tiny"})
