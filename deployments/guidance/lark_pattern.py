@@ -37,6 +37,7 @@ MAX_LENGTH = 16 * 1024  # characters of a grammar
 MAX_BRACKETS = 64
 MAX_NESTED = 4  # times that a rule is written into itself
 MAX_SIZE = 8000  # characters of a pattern
+MAX_PARTS = 20_000  # that are looked at to write one
 
 _FRACTION = r"([0-9]+\.[0-9]*|\.[0-9]+)"
 _FLOAT = rf"([0-9]+[eE][+-]?[0-9]+|{_FRACTION}([eE][+-]?[0-9]+)?)"
@@ -68,7 +69,7 @@ _TOKEN = re.compile(
     r"""(?:[ \t\r\f]|(?://|\#)[^\n]*)*
     ( \n(?:\s|(?://|\#)[^\n]*)*                                 # the end of a definition
     | "(?:\\.|[^"\\\n])*"i? | /(?!/)(?:\\.|[^/\\\n])+/[imslux]* # a text, a regular expression
-    | %[a-z]+ | [!?]*[A-Za-z_]\w* | [0-9]+ | -> | \.\. | \S | $)""",
+    | %[a-z]+ | [!?]{0,2}[A-Za-z_]\w* | [0-9]+ | -> | \.\. | \S | $)""",
     re.VERBOSE | re.ASCII,
 )
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|(.))")
@@ -102,8 +103,11 @@ def pattern_of_lark(text: str, path: str) -> str:
     """Returns the pattern of a grammar's texts, in llguidance's dialect."""
     if len(text) > MAX_LENGTH:
         raise too_complex(f"{path} is longer than {MAX_LENGTH} characters.", path)
-    part = _Inliner(_Reader(text, path), path).part()
-    return f"^(?:{write(part, edges=False)})$"
+    try:
+        part = _Inliner(_Reader(text, path), path).part()
+        return f"^(?:{write(part, edges=False)})$"
+    except RecursionError:
+        raise too_complex(f"{path} is nested too deep.", path) from None
 
 
 def _of_regex(text: str, path: str, flags: str = "") -> Part:
@@ -255,9 +259,8 @@ class _Reader:
             if self._next[:1] in ("", "\n", "|", ")", "]"):
                 return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
             part = self._atom()
-            while (times := self._times()) is not None:
-                part = Repeat(part, *times)
-            parts.append(part)
+            times = self._times()
+            parts.append(part if times is None else Repeat(part, *times))
 
     def _times(self) -> tuple[int, int | None] | None:
         if mark := self._take("?", "*", "+"):
@@ -302,11 +305,15 @@ class _Reader:
     def _range(self, first: Part) -> Part:
         token = self._next
         last = _of_text(token) if token[:1] == '"' else Sequence(())
-        self._at += 1
-        chars = [c for part in (first, last) if isinstance(part, Sequence) for c in part.parts]
-        ends = [c.ranges[0][0] for c in chars if isinstance(c, Chars)]
+        ends = [
+            part.parts[0].ranges[0][0]
+            for part in (first, last)
+            if isinstance(part, Sequence) and len(part.parts) == 1
+            if isinstance(part.parts[0], Chars) and part.parts[0].ranges
+        ]
         if len(ends) != 2 or ends[1] < ends[0]:
             raise self.invalid("a range goes from one character to a later one")
+        self._at += 1
         return Chars(ranges_of([(ends[0], ends[1])]))
 
     def invalid(self, message: str) -> InvalidRequest:
@@ -325,13 +332,14 @@ class _Inliner:
         self._open: dict[str, int] = {}  # how often rules are being written
         self._nested = 0  # how often one may be
         self._size = 0  # of what is written
+        self._parts = 0  # that were looked at
         self._is_cut = False  # one could be once more
 
     def part(self) -> Part:
         """Returns the part of ``start``."""
         best: Part | None = None
         for self._nested in range(1, MAX_NESTED + 2):
-            self._is_cut, self._size = False, 0
+            self._is_cut, self._size, self._parts = False, 0, 0
             try:
                 part = self._written(Name("start"), True)
             except InvalidRequest:
@@ -347,6 +355,9 @@ class _Inliner:
 
     def _written(self, part: Any, in_rule: bool) -> Part | None:
         """Returns a part without names; None if a rule in it may not be written once more."""
+        self._parts += 1
+        if self._parts > MAX_PARTS:
+            raise too_complex(f"{self._path} is too complex: its rules are too many.", self._path)
         match part:
             case Name(name):
                 return self._named(name, in_rule)

@@ -85,6 +85,8 @@ def test_a_pattern_matches_the_whole_text() -> None:
         ('start: "a"\nstart: "b"', "invalid_schema"),
         ('start: "a" ~ 3..2', "invalid_schema"),
         ('start: "ab".."c"', "invalid_schema"),
+        ('start: "ab"..', "invalid_schema"),
+        ('start: "a"' + "?" * 9999, "invalid_schema"),
         ("start: /[/", "invalid_schema"),
         ("start: /a(?=b)/", "unsupported_schema"),
         ("start: A\n%import python.A", "unsupported_schema"),
@@ -94,6 +96,8 @@ def test_a_pattern_matches_the_whole_text() -> None:
         ("start: " + "(" * 99 + '"a"' + ")" * 99, "schema_too_complex"),
         ("start: " + "a " * 9 + "\na: " + "/[a-z]{9}/ " * 99, "schema_too_complex"),
         ("start: " + '"a"' * 9999, "schema_too_complex"),
+        ("start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(999)), "schema_too_complex"),
+        ("start: a\na: " + "b " * 9 + "\nb: " + "a " * 9 + "\n", "schema_too_complex"),
     ],
 )
 def test_grammars_that_are_refused(grammar: str, code: str) -> None:
