@@ -39,8 +39,11 @@ def answer_rules(body: ResponsePromptBody, items: Sequence[Item] = ()) -> Answer
 
 def _callable_tools(body: ResponsePromptBody, items: Sequence[Item]) -> tuple[Tool, ...]:
     """Returns the tools that templates see, and those that came by searches."""
-    found = [tool for item in items if isinstance(item, ToolSearchOutput) for tool in item.tools]
-    tools = {tool.name: tool for tool in declared_tools(found, flat_tools).functions}
+    tools: dict[str, Tool] = {}  # a later search may find a tool again
+    for item in items:
+        if isinstance(item, ToolSearchOutput):
+            found = declared_tools(item.tools, flat_tools).functions
+            tools |= {tool.name: tool for tool in found}
     tools |= {tool.name: tool for tool in body.declared_tools.functions if not tool.deferred}
     return tuple(tools.values())
 

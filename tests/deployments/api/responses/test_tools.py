@@ -403,6 +403,10 @@ async def test_tools_that_the_client_finds(
     items[-1]["call_id"] = reply.output[0].call_id
     await openai.responses.create(**fields, input=items)
     assert tokenizer.decode(engine.seen[-1].prompt, False).startswith(prompt)
+    items += [{**search.model_dump(), "call_id": "2"}, {**output, "call_id": "2"}]
+    says(written_call("late", city="Rome"))
+    again = await openai.responses.create(**fields, input=items)
+    assert [item.type for item in again.output] == ["function_call"]
 
 
 async def test_tools_that_are_not_served(
