@@ -163,7 +163,8 @@ class DecisionRequest(_AskedBody):
         options: list[Any] = [True, False] if not member else []
         descriptions = ["", ""] if not member else []
         where = f"{path}.{member}" if member else path
-        for i, option in enumerate(required(given, member, path) if member else ()):
+        listed = as_list(required(given, member, path), where, MAX_TEXTS) if member else ()
+        for i, option in enumerate(listed):
             option = as_object(option, f"{where}[{i}]")
             value = required(option, key, f"{where}[{i}]")
             is_plain = isinstance(value, bool) and kind == "choice"

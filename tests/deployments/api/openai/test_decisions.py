@@ -151,6 +151,11 @@ PICTURE = {"content": [{"type": "input_image"}]}
             "questions[0].instructions",
         ),
         ("decisions", {**DECISION, "questions": [DECISION["questions"][0]] * 65}, "questions"),
+        (
+            "decisions",
+            {**DECISION, "questions": [{**DECISION["questions"][1], "choices": 5}]},
+            "questions[0].choices",
+        ),
     ],
 )
 async def test_what_is_refused(http: httpx.AsyncClient, path: str, body: Any, param: str) -> None:
