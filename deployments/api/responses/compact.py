@@ -4,10 +4,12 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from rayfin.actors.errors import RequestFailed
 from rayfin.deployments.api.responses.bodies import ResponseRequest
 from rayfin.deployments.api.responses.handler import ResponseAdapter
 from rayfin.deployments.api.responses.items import input_items, item_id
 from rayfin.deployments.api.responses.replies import InputText, Item, OutputMessage, ResponseUsage
+from rayfin.deployments.api.responses.state import ResponseState
 from rayfin.deployments.generation.generation import Generation
 
 SUMMARY_TOKENS = 4096  # of the message, where a request names no limit
@@ -27,7 +29,7 @@ class CompactedResponse(BaseModel):
     usage: ResponseUsage | None
 
 
-def compaction_of(body: ResponseRequest) -> ResponseRequest:
+def compaction_of(body: ResponseRequest, max_model_len: int) -> ResponseRequest:
     """The request that makes the summary; its prompt begins as those of the conversation do."""
     asked = {
         "stream": None,
@@ -36,7 +38,8 @@ def compaction_of(body: ResponseRequest) -> ResponseRequest:
         "text": None,
         "truncation": "auto",
         "tool_choice": "none",
-        "max_output_tokens": body.max_output_tokens or SUMMARY_TOKENS,
+        # A conversation as long as the context loses as much at its beginning.
+        "max_output_tokens": body.max_output_tokens or min(SUMMARY_TOKENS, max_model_len // 4),
     }
     return body.model_copy(update=asked)
 
@@ -48,12 +51,18 @@ class CompactAdapter(ResponseAdapter):
 
     def items(self) -> list[Item]:
         ask = OutputMessage(id=item_id("msg"), role="user", content=[InputText(text=ASK)])
-        continues = self._body.input is None and self._body.previous_response_id
-        return [*([] if continues else input_items(self._body.input)), ask]
+        body = self._body
+        continues = body.input is None and (body.previous_response_id or body.conversation)
+        return [*([] if continues else input_items(body.input)), ask]
+
+    async def _keep(self, state: ResponseState) -> None:
+        """The conversation stays as it is: its client puts the summary into its place."""
 
     def reply(self, generation: Generation) -> str:
         response = self._state.response()
         said = generation.choices[0].content or ""
+        if not said.strip():
+            raise RequestFailed("The model wrote no summary within max_output_tokens.")
         content = [InputText(text=BEGINS + said.strip())]
         return CompactedResponse(
             id=response.id,

@@ -96,8 +96,12 @@ class ResponseAdapter(GenerationAdapter):
         return drive(self._state, generation.run(), settle, self._writer(), raw, parsed=parsed)
 
     async def _settle(self, state: ResponseState) -> None:
-        """Reports the end of the response; its conversation goes on behind it."""
+        """Reports the end of the response."""
         await self._store.settle(state)
+        await self._keep(state)
+
+    async def _keep(self, state: ResponseState) -> None:
+        """Adds the response to its conversation, once."""
         ended = state.status in ("completed", "incomplete")
         conversation = state.created.conversation
         if ended and conversation is not None and not self._is_kept:

@@ -42,7 +42,8 @@ def add_response_routes(app: FastAPI, models: ServedModels, store: ResponseStore
         body = await read_body(request, ResponseRequest)
         headers = ignored_header(body.ignored_fields())
         service = await models.resolve_model(request, body.model)
-        adapter = CompactAdapter(service, store, compaction_of(body), tenant_of(request))
+        asked = compaction_of(body, service.max_model_len)
+        adapter = CompactAdapter(service, store, asked, tenant_of(request))
         return await GenerationRoute(adapter).answer(request, headers)
 
     @app.post("/v1/responses/input_tokens")

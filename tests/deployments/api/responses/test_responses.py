@@ -410,3 +410,18 @@ async def test_a_compaction_is_one_message(
     assert "Summary of the conversation" in tokenizer.decode(engine.seen[-1].prompt, False)
     long = await http.post("/v1/responses/compact", json={"input": "x" * 9999})
     assert long.status_code == 400
+
+
+async def test_a_compaction_of_a_conversation(
+    openai: AsyncOpenAI, http: httpx.AsyncClient, engine: Any, service: Any, tokenizer: Any
+) -> None:
+    """A small context has room for both; the conversation stays; no summary is an error."""
+    service.max_model_len = 1024
+    engine.limits = EngineInfo("engine", 1024, tokenizer.vocab_size, 1000, 4)
+    made = await openai.conversations.create(items=[{"role": "user", "content": "hello"}])
+    body = {"conversation": made.id}
+    assert (await http.post("/v1/responses/compact", json=body)).status_code == 200
+    assert "hello" in tokenizer.decode(engine.seen[-1].prompt, False)
+    assert len((await openai.conversations.items.list(made.id)).data) == 1
+    engine.reply = []
+    assert (await http.post("/v1/responses/compact", json=body)).status_code == 500
