@@ -22,7 +22,7 @@ from rayfin.deployments.text.tokenizer import Tokenizer
 CONTEXT = 400_000  # tokens, of about two characters each
 MARK = "<|turn|>"
 NAMES = ["scripted", "gpt-5.5"]  # of the model: Codex knows the second one
-COMPACTION = "summary of the conversation"  # in the words by which agents ask for one
+COMPACTIONS = ("summary of the conversation", "CONTEXT CHECKPOINT COMPACTION")  # agents ask so
 NEAR_END = 8000  # characters
 TEMPLATE = """\
 {%- if tools %}TOOLS {% for tool in tools %}{{ tool.function.name }} {% endfor %}
@@ -86,7 +86,7 @@ class ScriptedEngine:
         if prompt in self._known:
             return self._known[prompt]
         names = prompt.partition("\n")[0].split()
-        if COMPACTION in prompt[-NEAR_END:]:
+        if any(words in prompt[-NEAR_END:] for words in COMPACTIONS):
             self.compactions += 1
             return "<summary>We read the files, and go on.</summary>"
         if names[:1] != ["TOOLS"] or self._tool not in names:

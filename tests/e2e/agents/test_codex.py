@@ -12,6 +12,7 @@ from scripted_agent import call, served
 VERSION = "0.171.0"
 PACKAGE = f"@openai/codex@{VERSION}"
 SECONDS = 300
+CONTEXT, FULL = 80_000, 50_000  # tokens, of which its first prompt has half
 BROKEN = "def add(a, b):\n    return a - b\n\n\nprint(add(2, 3))\n"
 FIXED = BROKEN.replace("a - b", "a + b")
 MEND = """\
@@ -54,11 +55,11 @@ def codex(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "node_modules" / ".bin" / "codex"
 
 
-def run(codex: Path, folder: Path, url: str, model: str) -> str:
+def run(codex: Path, folder: Path, url: str, model: str, settings: str = "") -> str:
     """Returns the last words of a task in ``folder``, in a clean environment."""
     home = folder.parent / "home"
     home.mkdir()
-    (home / "config.toml").write_text(CONFIG.format(model=model, url=url))
+    (home / "config.toml").write_text(settings + CONFIG.format(model=model, url=url))
     done = subprocess.run(
         [str(codex), "exec", "--skip-git-repo-check", "Fix calc.py"],
         cwd=folder,
@@ -111,3 +112,12 @@ def test_a_model_that_it_does_not_know(codex: Path, tmp_path: Path) -> None:
         assert run(codex, place, url, "scripted").strip() == "It is fixed."
         assert (place / "calc.py").read_text() == FIXED
         assert "multi_agent_v1__" in engine.prompts[-1]
+
+
+def test_it_compacts_three_times_and_goes_on(codex: Path, tmp_path: Path) -> None:
+    place = workplace(tmp_path)
+    script = [f"Part {i}.\n" + call("exec_command", cmd="seq 1 3000") for i in range(10)]
+    limits = f"model_context_window = {CONTEXT}\nmodel_auto_compact_token_limit = {FULL}\n"
+    with served([*script, "All is read."], "exec_command", CONTEXT) as (url, engine):
+        assert run(codex, place, url, "gpt-5.5", limits).strip() == "All is read."
+        assert engine.compactions >= 3
