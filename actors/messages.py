@@ -454,6 +454,7 @@ class EngineInfo:
     prefix_caching: bool = True
     parts: tuple[PartFacts, ...] = ()  # what its model has beside a decoder
     uncut: Bidirectional = Bidirectional()  # parts of prompts that no step cuts
+    max_rows: int = 256  # of a step
 
     def part(self, kind: type[P]) -> P | None:
         """Returns the facts of a kind, or None."""

@@ -389,6 +389,7 @@ class SchedulerActor:
             prefix_caching=config.prefix_caching,
             parts=config.parts,
             uncut=config.uncut,
+            max_rows=config.limits.max_decoding_batch,
             identity=self._started.args.identity,
         )
 

@@ -90,6 +90,10 @@ def hypothesis_deltas(
             token = hypothesis.tokens[-1]
             last.stop_reason = None if token in request.stopping.eos_token_ids else token
         last.cached_tokens = delta.cached_tokens
+        assert request.beams is not None
+        length = len(hypothesis.tokens)
+        choice.likelihood.logprob = hypothesis.score * length**request.beams.length_penalty
+        choice.likelihood.tokens = length
         text = choice.output.push(last)
         choice.append(text)
         yield choice, text

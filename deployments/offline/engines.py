@@ -79,6 +79,7 @@ def load_engine(args: EngineArgs) -> tuple[Engine, EngineInfo, Executor]:
         prefix_caching=config.prefix_caching,
         parts=config.parts,
         uncut=config.uncut,
+        max_rows=config.limits.max_decoding_batch,
     )
     executor = InlineExecutor(runner, config)
     engine = Engine(config, executor, lease_seconds=OFFLINE_LEASE_SECONDS if local else None)

@@ -48,6 +48,7 @@ ONE_TRY = {  # for drawn tones, in which a detector finds no speech, and a model
     "log_prob_threshold": "-1000",
     "compression_ratio_threshold": "1000",
     "condition_on_previous_text": "false",
+    "beam_size": "1",
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.requests import Request
 
 from rayfin.actors.errors import RayfinError
-from rayfin.actors.sampling_params import SamplingParams
+from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
 from rayfin.deployments.api.audio.form import SUBTITLES, AudioForm
 from rayfin.deployments.api.audio.merge import JoinedText
 from rayfin.deployments.api.audio.prompts import FILE, speech_prompt
@@ -94,7 +94,11 @@ class TranscriptionAdapter(GenerationAdapter):
             return self._form.sampling_params(self._service.sampling_defaults)
 
     async def _generate(
-        self, clips: Sequence[ChatPrompt], params: SamplingParams, caller: Caller
+        self,
+        clips: Sequence[ChatPrompt],
+        params: SamplingParams,
+        caller: Caller,
+        search: BeamSearchParams | None = None,
     ) -> Generation:
         """The requests for the transcripts of clips."""
         salt = self._form.cache_salt
@@ -106,6 +110,7 @@ class TranscriptionAdapter(GenerationAdapter):
                 request_id=str(self._frame["id"]),
                 priority=0,
                 caller=caller,
+                search=search,
                 plan=await plan_text(self._service, AnswerRules(), caller.tenant),
             )
 

@@ -10,7 +10,7 @@ from rayfin.actors.errors import Overloaded, RequestFailed
 from rayfin.actors.media.part import Alignment
 from rayfin.actors.media.processed import ProcessedMedia
 from rayfin.actors.messages import StopRules
-from rayfin.actors.sampling_params import SamplingParams
+from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
 from rayfin.actors.timing import RETRY_AFTER_SECONDS
 from rayfin.deployments.api.audio.prompts import FILE
 from rayfin.deployments.generation.choice import Choice, Prompt
@@ -57,12 +57,16 @@ class Asker:
         return replace(self._caller, timeout=max(left, LEAST_TIMEOUT))
 
     async def transcript(
-        self, ids: list[int], clip: ProcessedMedia, params: SamplingParams
+        self,
+        ids: list[int],
+        clip: ProcessedMedia,
+        params: SamplingParams,
+        search: BeamSearchParams | None = None,
     ) -> Choice:
         """What a model writes behind ``ids``; it waits for a full queue as long as it may."""
         while True:
             try:
-                choice = await self._ask(ids, clip, params, underway=True)
+                choice = await self._ask(ids, clip, params, search, underway=True)
                 break
             except Overloaded:
                 if self.caller().timeout == LEAST_TIMEOUT:
@@ -128,17 +132,22 @@ class Asker:
         ids: list[int],
         clip: ProcessedMedia,
         params: SamplingParams,
+        search: BeamSearchParams | None = None,
         *,
         underway: bool = False,
     ) -> Choice:
-        generation = await self._prepared(ids, clip, params)
+        generation = await self._prepared(ids, clip, params, search)
         for choice in generation.choices:
             choice.request.underway = underway
         await generation.finish(generation.run())
         return generation.choices[0]
 
     async def _prepared(
-        self, ids: list[int], clip: ProcessedMedia, params: SamplingParams
+        self,
+        ids: list[int],
+        clip: ProcessedMedia,
+        params: SamplingParams,
+        search: BeamSearchParams | None = None,
     ) -> Generation:
         placed, images = self._media.place(ids, [clip], FILE)
         self._count += 1
@@ -149,4 +158,5 @@ class Asker:
             request_id=f"{self._request_id}-{self._count}",
             priority=0,
             caller=self.caller(),
+            search=search,
         )

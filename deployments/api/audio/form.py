@@ -34,10 +34,12 @@ BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 WORDS = ("model", "language", "to_language", "prompt", "response_format")
 SWITCHES = ("stream", "stream_include_usage", "stream_continuous_usage_stats")
 LIMITS = ("compression_ratio_threshold", "log_prob_threshold", "no_speech_threshold")
-LISTENING: dict[str, type[bool] | type[float]] = {
+LISTENING: dict[str, type[bool] | type[int] | type[float]] = {
     **dict.fromkeys(("vad_filter", "condition_on_previous_text"), bool),
     **dict.fromkeys(LIMITS, float),
+    "beam_size": int,
 }
+JSON_TYPES = {bool: "boolean", int: "integer", float: "number"}
 GRANULARITIES = ("timestamp_granularities[]", "timestamp_granularities")
 LOGPROBS = ("include[]", "include")
 LISTS = (*GRANULARITIES, *LOGPROBS)
@@ -51,15 +53,9 @@ SPEECH: dict[str, Any] = {
         "file": {"type": "string", "format": "binary"},
         "response_format": {"enum": list(get_args(ResponseFormat))},
         **dict.fromkeys((name for name in (*WORDS, SALT) if name != "response_format"), TEXT),
-        **{
-            name: {"type": "integer" if kind is int else "number"} for name, kind in NUMBERS.items()
-        },
+        **{name: {"type": JSON_TYPES[kind]} for name, kind in (NUMBERS | LISTENING).items()},
         GRANULARITIES[0]: {"type": "array", "items": {"enum": ["segment", "word"]}},
         **dict.fromkeys(SWITCHES, {"type": "boolean"}),
-        **{
-            name: {"type": "boolean" if kind is bool else "number"}
-            for name, kind in LISTENING.items()
-        },
     },
 }
 """The form of both routes."""
@@ -72,9 +68,17 @@ class Listening:
     vad_filter: bool | None = None  # silence is skipped; None: where the package for it is there
     # What was said before is a hint; None: where windows follow one another.
     condition_on_previous_text: bool | None = None
+    beam_size: int | None = None  # of the first try; None: 5 where windows follow one another
     compression_ratio_threshold: float = 2.4  # a text that is more repetitive is tried again ...
     log_prob_threshold: float = -1.0  # ... and one whose tokens are less likely on average
     no_speech_threshold: float = 0.6  # less likely, and no speech more probable: it is silence
+
+    @property
+    def needs_turns(self) -> str | None:
+        """The field that makes windows follow one another, where nothing else does."""
+        if self.condition_on_previous_text:
+            return "condition_on_previous_text"
+        return "beam_size" if (self.beam_size or 1) > 1 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,11 +151,10 @@ class AudioForm:
         """How a Whisper model is to listen.
 
         Raises:
-            InvalidRequest: what was said before cannot be a hint for windows that run side by side.
+            InvalidRequest: a stream is to have what windows that run side by side have not.
         """
         found = Listening(**self.listening)
-        if self.stream and found.condition_on_previous_text:
-            name = "condition_on_previous_text"
+        if self.stream and (name := found.needs_turns) is not None:
             raise InvalidRequest(
                 f"{name} does not go with stream: clips of a stream run side by side.",
                 name,
@@ -265,7 +268,7 @@ async def _read(form: FormData, task: Task, max_bytes: int) -> AudioForm:
     listening = {
         name: _switch(name, fields.pop(name))
         if kind is bool
-        else _number(name, fields.pop(name), float)
+        else _number(name, fields.pop(name), kind)
         for name, kind in LISTENING.items()
         if name in fields
     }

@@ -78,8 +78,7 @@ def read_answer(
     whole = Sentences([Span(0.0, length, tokens)], length, False)
     if times:
         whole = sentences(tokens, speech.seconds, length)
-    total = sum(entry.logprob for entry in choice.logprobs)
-    average = total / (len(tokens) + 1)  # the end of the text is one
+    average = choice.likelihood.logprob / (len(tokens) + 1)  # the end of the text is one
     heard = Heard(begin, length, temperature, average, "", whole)
     heard.text = text_of(heard.spoken, speech, tokenizer)
     return heard

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.media.part import MediaFacts
 from rayfin.actors.media.processed import ProcessedMedia
-from rayfin.actors.sampling_params import SamplingParams
+from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
 from rayfin.deployments.api.audio.adapter import AT_ONCE, TranscriptionAdapter
 from rayfin.deployments.api.audio.asking import Asker
 from rayfin.deployments.api.audio.hearing import Heard, read_answer, segments
@@ -29,7 +30,7 @@ from rayfin.deployments.api.audio.words import Word, words_of
 from rayfin.deployments.generation.choice import Choice
 from rayfin.deployments.generation.generation import Deltas, Generation
 from rayfin.deployments.http.caller import Caller
-from rayfin.deployments.http.json_body import ignored_header
+from rayfin.deployments.http.json_body import ignored_header, rename_error_params
 from rayfin.deployments.media.speech import speech_off
 from rayfin.deployments.text.generation_prompt import ChatPrompt
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:  # which imports transformers
 
 ENGLISH = "en"
 TRIES = (0.2, 0.4, 0.6, 0.8, 1.0)  # temperatures, behind 0
+BEAMS = 5  # of the first try, where there is room for them
 BEST_OF = 5  # transcripts of such a try, of which the likeliest counts
 FORGETS = 0.5  # above this temperature a text is no hint for the next window
 MORE = 0.3  # seconds of speech behind the last sentence that are worth a window ...
@@ -53,8 +55,9 @@ class WhisperAdapter(TranscriptionAdapter):
         form.check_times(True)
         self._check()
         params, caller = self._params(), Caller.of(request)
-        self._in_turn = form.wants_times or bool(self._listening.condition_on_previous_text)
+        self._in_turn = form.wants_times or self._listening.needs_turns is not None
         self._params_of_windows = params if form.stream else replace(params, logprobs=0)
+        self._search = await self._beams(params)
         self._asker = Asker(service, self._media, caller, str(self._frame["id"]), form.cache_salt)
         # Before a file is read: whatever its language, it may be refused.
         self._language: str | None = form.language or ENGLISH
@@ -67,7 +70,7 @@ class WhisperAdapter(TranscriptionAdapter):
         prompts = [self._placed(await self._ids(), clip) for clip in self._clips]
         self._listen()
         caller, windows = self._asker.caller(), self._params_of_windows
-        self._generation = await self._generate(prompts, windows, caller)
+        self._generation = await self._generate(prompts, windows, caller, self._search)
         unread = ["prompt"] if form.prompt and speech.tokens.before is None else []
         self._generation.headers |= ignored_header([*form.ignored, *unread])
         return self._generation
@@ -95,6 +98,31 @@ class WhisperAdapter(TranscriptionAdapter):
             self._windows = list(own.windows())
         samples = [clip for _, clip in self._windows]
         self._clips = await self._media.clips(samples, FILE, self._place)
+
+    async def _beams(self, params: SamplingParams) -> BeamSearchParams | None:
+        """The search that is the first try; None: one transcript, greedy unless it is drawn.
+
+        Raises:
+            InvalidRequest: the engine has no room for the beams, or the form has another rule.
+        """
+        name, width = "beam_size", self._listening.beam_size
+        info = await self._service.client.info()
+        facts = info.part(MediaFacts)
+        assert facts is not None
+        own = -(-(info.max_model_len - facts.front_tokens) // info.page_size) + 1
+        room = min(info.max_rows, (info.num_pages - facts.front_tokens // info.page_size) // own)
+        penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1
+        free = not any((params.temperature, params.min_p, *penalties))
+        if width is None:
+            width = min(BEAMS, room) if self._in_turn and free else 1
+        if width == 1:
+            return None
+        if not free:
+            raise InvalidRequest(f"{name} does not go with a temperature or a penalty.", name)
+        if width > room:
+            raise InvalidRequest(f"{name} must be at most {room} here, got {width}.", name)
+        with rename_error_params({"beam_width": name}):
+            return BeamSearchParams(width, params.max_tokens)
 
     def _listen(self) -> None:
         """Makes what reads the answers."""
@@ -176,8 +204,9 @@ class WhisperAdapter(TranscriptionAdapter):
         ids, tries, no_speech = await self._ids(before), list[Heard](), None
         for temperature in (params.temperature, *(() if params.temperature else TRIES)):
             if choice is None:
-                hotter = _hotter(params, temperature) if tries else params
-                choice = await self._asker.transcript(ids, clip, hotter)
+                asked = _hotter(params, temperature) if tries else params
+                search = None if tries else self._search
+                choice = await self._asker.transcript(ids, clip, asked, search)
             heard = read_answer(
                 choice,
                 *place,

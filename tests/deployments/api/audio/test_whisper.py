@@ -14,7 +14,7 @@ from audio_models import tone, wav
 from inline_client import media_service
 from rayfin import LLM
 from rayfin.actors.errors import Overloaded
-from rayfin.actors.messages import EngineRequest, TokenDelta
+from rayfin.actors.messages import EngineRequest, Hypothesis, TokenDelta
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.api.audio import whisper
 from rayfin.deployments.api.audio.segments import sentences
@@ -220,6 +220,40 @@ async def test_words(client: httpx.AsyncClient, tiny: WhisperOracle) -> None:
     both = {"timestamp_granularities[]": ["word", "segment"]}
     reply = await post(client, RECORDING, **asked, **both)
     assert reply.json()["words"] == body["words"] and reply.json()["segments"]
+
+
+async def test_beams(
+    client: httpx.AsyncClient, tiny: WhisperOracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best of several transcripts, of which each keeps to the rules."""
+    ids, found = tiny.prompts.ask("de", "transcribe", "", times=True), list[Hypothesis]()
+    asked: dict[str, Any] = {"language": "de", "response_format": "srt"}
+    inner = engine(client).stream
+
+    async def stream(request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        async for delta in inner(request):
+            found.extend(delta.hypotheses[:1])
+            yield delta
+
+    monkeypatch.setattr(engine(client), "stream", stream)
+    differ = 0
+    for seed in range(4):
+        clip = tone(seed, 0.9)
+        engine(client).seen.clear()
+        reply = await post(client, clip, **asked, beam_size="3")
+        assert reply.status_code == 200, reply.text
+        first = engine(client).seen[0]
+        assert first.beams is not None and first.beams.width == 3
+        best = found[0]
+        found.clear()
+        text = [token for token in best.tokens if token != EOS]
+        mean = best.score * len(best.tokens) / (len(text) + 1)
+        assert mean == pytest.approx(tiny.judged(ids, clip, best.tokens)[0], abs=1e-4)
+        differ += best.tokens != tiny.greedy(ids, clip, OUTPUT)
+    assert differ
+    for width in ("5", "0"):  # a step has four rows
+        reply = await post(client, **asked, beam_size=width)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "beam_size"), reply.text
 
 
 async def test_tries(client: httpx.AsyncClient, tiny: WhisperOracle) -> None:
