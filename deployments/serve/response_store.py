@@ -21,10 +21,13 @@ from rayfin.deployments.api.responses.store import ResponseStore
     max_ongoing_requests=2**16,  # nearly all of them wait for something to happen
 )
 class ResponseStoreDeployment:
-    """A ``ResponseStore`` in its own process: without a folder it ends with the process."""
+    """A ``ResponseStore`` in its own process: without a folder it ends with the process.
+
+    Ingress replicas outlive it, and the responses that they run.
+    """
 
     def __init__(self, folder: str | None = None) -> None:
-        self._store = ResponseStore.over(folder)
+        self._store = ResponseStore.over(folder, alone=True)
 
     async def call(self, method: str, *args: object) -> object:
         """Returns what the named method of the store returns."""

@@ -30,6 +30,7 @@ class ConversationState:
     metadata: dict[str, str]
     items: list[Item] = field(default_factory=list)
     created_at: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
+    changed_at: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def done(self) -> bool:
@@ -50,7 +51,7 @@ class ConversationState:
         """Returns it with other metadata, further items, or without an item."""
         kept = [item for item in self.items if item.id != removed]
         data = self.metadata if metadata is None else metadata
-        return replace(self, metadata=data, items=[*kept, *added])
+        return replace(self, metadata=data, items=[*kept, *added], changed_at=int(time.time()))
 
 
 class ConversationReply(BaseModel):

@@ -43,6 +43,7 @@ class ResponseStore:
         max_age: float = MAX_AGE,
         clock: Callable[[], float] = time.monotonic,
         log: StoreLog | None = None,
+        alone: bool = False,
     ) -> None:
         self._states: TenantStore[ResponseState] = TenantStore(
             max_responses, max_bytes, max_age, clock
@@ -55,36 +56,47 @@ class ResponseStore:
         self._owner_of: dict[str, str] = {}  # of each response that runs
         self._log: StoreLog | None = None
         if log is not None:
-            self._restore(log, time.time() - max_age)
+            self._restore(log, time.time() - max_age, alone)
 
     @classmethod
-    def over(cls, folder: str | None) -> "ResponseStore":
+    def over(cls, folder: str | None, *, alone: bool = False) -> "ResponseStore":
         """Returns a store whose content outlives this process, if there is a folder.
+
+        Args:
+            alone: the process runs no responses: those that still run may go on.
 
         Raises:
             InvalidConfig: the folder cannot be written.
         """
-        return cls(log=None if folder is None else StoreLog(Path(folder)))
+        return cls(log=None if folder is None else StoreLog(Path(folder)), alone=alone)
 
-    def _restore(self, log: StoreLog, since: float) -> None:
-        """Takes over what another process has recorded. What it ran has failed."""
+    def _restore(self, log: StoreLog, since: float, alone: bool) -> None:
+        """Takes over what another process has recorded. What has ended with it has failed."""
         for method, value in log.records():
             if method == "forget":
                 self._forget(value)
-            elif value.created_at >= since and method == "keep":
-                self._forget(value.id)
-                self._states.add(value)
-            elif value.created_at >= since:
-                self.add_conversation(value)
+            elif method == "add_conversation":
+                if value.changed_at >= since:
+                    self.add_conversation(value)
+            else:
+                owner, state = value
+                self._forget(state.id)
+                if state.created_at >= since and self._states.add(state) and not state.done:
+                    self._owner_of[state.id] = owner
         for state in self._states:
-            if not state.done:
-                state.fail(EngineUnavailable("The server that ran this response has ended."))
+            if not state.done and alone:
+                self._seen(self._owner_of[state.id])  # or soon to be gone
+            elif not state.done:
+                self._lose(state)
         log.rewrite(self._records())
         self._log = log
 
     def _records(self) -> Iterator[Record]:
-        yield from (("keep", state.snapshot()) for state in self._states)
+        yield from map(self._kept, self._states)
         yield from (("add_conversation", state) for state in self._conversations)
+
+    def _kept(self, state: ResponseState) -> Record:
+        return "keep", (self._owner_of.get(state.id), state.snapshot())
 
     def _record(self, method: str, value: object) -> None:
         if self._log is not None:
@@ -95,6 +107,7 @@ class ResponseStore:
             self._states.remove(state)
         if (conversation := self._conversations.find(item_id)) is not None:
             self._conversations.remove(conversation)
+        self._owner_of.pop(item_id, None)
 
     def __len__(self) -> int:
         return len(self._states)
@@ -118,7 +131,7 @@ class ResponseStore:
         self._owner_of[state.id] = owner
         self._seen(owner)
         if state.created.background:
-            self._record("keep", state.snapshot())
+            self._record(*self._kept(state))
 
     def grow(self, response_id: str, tenant: str, progress: Progress) -> None:
         """Takes over what the owner reports; ignores a response that was deleted."""
@@ -129,7 +142,7 @@ class ResponseStore:
             self._owner_of.pop(response_id, None)
         if state is not None and state.done:
             self._states.settle(state)
-            self._record("keep", state.snapshot())
+            self._record(*self._kept(state))
 
     def get(self, response_id: str, tenant: str, param: str = "response_id") -> ResponseState:
         """Returns a copy of a response.
@@ -234,10 +247,14 @@ class ResponseStore:
         if state is None:
             raise NotFound(f"There is no response with id {response_id[:128]!r}.", param)
         if not state.done and not self._is_alive(self._owner_of.get(response_id)):
-            state.fail(EngineUnavailable("The server that ran this response has ended."))
-            self._owner_of.pop(response_id, None)
-            self._states.settle(state)
+            self._lose(state)
         return state
+
+    def _lose(self, state: ResponseState) -> None:
+        """Ends a response with the process that ran it."""
+        state.fail(EngineUnavailable("The server that ran this response has ended."))
+        self._owner_of.pop(state.id, None)
+        self._states.settle(state)
 
     def _end(self, response_id: str) -> None:
         """Tells the owner of a response to end it."""

@@ -1,5 +1,7 @@
 """A file in which responses and conversations outlive the process that stores them."""
 
+import errno
+import logging
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator
@@ -9,6 +11,7 @@ from typing import Any
 
 from rayfin.actors.errors import InvalidConfig
 
+logger = logging.getLogger("rayfin.http")
 NAME = "responses.log"
 MAX_GROWTH = 64 * 2**20  # bytes beyond twice its size, from which on it is written anew
 Record = tuple[str, Any]
@@ -30,7 +33,7 @@ class StoreLog:
         self._size = 0  # of the file as it was last written anew
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("ab")
+            self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             said = f"response_dir {folder} cannot be written: {error.strerror}"
             raise InvalidConfig(said, "response_dir") from None
@@ -39,7 +42,12 @@ class StoreLog:
         """Yields what was recorded."""
         with self._path.open("rb") as file, suppress(EOFError, pickle.UnpicklingError):
             while True:
-                yield pickle.load(file)
+                try:
+                    record = pickle.load(file)
+                except (AttributeError, ImportError) as error:  # of another version
+                    logger.warning("A record of %s cannot be read: %s", self._path, error)
+                    return
+                yield record
 
     def append(self, record: Record, current: Callable[[], Iterable[Record]]) -> None:
         """Adds a record.
@@ -47,10 +55,23 @@ class StoreLog:
         Args:
             current: all that is stored, from which the file is written anew where it has grown.
         """
-        self._file.write(pickle.dumps(record))
-        self._file.flush()
-        if self._file.tell() > 2 * self._size + MAX_GROWTH:
-            self.rewrite(current())
+        try:
+            self._write(pickle.dumps(record))
+            if self._file.tell() > 2 * self._size + MAX_GROWTH:
+                self._size = self._file.tell()
+                self.rewrite(current())
+        except OSError as error:  # what is stored is served all the same
+            logger.error("%s cannot be written: %s", self._path, error.strerror)
+
+    def _write(self, record: bytes) -> None:
+        """Adds a record, or nothing: those behind a torn one would not be read."""
+        whole = self._file.tell()
+        try:
+            if self._file.write(record) < len(record):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self._file.truncate(whole)
+            raise
 
     def rewrite(self, records: Iterable[Record]) -> None:
         """Replaces the file; it is the old or the new one at any moment."""
@@ -60,5 +81,5 @@ class StoreLog:
                 file.write(pickle.dumps(record))
         os.replace(fresh, self._path)
         self._file.close()
-        self._file = self._path.open("ab")
+        self._file = self._path.open("ab", buffering=0)
         self._size = self._path.stat().st_size

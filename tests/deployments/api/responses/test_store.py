@@ -1,6 +1,7 @@
 """What the store keeps and what it lets go."""
 
 import pickle
+import resource
 import sys
 import time
 from pathlib import Path
@@ -177,3 +178,67 @@ def test_what_is_stored_outlives_its_process(tmp_path: Path) -> None:
         assert len(list(StoreLog(tmp_path).records())) == 3
     with pytest.raises(InvalidConfig, match="response_dir"):
         ResponseStore.over(str(log))
+
+
+def ran(name: str, background: bool = False) -> ResponseState:
+    state = response(name, done=False)
+    state.created.created_at, state.created.background = int(time.time()), background
+    return state
+
+
+def test_a_response_outlives_the_store_alone(tmp_path: Path) -> None:
+    """The replica that runs it reports its end to the next store, or has gone with the other."""
+    now = 0.0
+    store = ResponseStore.over(str(tmp_path), alone=True)
+    runs, lost = ran("runs", True), ran("lost", True)
+    store.add("a", runs)
+    store.add("b", lost)
+    for _ in range(2):
+        store = ResponseStore(log=StoreLog(tmp_path), alone=True, clock=lambda: now)
+    assert not store.get("runs", "").done
+    runs.finish("completed")
+    settle(store, runs)
+    now = 31.0
+    assert [store.get(name, "").status for name in ("runs", "lost")] == ["completed", "failed"]
+    assert ResponseStore.over(str(tmp_path)).get("runs", "").status == "completed"
+
+
+def test_a_conversation_that_goes_on_stays(tmp_path: Path) -> None:
+    store = ResponseStore.over(str(tmp_path))
+    for name in ("used", "left"):
+        state = ConversationState(name, "", {}, [], created_at=0, changed_at=0)
+        store.add_conversation(state)
+    store.change_conversation("used", "", {"added": input_items("hello")})
+    again = ResponseStore.over(str(tmp_path))
+    assert len(again.conversation("used", "").items) == 1
+    with pytest.raises(NotFound):
+        again.conversation("left", "")
+
+
+def test_a_full_disk_loses_what_it_has_no_room_for(tmp_path: Path) -> None:
+    store = ResponseStore.over(str(tmp_path))
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for name in ("a", "b", "c"):
+        if name == "b":
+            room = (tmp_path / "responses.log").stat().st_size + 99
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
+        try:
+            state = ran(name)
+            store.add("owner", state)
+            state.finish("completed")
+            settle(store, state)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert [store.get(name, "").status for name in "abc"] == ["completed"] * 3
+    again = ResponseStore.over(str(tmp_path))
+    assert len(again) == 2 and again.get("c", "").done
+
+
+def test_a_record_of_another_version_ends_what_is_read(tmp_path: Path) -> None:
+    store = ResponseStore.over(str(tmp_path))
+    store.add_conversation(ConversationState("c", "", {}, []))
+    with (tmp_path / "responses.log").open("ab") as file:
+        file.write(
+            pickle.dumps(ConversationState).replace(b"ConversationState", b"ConversationGone!")
+        )
+    assert ResponseStore.over(str(tmp_path)).conversation("c", "").id == "c"
