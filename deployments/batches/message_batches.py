@@ -27,7 +27,6 @@ BATCHES = f"{MESSAGES}/batches"
 PREFIX, OURS = "msgbatch_", "batch_"
 CUSTOM_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_PAGE, PAGE = 1000, 20
-MAX_REQUESTS = 100_000
 
 
 class MessageBatchLine(BaseModel):
@@ -44,14 +43,14 @@ class MessageBatchRequest(BaseModel):
 
     requests: list[MessageBatchLine]
 
-    def lines(self) -> bytes:
+    def lines(self, most: int) -> bytes:
         """Returns the input of the batch.
 
         Raises:
             InvalidRequest: ``param`` is the path of what is wrong.
         """
-        if not 1 <= len(self.requests) <= MAX_REQUESTS:
-            raise InvalidRequest(f"requests must have 1 to {MAX_REQUESTS} elements.", "requests")
+        if not 1 <= len(self.requests) <= most:
+            raise InvalidRequest(f"requests must have 1 to {most} elements.", "requests")
         seen: set[str] = set()
         lines = []
         for i, line in enumerate(self.requests):
@@ -110,21 +109,26 @@ def add_message_batch_routes(
     async def create(request: Request, response: Response) -> MessageBatch:
         store, tenant = store_of(folder), tenant_of(request)
         body = await read_body(request, MessageBatchRequest)
-        data = body.lines()
-        for model in {line.params.get("model") for line in body.requests}:
-            await resolve(request, model if isinstance(model, str) else None)
+        data = body.lines(store.limits.max_lines)
+        models = (line.params.get("model") for line in body.requests)
+        for model in {model if isinstance(model, str) else None for model in models}:
+            await resolve(request, model)
 
         def add() -> StoredBatch:
             file = store.add_file(
                 tenant, io.BytesIO(data), filename="message_batch.jsonl", purpose="batch"
             )
-            return store.add_batch(
-                *(tenant, file.id),
-                endpoint=MESSAGES,
-                window="24h",
-                metadata=None,
-                total=len(body.requests),
-            )
+            try:
+                return store.add_batch(
+                    *(tenant, file.id),
+                    endpoint=MESSAGES,
+                    window="24h",
+                    metadata=None,
+                    total=len(body.requests),
+                )
+            except BaseException:  # its client knows of no file
+                store.delete_file(tenant, file.id)
+                raise
 
         response.headers.update(ignored_header(list(body.model_extra or {})))
         return shown(request, await asyncio.to_thread(add))

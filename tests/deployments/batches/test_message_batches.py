@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,17 @@ async def test_batches_that_are_refused(site: Site, requests: Any, message: str)
     with pytest.raises(anthropic.APIStatusError, match=message):
         await site.client().messages.batches.create(requests=requests)
     assert site.folder.batches() == [] and site.folder.files("") == []
+
+
+async def test_a_batch_too_many_leaves_no_file(site: Site) -> None:
+    site.folder.limits = replace(site.folder.limits, max_open=1, max_lines=1)
+    batches = site.client().messages.batches
+    await batches.create(requests=[request_of("a", "x", model=["m"])])
+    with pytest.raises(anthropic.RateLimitError):
+        await batches.create(requests=[request_of("a", "x")])
+    with pytest.raises(anthropic.BadRequestError, match="requests must have 1 to 1"):
+        await batches.create(requests=[request_of("a", "x"), request_of("b", "x")])
+    assert len(site.folder.files("")) == 1
 
 
 async def test_other_batches_are_not_there(site: Site) -> None:
