@@ -2,11 +2,15 @@
 
 import asyncio
 import json
+import shutil
+import subprocess
 import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
 import uvicorn
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
@@ -19,6 +23,7 @@ from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.text.parsing.detect import detect
 from rayfin.deployments.text.tokenizer import Tokenizer
 
+SECONDS = 300  # of an installation, or a task
 CONTEXT = 400_000  # tokens, of about two characters each
 MARK = "<|turn|>"
 NAMES = ["scripted", "gpt-5.5"]  # of the model: Codex knows the second one
@@ -45,6 +50,17 @@ def call(name: str, **arguments: Any) -> str:
     """Returns a tool call as the model writes it."""
     written = json.dumps({"name": name, "arguments": arguments})
     return f"<tool_call>\n{written}\n</tool_call>"
+
+
+def installed(folder: Path, package: str, program: str) -> Path:
+    """Returns a program that npm has installed; skips the test where npm cannot be reached."""
+    if shutil.which("npm") is None:
+        pytest.skip("there is no npm")
+    command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), package]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    if done.returncode:
+        pytest.skip(f"npm cannot be reached: {done.stderr[-200:]}")
+    return folder / "node_modules" / ".bin" / program
 
 
 class ScriptedEngine:

@@ -2,18 +2,16 @@
 
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripted_agent import call, served
+from scripted_agent import SECONDS, call, installed, served
 
 VERSION = "2.1.332"
 PACKAGE = f"@anthropic-ai/claude-code@{VERSION}"
-SECONDS = 300
 TOOLS = ("--allowedTools", "Bash", "Read", "Edit", "Write")
 CONTEXT = 120_000  # tokens: of the small tokenizer, 35,000 are the agent's own
 FILES = 26  # of 11,000 tokens each
@@ -26,14 +24,7 @@ pytestmark = pytest.mark.thorough(reason="installs a program; the bodies it send
 @pytest.fixture(scope="module")
 def claude(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program, installed by npm."""
-    if shutil.which("npm") is None:
-        pytest.skip("there is no npm")
-    folder = tmp_path_factory.mktemp("npm")
-    command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), PACKAGE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-    if done.returncode:
-        pytest.skip(f"npm cannot be reached: {done.stderr[-200:]}")
-    return folder / "node_modules" / ".bin" / "claude"
+    return installed(tmp_path_factory.mktemp("npm"), PACKAGE, "claude")
 
 
 def environment(home: Path, url: str) -> dict[str, str]:

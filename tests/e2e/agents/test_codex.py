@@ -1,17 +1,15 @@
 """Codex, as npm has it, does a task of several turns with a scripted model."""
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from scripted_agent import call, served
+from scripted_agent import SECONDS, call, installed, served
 
 VERSION = "0.171.0"
 PACKAGE = f"@openai/codex@{VERSION}"
-SECONDS = 300
 CONTEXT, FULL = 80_000, 50_000  # tokens, of which its first prompt has half
 BROKEN = "def add(a, b):\n    return a - b\n\n\nprint(add(2, 3))\n"
 FIXED = BROKEN.replace("a - b", "a + b")
@@ -45,14 +43,7 @@ pytestmark = pytest.mark.thorough(reason="installs a program; the bodies it send
 @pytest.fixture(scope="module")
 def codex(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program, installed by npm."""
-    if shutil.which("npm") is None:
-        pytest.skip("there is no npm")
-    folder = tmp_path_factory.mktemp("npm")
-    command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), PACKAGE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-    if done.returncode:
-        pytest.skip(f"npm cannot be reached: {done.stderr[-200:]}")
-    return folder / "node_modules" / ".bin" / "codex"
+    return installed(tmp_path_factory.mktemp("npm"), PACKAGE, "codex")
 
 
 def run(codex: Path, folder: Path, url: str, model: str, settings: str = "") -> str:
