@@ -15,7 +15,7 @@ from rayfin.deployments.generation.plan import AnswerRules
 from rayfin.deployments.generation.prompt_forms import WrittenPrompt, read_prompts
 from rayfin.deployments.generation.reply_settings import MAX_CHOICES
 from rayfin.deployments.guidance.tool_choice import read_tool_choice
-from rayfin.deployments.guidance.tools import DeclaredTools, declared_tools
+from rayfin.deployments.guidance.tools import NO_TOOLS, DeclaredTools, declared_tools
 from rayfin.deployments.media.read_embeds import listed
 from rayfin.deployments.text.checks import as_choice, as_list, missing
 from rayfin.deployments.text.messages import MAX_MESSAGES, has_named_media
@@ -140,7 +140,8 @@ class ChatCompletionRequest(_CompletionBody):
     def ignored_fields(self) -> list[str]:
         """Also the ``uuid`` of media: their content names them, for others could have that name."""
         named = ["messages.content.uuid"] if has_named_media(self.messages) else []
-        return super().ignored_fields() + named + self.declared_tools.ignored_fields()
+        hosted = self.declared_tools.ignored_fields() if self.tools else []
+        return super().ignored_fields() + named + hosted
 
     def conversations(self) -> list[Any]:
         """Returns the conversations, unchecked; the answer has choices for each."""
@@ -177,7 +178,7 @@ class ChatCompletionRequest(_CompletionBody):
         Raises:
             InvalidRequest: ``param`` is the path of what is wrong.
         """
-        return declared_tools(self.tools)
+        return declared_tools(self.tools) if self.tools else NO_TOOLS
 
     def answer_rules(self) -> AnswerRules:
         """Returns what the request says of the form of its answers.
