@@ -198,8 +198,7 @@ class Generation:
         """Counts the tokens so far: each prompt once, and all choices that run."""
         prompt = sum(len(prompt.ids) for prompt in self.prompts)
         completion = sum(len(choice.token_ids) for choice in self._candidates)
-        each = len(self._candidates) // max(len(self.prompts), 1)  # a silent recording has none
-        firsts = self._candidates[:: max(each, 1)]
+        firsts = [group[0] for group in self._by_prompt()]
         details = PromptTokensDetails(
             cached_tokens=sum(choice.cached_tokens for choice in firsts),
             created_cache_tokens=sum(choice.written_tokens for choice in firsts),
@@ -225,6 +224,8 @@ class Generation:
         return CompletionTokensDetails(reasoning_tokens=thought)
 
     def _by_prompt(self) -> list[list[Choice]]:
+        if not self.prompts:  # a silent recording has none
+            return []
         every, count = self._candidates, len(self._candidates) // len(self.prompts)
         return [every[i : i + count] for i in range(0, len(every), count)]
 

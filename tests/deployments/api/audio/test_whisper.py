@@ -315,7 +315,8 @@ async def test_silence_is_skipped(
     assert not any(1.2 < own < 4.6 or own > 6.9 for own in seeks)
     speech.clear()
     engine(client).seen.clear()
-    for more in ({}, {"response_format": "verbose_json"}, {"stream": "true"}):
+    timed = {"response_format": "verbose_json"}
+    for more in ({}, timed, {**timed, "beam_size": "2"}, {"stream": "true"}):
         reply = await post(client, recording, **asked, **more)
         assert reply.status_code == 200, reply.text
         assert '"text":""' in reply.text
