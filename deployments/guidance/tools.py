@@ -32,6 +32,7 @@ from rayfin.deployments.text.messages import (
 )
 
 MAX_TOOLS_SIZE = 256 * 1024  # characters of JSON
+MAX_LARK = 16  # grammars of a request: one takes the event loop up to 50 ms
 KNOWN_TOOLS = 64  # lists of tools that were read lately: an agent sends its own each time
 SEARCH = "tool_search"
 """The type and the name of the client's search for tools."""
@@ -249,6 +250,10 @@ def _read(text: bytes, form: ToolForm, longest_name: int) -> DeclaredTools:
             f"'tools' may have {MAX_TOOLS_SIZE} characters of JSON, got {characters}.",
             "tools",
             "string_above_max_length",
+        )
+    if text.count(b'"lark"') > MAX_LARK:
+        raise InvalidRequest(
+            f"'tools' may have {MAX_LARK} Lark grammars.", "tools", "schema_too_complex"
         )
     written = form(as_list(json.loads(text), "tools", MAX_TOOLS))
     served = [tool for tool in written if tool.kind != "unserved"]

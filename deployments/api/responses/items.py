@@ -47,6 +47,7 @@ from rayfin.deployments.text.messages import INPUT, MAX_MESSAGES, PlacedPart
 
 Part = InputText | InputImage | OutputTextPart | ReasoningTextPart
 
+MAX_ID = 512  # characters; OpenAI's are shorter than 100
 ROLES = ("system", "developer", "user", "assistant")
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 RESULTS = {"input_text": "text", "output_text": "text", "text": "text"}
@@ -328,11 +329,20 @@ def _reasoning(item: Mapping[str, Any], path: str) -> ReasoningItem:
 
 def _id(item: Mapping[str, Any], path: str, prefix: str) -> str:
     given = item.get("id")
-    return item_id(prefix) if given is None else as_string(given, f"{path}.id")
+    return item_id(prefix) if given is None else _short(given, f"{path}.id")
+
+
+def _short(given: object, path: str) -> str:
+    """An id, which the sizes of stores leave out."""
+    text = as_string(given, path)
+    if len(text) > MAX_ID:
+        said = f"'{path}' may have at most {MAX_ID} characters, got {len(text)}."
+        raise InvalidRequest(said, path, "string_above_max_length")
+    return text
 
 
 def _call_id(item: Mapping[str, Any], path: str) -> str:
-    call_id = as_string(required(item, "call_id", path), f"{path}.call_id")
+    call_id = _short(required(item, "call_id", path), f"{path}.call_id")
     if not call_id:
         raise InvalidRequest(f"'{path}.call_id' must not be empty.", f"{path}.call_id")
     return call_id

@@ -195,7 +195,9 @@ class ResponseState:
     def size(self) -> int:
         """Estimated bytes of memory, including what it shares with earlier responses."""
         items = [*self.history, *self.items]
-        texts = [self.created.instructions or ""]
+        created = self.created
+        named = (created.prompt_cache_key, created.safety_identifier, created.user)
+        texts = [created.instructions or "", *filter(None, named)]
         texts += itertools.chain.from_iterable(map(texts_of, items))
         texts += itertools.chain.from_iterable(map(addresses_of, items))
         pieces = [piece for item in self.output.items for piece in item.pieces]

@@ -118,6 +118,8 @@ def test_tools_count_in_bytes() -> None:
     plain, with_tools = response("a1", "a"), response("a2", "a")
     with_tools.created.tools = [{"name": "f", "parameters": {"description": "x" * 10_000}}]
     assert with_tools.size() > plain.size() + 10_000
+    plain.created.user = "x" * 100_000
+    assert plain.size() > with_tools.size()
 
 
 def test_old_ones_go_when_they_have_ended() -> None:

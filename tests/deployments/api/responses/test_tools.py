@@ -450,6 +450,11 @@ def lark(definition: Any, syntax: str = "lark") -> dict[str, Any]:
         ([{**SPACE, "tools": []}], "tools[0].tools", "empty_array"),
         ([{"type": "namespace", "name": "n"}], "tools[0].tools", "missing_required_parameter"),
         ([{**TOOL, "name": "a" * 129}], "tools[0].name", "invalid_value"),
+        (
+            [{**lark('start: "a"'), "name": f"t{i}"} for i in range(17)],
+            "tools",
+            "schema_too_complex",
+        ),
     ],
 )
 async def test_tools_that_are_refused(
@@ -476,6 +481,11 @@ async def test_tools_that_are_refused(
             "input[0].tools[0].type",
         ),
         ({"input": [{"type": "telegram"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": "a", "id": "x" * 600}]}, "input[0].id"),
+        (
+            {"input": [{"type": "custom_tool_call_output", "call_id": "c" * 600, "output": ""}]},
+            "input[0].call_id",
+        ),
     ],
 )
 async def test_items_and_choices_that_are_refused(
