@@ -113,25 +113,9 @@ def add_message_batch_routes(
         models = (line.params.get("model") for line in body.requests)
         for model in {model if isinstance(model, str) else None for model in models}:
             await resolve(request, model)
-
-        def add() -> StoredBatch:
-            file = store.add_file(
-                tenant, io.BytesIO(data), filename="message_batch.jsonl", purpose="batch"
-            )
-            try:
-                return store.add_batch(
-                    *(tenant, file.id),
-                    endpoint=MESSAGES,
-                    window="24h",
-                    metadata=None,
-                    total=len(body.requests),
-                )
-            except BaseException:  # its client knows of no file
-                store.delete_file(tenant, file.id)
-                raise
-
         response.headers.update(ignored_header(list(body.model_extra or {})))
-        return shown(request, await asyncio.to_thread(add))
+        total = len(body.requests)
+        return shown(request, await asyncio.to_thread(_added, store, tenant, data, total))
 
     @app.get(BATCHES)
     async def list_batches(request: Request) -> MessageBatchList:
@@ -162,6 +146,18 @@ def add_message_batch_routes(
             raise NotFound("The message batch has not ended yet: it has no results.", "batch_id")
         lines = _results(store_of(folder), batch)
         return StreamingResponse(lines, media_type="application/x-jsonl")
+
+
+def _added(store: BatchFolder, tenant: str, data: bytes, total: int) -> StoredBatch:
+    """Stores a batch and its input, or neither: its client knows of no file."""
+    file = store.add_file(tenant, io.BytesIO(data), filename="message_batch.jsonl", purpose="batch")
+    try:
+        return store.add_batch(
+            tenant, file.id, endpoint=MESSAGES, window="24h", metadata=None, total=total
+        )
+    except BaseException:
+        store.delete_file(tenant, file.id)
+        raise
 
 
 def shown(request: Request, batch: StoredBatch) -> MessageBatch:
