@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
+from rayfin.actors.errors import RequestFailed
 from rayfin.actors.messages import EngineInfo, EngineRequest, TokenDelta
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.generation.service import OpenAIService
@@ -79,6 +80,7 @@ class ScriptedEngine:
         self.limits = EngineInfo("engine", context, tokenizer.vocab_size, 100_000, 16)
         self._known: dict[str, str] = {}  # prompt -> answer
         self.compactions = 0
+        self.fails_at: set[int] = set()  # requests, from 1, that fail within their answer
         self.prompts: list[str] = []
         self.answers: list[str] = []
 
@@ -92,9 +94,12 @@ class ScriptedEngine:
         self.answers.append(said)
         eos = self._tokenizer.inner.eos_token_id
         tokens = self._tokenizer.encode(said, False)
-        for token in tokens:
+        fails = len(self.prompts) in self.fails_at
+        for token in tokens[: 2 if fails else None]:
             await asyncio.sleep(0)
             yield TokenDelta(request.request_id, [token])
+        if fails:
+            raise RequestFailed("The engine is lost.")
         yield TokenDelta(request.request_id, [eos], "stop")
 
     def _answer(self, prompt: str) -> str:

@@ -112,3 +112,13 @@ def test_it_compacts_three_times_and_goes_on(codex: Path, tmp_path: Path) -> Non
     with served([*script, "All is read."], "exec_command", CONTEXT) as (url, engine):
         assert run(codex, place, url, "gpt-5.5", limits).strip() == "All is read."
         assert engine.compactions >= 3
+
+
+def test_it_goes_on_where_answers_fail(codex: Path, tmp_path: Path) -> None:
+    """It asks again, and the same is done, once."""
+    place = workplace(tmp_path)
+    script = [call("exec_command", cmd=f"echo {word} >> out.txt") for word in ("a", "b", "c")]
+    with served([*script, "It is done."], "exec_command") as (url, engine):
+        engine.fails_at = {2, 4, 6}
+        assert run(codex, place, url, "gpt-5.5").strip() == "It is done."
+        assert (place / "out.txt").read_text() == "a\nb\nc\n" and len(engine.prompts) == 7
