@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rayfin.deployments.text.parsing.format import ToolFormat
-from rayfin.deployments.text.parsing.render import WrittenCall, json_text, render_calls
+from rayfin.deployments.text.parsing.render import WrittenCall, render_calls
 from rayfin.deployments.text.repair import SYSTEM, as_parts, joined
 
-EXAMPLE = WrittenCall("NAME", {"ARGUMENT": "VALUE"})
 Message = dict[str, Any]
+UNSAID = frozenset(("$ref", "$defs", "definitions", "allOf", "anyOf", "oneOf", "patternProperties"))
+"""Keywords of parameters whose properties are not all of them."""
 
 
 def write_tools(
@@ -30,6 +31,11 @@ def write_tools(
         before = message["role"]
     if not tools:
         return messages
+    if messages and messages[-1]["role"] == "user" and before != "tool":
+        # Small models forget what the system message says.
+        mark = (*row.begins, "call")[0]
+        asked = {"content": f"\nAnswer with a {mark} if a function helps."}
+        messages[-1] = joined(messages[-1], asked)
     text: Any = tools_text(tools, row)
     if messages and messages[0]["role"] in SYSTEM:
         messages[0] = joined(messages[0], {"content": f"\n{text}"})
@@ -39,18 +45,36 @@ def write_tools(
 
 
 def tools_text(tools: Sequence[Mapping[str, Any]], row: ToolFormat) -> str:
-    """Returns what a model has to know: names, descriptions, parameters, the form of a call."""
-    keys = ("name", "description", "parameters")
-    functions = [tool["function"] for tool in tools]
-    listed = [json_text({key: one[key] for key in keys if one.get(key)}) for one in functions]
-    return "\n".join(
-        (
-            "You can call these functions to answer the user:",
-            *listed,
-            "To call a function, write its name and arguments in this form, and nothing else:",
-            render_calls(row, [EXAMPLE]),
-        )
-    )
+    """Returns what a model has to know: what a function is for, and a call of it.
+
+    SmolLM2-135M picks better out of descriptions before calls than out of a list of schemas. So
+    parameters stand in the call, in the places of values.
+    """
+    parts = ["You can call functions."]
+    for tool in tools:
+        function = tool["function"]
+        use = str(function.get("description") or f"use {function['name']}").strip().rstrip(".")
+        call = WrittenCall(function["name"], _placeholders(function.get("parameters") or {}))
+        use = use[:1].lower() + use[1:]
+        parts.append(f"To {use}, write:\n{render_calls(row, [call])}")
+    return "\n\n".join(parts)
+
+
+def _placeholders(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands in the place of values: their type where that is all, or else their schema."""
+    properties, required = parameters.get("properties"), parameters.get("required")
+    if not isinstance(properties, Mapping) or parameters.keys() & UNSAID:
+        return {"arguments": parameters} if parameters else {}
+    needed = required if isinstance(required, list) else []
+    return {str(key): _placeholder(one, key in needed) for key, one in properties.items()}
+
+
+def _placeholder(schema: Any, required: bool) -> Any:
+    if isinstance(schema, Mapping) and set(schema) == {"type"} and isinstance(schema["type"], str):
+        return schema["type"] if required else f"{schema['type']}, optional"
+    if isinstance(schema, Mapping) and not required:
+        return {**schema, "optional": True}
+    return schema
 
 
 def _written(message: Message, row: ToolFormat) -> Message:

@@ -17,7 +17,11 @@ CHATML = (
 )
 PARTS = CHATML.replace("{{ m.content }}", "{% for p in m.content %}[{{ p.text }}]{% endfor %}")
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + CHATML
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer", "maximum": 7}},
+    "required": ["city"],
+}
 WEATHER = {"name": "get_weather", "description": "Weather of a city.", "parameters": PARAMETERS}
 TOOLS = [
     {"type": "function", "function": WEATHER},
@@ -48,12 +52,17 @@ def test_they_are_in_the_system_message(byte_level: Tokenizer) -> None:
     text = rendered(byte_level, [ASKED], tools=TOOLS)
     system, user = text.split("<|im_start|>")[1:3]
     assert system.startswith("system\n") and user.startswith("user\nWhich zebra?")
-    assert json.dumps(WEATHER) in system and '{"name": "ring_bell"}' in system
-    assert '<tool_call>\n{"name": ' in system
+    assert (
+        "To weather of a city, write:\n<tool_call>\n"
+        '{"name": "get_weather", "arguments": {"city": "string", "days": {"type": "integer", '
+        '"maximum": 7, "optional": true}}}\n</tool_call>'
+    ) in system
+    assert "To use ring_bell, write:\n<tool_call>" in system
+    assert "Which zebra?\n\nAnswer with a <tool_call> if a function helps.<|im_end|>" in user
     said = [{"role": "system", "content": "Be kind."}, ASKED]
     both = "system\nBe kind.\n\n" + system.removeprefix("system\n")
     assert both in rendered(byte_level, said, tools=TOOLS)
-    assert "call these functions" not in rendered(byte_level, [ASKED])
+    assert "call" not in rendered(byte_level, [ASKED])
 
 
 def test_a_template_without_system_messages(byte_level: Tokenizer) -> None:
@@ -64,7 +73,7 @@ def test_a_template_without_system_messages(byte_level: Tokenizer) -> None:
 
 def test_contents_that_are_parts(byte_level: Tokenizer) -> None:
     text = rendered(byte_level, [ASKED], PARTS, tools=TOOLS)
-    assert "<|im_start|>system\n[You can call" in text and "[Which zebra?]" in text
+    assert "<|im_start|>system\n[You can call" in text and "[Which zebra?][\nAnswer" in text
 
 
 def test_the_history_is_text(byte_level: Tokenizer) -> None:
@@ -75,9 +84,17 @@ def test_the_history_is_text(byte_level: Tokenizer) -> None:
         f"assistant\nI look.\n{call}\n{call}<|im_end|>\n",
         "user\n<tool_response>\nsunny\n</tool_response>\n<tool_response>\nwindy\n"
         "</tool_response><|im_end|>\n",
-        "user\nAnd now?<|im_end|>\n",
+        "user\nAnd now?\n\nAnswer with a <tool_call> if a function helps.<|im_end|>\n",
         "assistant\n",
     ]
+
+
+def test_parameters_that_are_more_than_properties(byte_level: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {}, "anyOf": [{"required": ["a"]}]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    assert f'"arguments": {{"arguments": {json.dumps(schema)}}}' in rendered(
+        byte_level, [ASKED], tools=tools
+    )
 
 
 def test_control_tokens_in_tools_are_text(byte_level: Tokenizer) -> None:
