@@ -16,6 +16,7 @@ from rayfin.actors.media.part import VIRTUAL_TOKENS
 from rayfin.actors.media.processed import put_media
 from rayfin.actors.media.virtual_ids import put_virtual_ids
 from rayfin.actors.runner.parts.vision.towers import model_class
+from rayfin.deployments.text.tokenizer import Tokenizer
 from vision_models import EOS, PAD, TEMPLATE, TEXT, make_tokenizer
 
 AUDIO = 3  # the id of the token for a clip
@@ -223,3 +224,11 @@ def _padded(arrays: list[np.ndarray]) -> list[np.ndarray]:
     """Arrays [..., F] with as many frames as the longest one."""
     most = max(own.shape[-1] for own in arrays)
     return [np.pad(own, [(0, 0)] * (own.ndim - 1) + [(0, most - own.shape[-1])]) for own in arrays]
+
+
+def text_of(tokenizer: Tokenizer, tokens: Sequence[int], most: int) -> str:
+    """The text of an answer of at most so many tokens; one that is cut has no half a character."""
+    detokenizer = tokenizer.detokenizer()
+    text = detokenizer.push(tokens)
+    tail = detokenizer.finish()
+    return text + (tail.rstrip("\ufffd") if len(tokens) == most else tail)

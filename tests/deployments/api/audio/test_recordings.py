@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
-from audio_models import RATE, AudioModel, tone, wav
+from audio_models import RATE, AudioModel, text_of, tone, wav
 from rayfin.actors.errors import Overloaded, RayfinError, RequestFailed
 from rayfin.actors.messages import EngineRequest, TokenDelta
 from rayfin.deployments.api.audio.adapter import AT_ONCE
@@ -44,7 +44,7 @@ def expected(tiny: AudioModel) -> tuple[list[list[int]], str]:
     prompts = [tiny.prompt(before, clip, behind) for clip in clips]
     joined = JoinedText([HeardText("") for _ in clips])
     for place, (ids, media) in enumerate(prompts):
-        answer = tokenizer.decode(tiny.greedy(ids, media, OUTPUT), True)
+        answer = text_of(tokenizer, tiny.greedy(ids, media, OUTPUT), OUTPUT)
         joined.push(place, answer, last=True)
     return [ids for ids, _ in prompts], joined.text
 

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from audio_models import FAMILIES, AudioModel, tone, wav
+from audio_models import FAMILIES, AudioModel, text_of, tone, wav
 from rayfin.deployments.api.audio.transcript import HeardText
 from rayfin.deployments.text.tokenizer import Tokenizer
 
@@ -42,7 +42,7 @@ def expected(tiny: AudioModel, *parts: Any) -> tuple[list[int], str]:
     tokenizer = Tokenizer.load(tiny.folder)
     written = [tokenizer.encode(own, False) if isinstance(own, str) else own for own in parts]
     ids, clips = tiny.prompt(*written)
-    return ids, tokenizer.decode(tiny.greedy(ids, clips, OUTPUT), True)
+    return ids, text_of(tokenizer, tiny.greedy(ids, clips, OUTPUT), OUTPUT)
 
 
 def fields(**more: Any) -> dict[str, Any]:
