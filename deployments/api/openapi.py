@@ -15,6 +15,13 @@ from rayfin.deployments.api.anthropic.bodies import MessagesRequest, PromptBody
 from rayfin.deployments.api.anthropic.replies import AnthropicMessage as AnthropicMessage
 from rayfin.deployments.api.audio.form import SPEECH
 from rayfin.deployments.api.audio.replies import Transcript
+from rayfin.deployments.api.ollama.adapter import LINES
+from rayfin.deployments.api.ollama.bodies import (
+    OllamaChat,
+    OllamaEmbed,
+    OllamaGenerate,
+    OllamaName,
+)
 from rayfin.deployments.api.openai.bodies import (
     BatchChatRequest,
     ChatCompletionRequest,
@@ -71,6 +78,10 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/responses/input_tokens": ResponsePromptBody,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": PromptBody,
+    "/api/chat": OllamaChat,
+    "/api/generate": OllamaGenerate,
+    "/api/embed": OllamaEmbed,
+    "/api/show": OllamaName,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/v1/embeddings": EmbeddingRequest,
@@ -181,6 +192,7 @@ STORES = (
     *(f"POST {BATCHES}", f"POST {BATCHES}/{{batch_id}}/cancel"),
 )
 STORAGE_FULL = "The disk of files and batches is full."
+OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": TEXT}}
 TEXT_OR_NULL = {"type": ["string", "null"]}
 OPENAI_ERROR = {
     "type": "object",
@@ -267,7 +279,11 @@ def _describe(operation: dict[str, Any], path: str, method: str, schemas: dict[s
     if path.startswith(STREAMED) and path not in (*NEVER_STREAMED, *BINARY):
         events = {"schema": {"type": "string"}}
         answer.setdefault("content", {})["text/event-stream"] = events
-    failure = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    error: dict[str, Any] = {"$ref": "#/components/schemas/Error"}
+    if path.startswith("/api/"):
+        answer.setdefault("content", {})[LINES] = {"schema": {"type": "string"}}
+        error = {"anyOf": [error, OLLAMA_ERROR]}  # the layers before it have the first form
+    failure = {"application/json": {"schema": error}}
     full = {507: STORAGE_FULL} if name in STORES else {}
     for status, reason in {**FAILURES, **full}.items():
         responses[str(status)] = {"description": reason, "content": failure}

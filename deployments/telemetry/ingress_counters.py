@@ -29,7 +29,14 @@ HANDLERS = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
     *("/v1/embeddings", "/v2/embed", "/score", "/v1/score", "/classify", "/pooling"),
     *("/rerank", "/v1/rerank", "/v2/rerank", "/v1/audio/transcriptions"),
-    *("/v1/audio/translations", "/invocations", "other"),
+    *(
+        "/v1/audio/translations",
+        "/invocations",
+        "/api/chat",
+        "/api/generate",
+        "/api/embed",
+        "other",
+    ),
 )
 STATUSES = ("2xx", "3xx", "4xx", "5xx", "none")
 GUIDED_KINDS = (*("json", "json_object", "regex", "choice", "grammar", "structural_tag", "tools"),)

@@ -24,6 +24,9 @@ GENERATING = frozenset(
         "/v1/audio/transcriptions",
         "/v1/audio/translations",
         "/invocations",
+        "/api/chat",
+        "/api/generate",
+        "/api/embed",
         *POOLING,
     }
 )
