@@ -114,7 +114,7 @@ class WhisperAdapter(TranscriptionAdapter):
         penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1
         free = not any((params.temperature, params.min_p, *penalties))
         if width is None:
-            width = min(BEAMS, room) if self._in_turn and free else 1
+            width = max(1, min(BEAMS, room)) if self._in_turn and free else 1
         if width == 1:
             return None
         if not free:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from audio_models import tone, wav
 from inline_client import media_service
 from rayfin import LLM
 from rayfin.actors.errors import Overloaded
-from rayfin.actors.messages import EngineRequest, Hypothesis, TokenDelta
+from rayfin.actors.messages import EngineInfo, EngineRequest, Hypothesis, TokenDelta
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.api.audio import whisper
 from rayfin.deployments.api.audio.segments import sentences
@@ -254,6 +255,15 @@ async def test_beams(
     for width in ("5", "0"):  # a step has four rows
         reply = await post(client, **asked, beam_size=width)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "beam_size"), reply.text
+    info = await engine(client).info()
+    pages = -(-info.max_model_len // info.page_size)  # of one transcript
+
+    async def full() -> EngineInfo:
+        return replace(info, num_pages=pages)
+
+    monkeypatch.setattr(engine(client), "info", full)
+    form: dict[str, Any] = {"data": {"model": "tiny", **asked}, "files": {"file": wav(CLIP)}}
+    assert (await client.post("/v1/audio/transcriptions", **form)).status_code == 200
 
 
 async def test_tries(client: httpx.AsyncClient, tiny: WhisperOracle) -> None:
