@@ -140,6 +140,9 @@ class GenerationBody(BaseModel):
             InvalidRequest: ``param`` is the path of what is wrong.
         """
         guided = {name: getattr(self, name) for name in (*GUIDED, WHITESPACE)}
+        asked = (self.response_format, self.structured_outputs, *guided.values())
+        if all(value is None for value in asked):
+            return None
         return asked_format(self.response_format, self.structured_outputs, guided)
 
     def logprobs_wanted(self) -> int | None:

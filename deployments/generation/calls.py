@@ -71,8 +71,9 @@ class ParsedAnswer:
         """Counts the whole answer; ``unparsed`` calls of it became content."""
         choice, guidance = self.plan.choice, self.plan.guidance
         whole = len(self.whole_calls)
-        named = "named" if choice.name is not None else "required"
-        counts.tool_calls[named if choice.forced else "auto"] += whole
+        if whole:
+            named = "named" if choice.name is not None else "required"
+            counts.tool_calls[named if choice.forced else "auto"] += whole
         counts.tool_calls_unparsed += unparsed
         counts.tool_calls_cut += len(self.calls) - whole
         counts.reasoning_tokens += self.reasoning_tokens

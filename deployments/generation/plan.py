@@ -48,6 +48,11 @@ class AnswerRules:
     loose: frozenset[str] = frozenset()  # functions whose schemas were given up
 
     @property
+    def ask_nothing(self) -> bool:
+        """Whether answers are free: no part of ``guidance/`` has to do with them."""
+        return not self.tools and self.structured is None and self.budget is None
+
+    @property
     def take_long(self) -> bool:
         """Whether their grammars are made off the event loop."""
         return len(self.tools) > MANY_TOOLS
@@ -55,7 +60,9 @@ class AnswerRules:
     @property
     def form(self) -> StructuredOutputs | None:
         """The form that the answer is held to: a call that must be made wins, as at OpenAI."""
-        return None if self.choice.forced else self.structured
+        if self.structured is None or self.choice.forced:
+            return None
+        return self.structured
 
     @property
     def long_form(self) -> StructuredOutputs | None:
@@ -285,6 +292,14 @@ def make_plan(
     Args:
         answer: of the form, if it is made already.
     """
+    if rules.ask_nothing:
+        return OutputPlan(
+            make_parser=_parser_of(formats, tokenizer, rules, opening),
+            id_style=_id_style(formats),
+            earlier_calls=earlier_calls,
+            choice=rules.choice,
+            reasons=formats.reasoning is not None,
+        )
     if formats.rules.one_call and rules.choice.parallel:
         rules = replace(rules, choice=replace(rules.choice, parallel=False))
     if rules.budget is not None and formats.reasoning is None:
@@ -325,7 +340,7 @@ def make_plan(
             *(answer.unenforced if answer is not None else ()),
             *calls.unenforced,
         ),
-        id_style="openai" if formats.tools is None else formats.tools.id_style,
+        id_style=_id_style(formats),
         earlier_calls=earlier_calls,
         choice=rules.choice,
         tools={tool.name: tool for tool in rules.choice.callable_tools(rules.tools)},
@@ -335,16 +350,20 @@ def make_plan(
     )
 
 
+def _id_style(formats: Detected) -> IdStyle:
+    return "openai" if formats.tools is None else formats.tools.id_style
+
+
 def _parser_of(
     formats: Detected,
     tokenizer: Tokenizer,
     rules: AnswerRules,
     opening: str,
-    forced: str,
-    ends_thoughts: Collection[str] | None,
+    forced: str = "",
+    ends_thoughts: Collection[str] | None = None,
 ) -> "Callable[[], OutputParser] | None":
     """Returns what makes a parser; None if answers are plain text."""
-    callable_tools = rules.choice.callable_tools(rules.tools)
+    callable_tools = rules.choice.callable_tools(rules.tools) if rules.tools else ()
     tools = formats.tools if callable_tools else None
     if tools is None and formats.reasoning is None and not forced:
         return None

@@ -14,9 +14,10 @@ from rayfin.deployments.generation.generation import off_loop
 from rayfin.deployments.generation.prompt_forms import WrittenPrompt, check_length, prompt_ids
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.guidance.tools import DeclaredTools
-from rayfin.deployments.media.embeds_parts import is_embeds, mark_embeds, place_embeds, read_parts
+from rayfin.deployments.media.embeds_parts import place_embeds, read_parts
+from rayfin.deployments.media.embeds_tensor import FIELD as EMBEDS
 from rayfin.deployments.text.generation_prompt import ChatPrompt, render_prompt
-from rayfin.deployments.text.markers import Marked
+from rayfin.deployments.text.markers import Marked, is_part, mark
 from rayfin.deployments.text.messages import PlainTools, media_of
 from rayfin.deployments.text.repair import NO_RULES
 
@@ -135,7 +136,7 @@ async def chat_prompt(
     if not (any_length or given):  # before media are decoded, which takes far longer
         check_length(characters, service.tokenizer, service.max_model_len, param)
     media = await _read_media(service, messages, param, given) if read is None else read
-    marked = mark_embeds(messages) if embeds else None
+    marked = mark(messages, EMBEDS) if embeds else None
     rows = [] if marked is None else await _read_embeds(service, marked, given)
 
     def render(seconds: float) -> ChatPrompt:
@@ -246,7 +247,7 @@ def _characters(messages: object) -> int:
     """Counts the characters of all texts in unchecked ``messages`` or tools."""
     if isinstance(messages, str):
         return len(messages)
-    if media_of(messages) is not None or is_embeds(messages):
+    if media_of(messages) is not None or is_part(messages, EMBEDS):
         return 0
     if isinstance(messages, dict):
         return sum(map(_characters, messages.values()))

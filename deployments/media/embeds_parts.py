@@ -3,7 +3,7 @@
 They take the places that the chat template gives them. The form is vLLM's.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,17 +15,6 @@ from rayfin.deployments.media.read_embeds import HOW, EmbedsReader, required
 from rayfin.deployments.text.markers import FIRST_PLACE, Marked
 
 MAX_PARTS = 256  # of a conversation
-
-
-def is_embeds(part: object) -> bool:
-    """Whether a part of a message is embeddings."""
-    return isinstance(part, Mapping) and part.get("type") == FIELD
-
-
-def mark_embeds(messages: Any) -> Marked | None:
-    """Unchecked messages with markers for their embeddings; None if they have none."""
-    marked = Marked(messages, FIELD)
-    return marked if marked.parts else None
 
 
 async def read_parts(

@@ -23,12 +23,13 @@ from rayfin.deployments.generation.prompt_forms import (
     read_prompts,
     truncated,
 )
-from rayfin.deployments.media.embeds_parts import mark_embeds, place_embeds, read_parts_now
+from rayfin.deployments.media.embeds_parts import place_embeds, read_parts_now
 from rayfin.deployments.media.embeds_tensor import DTYPES, FIELD, Tensor, refused
 from rayfin.deployments.media.read_embeds import EmbedsReader, required
 from rayfin.deployments.media.reader import MediaReader
 from rayfin.deployments.media.settings import MediaSettings
 from rayfin.deployments.text.generation_prompt import ChatPrompt
+from rayfin.deployments.text.markers import mark
 from rayfin.deployments.text.messages import READS
 from rayfin.deployments.text.tokenizer import Tokenizer
 
@@ -85,7 +86,7 @@ class OfflineMedia:
             render: ``render_prompt`` without the messages, and without what they have.
         """
         reads = None if self.media is None else self.media.kind
-        marked = mark_embeds(messages)
+        marked = mark(messages, FIELD)
         if marked is not None:
             rows = read_parts_now(marked, self._embeds, info, tensor_of)
             prompt = render(marked.messages, media=reads, marked=marked)

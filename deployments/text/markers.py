@@ -82,7 +82,18 @@ class Marked:
         return {"type": "text", "text": f"{self._secret}{len(self.parts) - 1}e"}
 
     def _is_part(self, part: Any) -> bool:
-        return isinstance(part, Mapping) and part.get("type") == self._kind
+        return is_part(part, self._kind)
+
+
+def mark(messages: Any, kind: str) -> Marked | None:
+    """Returns unchecked messages with markers for all parts of a kind; None if they have none."""
+    marked = Marked(messages, kind)
+    return marked if marked.parts else None
+
+
+def is_part(value: object, kind: str) -> bool:
+    """Returns whether a value is a message's part of that ``type``."""
+    return isinstance(value, Mapping) and value.get("type") == kind
 
 
 @cache

@@ -14,7 +14,7 @@ from rayfin.deployments.generation.bodies import GenerationBody
 from rayfin.deployments.generation.plan import AnswerRules
 from rayfin.deployments.generation.prompt_forms import WrittenPrompt, read_prompts
 from rayfin.deployments.generation.reply_settings import MAX_CHOICES
-from rayfin.deployments.guidance.tool_choice import read_tool_choice
+from rayfin.deployments.guidance.tool_choice import ToolChoice, read_tool_choice
 from rayfin.deployments.guidance.tools import NO_TOOLS, DeclaredTools, declared_tools
 from rayfin.deployments.media.read_embeds import listed
 from rayfin.deployments.text.checks import as_choice, as_list, missing
@@ -189,7 +189,9 @@ class ChatCompletionRequest(_CompletionBody):
         if self._rules is not None:
             return self._rules
         tools = self.declared_tools.functions
-        choice = read_tool_choice(self.tool_choice, tools, parallel=self.parallel_tool_calls)
+        choice = ToolChoice()
+        if tools or self.tool_choice is not None:
+            choice = read_tool_choice(self.tool_choice, tools, parallel=self.parallel_tool_calls)
         budget = self.thinking_token_budget
         if budget is not None and budget < -1:
             raise InvalidRequest(

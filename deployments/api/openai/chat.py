@@ -31,8 +31,9 @@ from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.http.json_body import renamed_paths
 from rayfin.deployments.http.sse import event
-from rayfin.deployments.media.embeds_parts import mark_embeds
+from rayfin.deployments.media.embeds_tensor import FIELD as EMBEDS
 from rayfin.deployments.text.generation_prompt import ChatPrompt
+from rayfin.deployments.text.markers import mark
 from rayfin.deployments.text.messages import count_calls, plain_messages, text_of
 from rayfin.deployments.text.output import TextDelta
 from rayfin.deployments.text.parsing.thought import thought_start
@@ -113,7 +114,7 @@ class ChatAdapter(CompletionAdapter):
         """The last message, if the answer continues it."""
         if not self._body.echo:
             return ""
-        if mark_embeds(messages) is not None:
+        if mark(messages, EMBEDS) is not None:
             message = "echo does not go with parts of type prompt_embeds: they are no text."
             raise InvalidRequest(message, "echo")
         last = plain_messages(messages, media=self._service.reads)[-1]

@@ -14,7 +14,7 @@ from embeds_oracle import BODY, OUTPUT, SETTINGS, Oracle, client_of, in_base64, 
 from rayfin import LLM, SamplingParams
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.media import embeds_parts
-from rayfin.deployments.media.embeds_parts import mark_embeds, place_embeds, read_parts_now
+from rayfin.deployments.media.embeds_parts import place_embeds, read_parts_now
 from rayfin.deployments.media.read_embeds import EmbedsReader
 from rayfin.deployments.text import markers
 
@@ -308,7 +308,8 @@ async def test_templates_that_show_a_part_twice_or_not(llm: LLM, oracle: Oracle)
 def test_parts_in_another_order(llm: LLM, oracle: Oracle) -> None:
     """A template may show later messages first."""
     rows = [oracle.rows(count, count) for count in (2, 3)]
-    marked = mark_embeds(messages(("user", [rows[0]]), ("user", [rows[1]])))
+    said = messages(("user", [rows[0]]), ("user", [rows[1]]))
+    marked = markers.mark(said, "prompt_embeds")
     assert marked is not None
     read = read_parts_now(marked, EmbedsReader(), llm._engine.info)
     ids, placed = place_embeds([7, -2, 8, 9, -1], read)
