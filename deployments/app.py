@@ -9,6 +9,7 @@ from ray.serve import Application
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.timing import ENGINE_STOP_SECONDS, HANDOVER_SECONDS, INGRESS_DRAIN_SECONDS
+from rayfin.deployments.adapters.flags import CLIENTS_MAY_LOAD
 from rayfin.deployments.http.body_limits import (
     MAX_BODY_BYTES,
     MAX_MEDIA_BODY_BYTES,
@@ -29,9 +30,6 @@ from rayfin.deployments.serve.server_args import (
     split_args,
     words,
 )
-
-CLIENT_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
-"""The environment variable, vLLM's, that lets clients load LoRA adapters if it is 1."""
 
 ONE_MORE = 1
 """``max_surge_percent``, which Serve rounds up: in an update one comes before another one goes."""
@@ -194,7 +192,7 @@ def edge_settings(server: ServerArgs) -> HttpSettings:
         middleware=tuple(server.middleware or ()),
         tokenizer_info=server.enable_tokenizer_info_endpoint,
         log_error_stack=server.log_error_stack,
-        client_adapters=os.environ.get(CLIENT_ADAPTERS) == "1",
+        client_adapters=os.environ.get(CLIENTS_MAY_LOAD) == "1",
         max_upload_bytes=uploads,
         max_recording_bytes=server.max_audio_upload_bytes + RECORDING_FORM_BYTES,
     )

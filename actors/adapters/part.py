@@ -5,13 +5,30 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.metric import counter, gauge
+from rayfin.actors.metric import LATENCY_BOUNDS, Family, counter, gauge
 from rayfin.actors.parts import Need, PartFacts, PartUsage, RequestPart, first_of
 
 SHORT_DIGEST = 16
 """Hex digits by which an engine's reports name an adapter."""
 
 LOAD_RESULTS = ("ok", "failed")
+ADAPTERS_INFO = Family(
+    name="lora_requests_info",
+    kind="gauge",
+    help="The time of the report; the labels name adapters of running and of waiting requests.",
+    labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    alias=True,
+    alias_only=True,
+)
+ADAPTER_LOAD = Family(
+    name="adapter_load_seconds",
+    kind="histogram",
+    help="Of a LoRA adapter, until the runner has it.",
+    bounds=LATENCY_BOUNDS,
+)
+ADAPTERS_RESIDENT = Family(
+    name="adapters_resident", kind="gauge", help="LoRA adapters in the runner."
+)
 
 
 def short(digest: str) -> str:
@@ -80,3 +97,8 @@ class AdapterStats:
     evicted: int = counter(
         "adapter_evictions", "Adapters that left the runner's memory for others."
     )
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The labels of ``ADAPTERS_INFO``: the most adapters of a step, and names."""
+        return str(self.max_loras), ",".join(self.running), ",".join(self.waiting)

@@ -4,7 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rayfin.actors.adapters.part import AdapterStats
+from rayfin.actors.adapters.part import (
+    ADAPTER_LOAD,
+    ADAPTERS_INFO,
+    ADAPTERS_RESIDENT,
+    AdapterStats,
+)
 from rayfin.actors.histogram import Bounds, Histogram
 from rayfin.actors.metric import (
     COMPILE_BOUNDS,
@@ -230,12 +235,7 @@ ENGINE_HISTOGRAMS = (
     _histogram(
         "grammar_mask_seconds", "Of a step's masks, in the runner.", MASK_BOUNDS, alias=False
     ),
-    _histogram(
-        "adapter_load_seconds",
-        "Of a LoRA adapter, until the runner has it.",
-        LATENCY_BOUNDS,
-        alias=False,
-    ),
+    ADAPTER_LOAD,
     _histogram(
         "image_encode_seconds", "Of an image or clip, in the tower.", COMPILE_BOUNDS, alias=False
     ),
@@ -272,14 +272,6 @@ ASKED = Family(
     name="engine_reported_timestamp_seconds",
     kind="gauge",
     help="When it was asked for its numbers, Unix time.",
-)
-LORA_INFO = Family(
-    name="lora_requests_info",
-    kind="gauge",
-    help="The time of the report; the labels name adapters of running and of waiting requests.",
-    labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
-    alias=True,
-    alias_only=True,
 )
 
 WAITING_REASONS = ("capacity", "deferred")
@@ -348,12 +340,7 @@ DERIVED: tuple[tuple[Family, Read], ...] = (
         SLEEP_STATES,
         alias=True,
     ),
-    _derived(
-        "gauge",
-        "adapters_resident",
-        "LoRA adapters in the runner.",
-        lambda s: len(s.adapters.resident),
-    ),
+    (ADAPTERS_RESIDENT, lambda s: len(s.adapters.resident)),
     _derived(
         "counter",
         "prompt_tokens_by_source",
@@ -417,7 +404,7 @@ DERIVED: tuple[tuple[Family, Read], ...] = (
 ENGINE_METRICS = (
     *metrics_of(EngineStats, AdapterStats),
     *(metric for metric, _ in DERIVED),
-    *(ASKED, LORA_INFO, RESTARTS),
+    *(ASKED, ADAPTERS_INFO, RESTARTS),
     *ENGINE_HISTOGRAMS,
 )
 
@@ -426,7 +413,7 @@ def engine_report(engine: str, stats: EngineStats, at: float) -> CounterReport:
     """Returns a scheduler's counters, zeros included, as of ``at`` in Unix time."""
     report = CounterReport(stats.incarnation, engine)
     report.put(ASKED, at)
-    report.put(LORA_INFO, {lora_labels(stats.adapters): at})
+    report.put(ADAPTERS_INFO, {stats.adapters.labels: at})
     report.read(stats)
     report.read(stats.adapters)
     for metric, read in DERIVED:
@@ -435,8 +422,3 @@ def engine_report(engine: str, stats: EngineStats, at: float) -> CounterReport:
         if metric.name in stats.histograms:
             report.put(metric, stats.histograms[metric.name])
     return report
-
-
-def lora_labels(adapters: AdapterStats) -> tuple[str, ...]:
-    """The labels of vLLM's ``lora_requests_info``: the most adapters of a step, and names."""
-    return str(adapters.max_loras), ",".join(adapters.running), ",".join(adapters.waiting)

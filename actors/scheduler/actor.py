@@ -24,7 +24,6 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from rayfin.actors import failpoints
-from rayfin.actors.adapters.part import AdapterFacts, AdapterRef
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import (
     EngineUnavailable,
@@ -46,7 +45,7 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.metrics.snapshot import EngineSnapshot
-from rayfin.actors.parts import first_of
+from rayfin.actors.parts import RequestPart
 from rayfin.actors.processes.environment import lower_priority
 from rayfin.actors.processes.identity import Process, this_process
 from rayfin.actors.processes.lifeline import Lifeline
@@ -341,12 +340,19 @@ class SchedulerActor:
         return self._stats(engine)
 
     @ray.method(concurrency_group="prepare")
-    def prepare_adapter(self, adapter: AdapterRef) -> RayfinError | None:
-        """Has the runners read a LoRA adapter; returns why they cannot serve it, or None."""
+    def prepare(self, part: RequestPart) -> RayfinError | None:
+        """Has the runners prepare what requests with ``part`` need.
+
+        Returns:
+            Why they cannot serve it, or None.
+        """
         engine, group = self._running_engine(), self._group
-        if group is None or first_of(engine.config.parts, AdapterFacts) is None:
-            return InvalidRequest("This server has no adapters: it needs --enable-lora.", "model")
-        pending, deadline = group.prepare(adapter.needs), time.monotonic() + LOOP_COMMAND_SECONDS
+        assert group is not None, "an engine that runs has runners"
+        try:
+            part.check(engine.config.parts)
+        except InvalidRequest as refusal:
+            return refusal
+        pending, deadline = group.prepare(part.needs), time.monotonic() + LOOP_COMMAND_SECONDS
         while not pending.done() and time.monotonic() < deadline:
             time.sleep(LOBBY_TICK_SECONDS)
         return pending.error() if pending.done() else None

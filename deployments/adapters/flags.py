@@ -1,11 +1,37 @@
-"""What ``--lora-modules`` and ``--lora-dir`` say."""
+"""The adapters of a start: what ``--lora-modules`` and ``--lora-dir`` say."""
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rayfin.actors.errors import InvalidConfig
+
+CLIENTS_MAY_LOAD = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+"""The environment variable, vLLM's, that lets clients load adapters if it is 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFlags:
+    """Where a model's adapters come from.
+
+    Raises:
+        InvalidConfig: there is no folder ``root``.
+    """
+
+    modules: dict[str, str]  # paths by name, which are loaded at the start
+    root: str | None  # the folder whose subfolders requests may name
+    max_rank: int = 64
+
+    def __post_init__(self) -> None:
+        if self.root is not None and not Path(self.root).is_dir():
+            raise InvalidConfig(f"there is no folder {self.root}", "lora_dir")
+
+    @property
+    def any(self) -> bool:
+        """Whether some are given."""
+        return bool(self.modules) or self.root is not None
 
 
 def read_modules(values: Iterable[str] | None) -> dict[str, str]:

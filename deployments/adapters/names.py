@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rayfin.actors.adapters.part import AdapterRef
-from rayfin.actors.errors import InvalidRequest, RayfinError
+from rayfin.actors.errors import InvalidConfig, InvalidRequest, RayfinError
 from rayfin.actors.timing import ADAPTER_POLL_SECONDS, ADAPTER_RETRY_SECONDS
+from rayfin.deployments.adapters.flags import AdapterFlags
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,28 @@ class AdapterNames:
     def refs(self) -> dict[str, AdapterRef]:
         """The adapters by name, in the order in which they were loaded."""
         return self._table.refs
+
+    @classmethod
+    async def of(
+        cls,
+        flags: AdapterFlags,
+        registry: Registry,
+        check: Callable[[AdapterRef], Awaitable[None]],
+    ) -> "AdapterNames":
+        """Returns the names that a registry knows, with those of the flags.
+
+        Raises:
+            InvalidConfig: one of the flags' adapters cannot be served.
+        """
+        names = cls(registry, check, resolves=flags.root is not None)
+        await names.start()
+        try:
+            for name, path in flags.modules.items():
+                if name not in names.refs:  # another ingress, or an operator, may have loaded it
+                    await names.load(name, path, in_place=True)
+        except InvalidRequest as error:
+            raise InvalidConfig(f"lora_modules: {error.message}", "lora_modules") from error
+        return names
 
     async def start(self) -> None:
         """Gets the table, and follows the registry until ``close``."""

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from ray.exceptions import ActorDiedError, RayError
 
-from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.errors import EngineLost, EngineUnavailable, RequestFailed
 from rayfin.actors.messages import (
     Command,
@@ -23,6 +22,7 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.metrics.snapshot import EngineSnapshot
+from rayfin.actors.parts import RequestPart
 from rayfin.actors.scheduler.subscriptions import MESSAGES_PER_CALL
 from rayfin.actors.timing import (
     CLIENT_ANSWER_SECONDS,
@@ -301,19 +301,21 @@ class EngineConnection:
         self._changed()
         return self.stats
 
-    async def prepare_adapter(self, adapter: AdapterRef) -> None:
-        """Has the engine read a LoRA adapter; one that does not answer reads it later.
+    async def prepare(self, part: RequestPart) -> None:
+        """Has the engine prepare what requests with ``part`` need.
+
+        An engine that does not answer does so when such a request comes.
 
         Raises:
-            InvalidRequest: it does not fit the model.
+            InvalidRequest: the part does not fit the model.
         """
         if not self.connected:
             return
         try:
             async with asyncio.timeout(CLIENT_COMMAND_SECONDS):
-                error: Exception | None = await self.scheduler.prepare_adapter.remote(adapter)
+                error: Exception | None = await self.scheduler.prepare.remote(part)
         except (RayError, TimeoutError) as lost:
-            logger.warning("engine %s has not read adapter %s: %s", self.name, adapter.name, lost)
+            logger.warning("engine %s has not prepared %s: %s", self.name, part, lost)
             return
         if error is not None:
             raise error

@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.errors import (
     EngineAsleep,
     EngineLost,
@@ -35,6 +34,7 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.metrics.snapshot import EngineSnapshot
+from rayfin.actors.parts import RequestPart
 from rayfin.actors.timing import (
     APPLICATION_END_SECONDS,
     ENGINE_STALL_SECONDS,
@@ -282,13 +282,13 @@ class EnginePool:
         await asyncio.gather(*(connection.manage(command) for connection in connections))
         return await self._report(connections)
 
-    async def prepare_adapter(self, adapter: AdapterRef) -> None:
-        """Has every engine read a LoRA adapter.
+    async def prepare(self, part: RequestPart) -> None:
+        """Has every engine prepare what requests with ``part`` need.
 
         Raises:
-            InvalidRequest: it does not fit the model.
+            InvalidRequest: the part does not fit the model.
         """
-        await asyncio.gather(*(own.prepare_adapter(adapter) for own in self._native))
+        await asyncio.gather(*(own.prepare(part) for own in self._native))
 
     async def _report(self, connections: Iterable[EngineConnection]) -> list[EngineReport]:
         labelled = sorted((self._label(connection.name), connection) for connection in connections)

@@ -15,7 +15,7 @@ RUNNING_TOKENS = 64
 
 
 ADAPTER_TOKENS = 256
-"""What an engine without a request's LoRA adapter costs more: it reads it, and may give up
+"""What an engine without a request's adapter costs more: it reads it, and may give up
 another one for it."""
 
 

@@ -15,6 +15,7 @@ from rayfin.actors.media.prompt_embeds import PromptEmbeds
 from rayfin.actors.media.virtual_ids import put_virtual_ids
 from rayfin.actors.messages import EngineInfo, EngineRequest, Int32Array, StopRules
 from rayfin.actors.model_files.generation import generation_config
+from rayfin.actors.parts import RequestPart
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.generation.prompt_forms import MEDIA
 from rayfin.deployments.generation.sampling_limits import (
@@ -51,6 +52,7 @@ def build_requests(
     guidance: Guidance | None = None,
     images: Sequence[MediaInput] = (),
     embeds: Sequence[PromptEmbeds] = (),
+    parts: Sequence[RequestPart] = (),
 ) -> list[EngineRequest]:
     """Returns one engine request per choice, with ids ``{request_id}-{i}``, keys and seeds.
 
@@ -60,7 +62,8 @@ def build_requests(
     prompt, for errors; the ``tokenizer`` is needed for bad words. Only prompts of one salt
     share pages. ``guidance`` holds for all choices; its ends and the position from which they may
     be sampled are set here, from ``min_tokens`` and ``ignore_eos``. Tokens of ``images`` get ids of
-    their own, and ``embeds``, in the order of their positions, bring them.
+    their own, and ``embeds``, in the order of their positions, bring them. ``parts`` are added as
+    they are.
 
     Raises:
         ContextLengthExceeded: no room for one token, or the prompt needs more pages than exist.
@@ -85,7 +88,8 @@ def build_requests(
             ends=tuple(sorted(eos)),
             ends_from=NO_END if params.ignore_eos else len(prompt) + params.min_tokens,
         )
-    parts = (*images, *(part.sent for part in embeds), *([guidance] if guidance else ()))
+    rows = [part.sent for part in embeds]
+    parts = (*images, *rows, *([guidance] if guidance else ()), *parts)
     bad_words = bad_word_ids(params.bad_words or (), tokenizer)
     first_key = secrets.randbits(KEY_BITS)
     return [

@@ -137,6 +137,7 @@ class Generation:
                     cache_salt=prompt.cache_salt,
                     images=prompt.images,
                     embeds=prompt.embeds,
+                    parts=service.parts,
                 )
             )
         _check_prompt_logprobs([request for group in requests for request in group])

@@ -10,9 +10,9 @@ from starlette.requests import Request
 from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.errors import InvalidConfig, ModelNotFound, ModelNotSupported, NotPermitted
 from rayfin.actors.media.kinds import MediaKind
+from rayfin.actors.parts import RequestPart
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.deployments.adapters.names import AdapterNames
-from rayfin.deployments.client.adapter_client import AdapterClient
 from rayfin.deployments.client.engine_client import EngineClient
 from rayfin.deployments.generation.quotas import TokenQuotas
 from rayfin.deployments.generation.reply_settings import ReplySettings
@@ -63,7 +63,8 @@ class OpenAIService:
     created: int = field(default_factory=lambda: int(time.time()))
     formats: Detected = field(default_factory=Detected)  # how the model writes calls and thoughts
     recipe: PoolingRecipe | None = None  # of a model that pools: it generates no text
-    adapters: AdapterNames | None = None  # None: requests name no LoRA adapter
+    adapters: AdapterNames | None = None  # None: requests name no adapter
+    parts: tuple[RequestPart, ...] = ()  # that all its requests have: the adapter of its name
     media: MediaReader | None = None  # of a model that reads images, or hears
     embeds: EmbedsReader | None = None  # with --enable-prompt-embeds
     checker: GrammarChecker = None  # type: ignore[assignment]  # None: grammars compile in this process
@@ -93,8 +94,8 @@ class OpenAIService:
     def with_adapter(self, adapter: AdapterRef, name: str) -> "OpenAIService":
         """The same model under an adapter's name, and the ``name`` that a request has for it; its
         requests compute with the adapter."""
-        client = AdapterClient(self.client, adapter)
-        return replace(self, client=client, model_names=[adapter.name, name], adapters=None)
+        names = [adapter.name, name]
+        return replace(self, parts=(adapter,), model_names=names, adapters=None)
 
     @property
     def name(self) -> str:
@@ -160,7 +161,7 @@ class ServedModels:
         raise ModelNotFound(f"The model `{name[:128]}` does not exist.", "model")
 
     async def look_up(self, name: str | None) -> None:
-        """Loads an adapter of that name where it is in --lora-dir only."""
+        """Loads an adapter of that name where it is in the folder of adapters only."""
         if name is None or name in self._by_name:
             return
         for service, own in self._candidates(name):

@@ -112,7 +112,7 @@ class HttpSettings:
     middleware: tuple[str, ...] = ()  # the operator's own, the innermost first
     tokenizer_info: bool = False  # /tokenizer_info
     log_error_stack: bool = False  # refusals are logged, with their stack traces
-    client_adapters: bool = False  # clients may load LoRA adapters, not only operators
+    client_adapters: bool = False  # clients may load adapters, not only operators
     priority_tenants: frozenset[str] | None = None  # who may set a priority; None: every tenant
     max_upload_bytes: int | None = None  # of the body of an upload; None: as any other
     max_recording_bytes: int | None = None  # the same, of audio that is to be written down

@@ -18,6 +18,7 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import Command, EngineRequest, Hypothesis, TokenDeltas
 from rayfin.actors.metrics.engine_stats import EngineStats
+from rayfin.actors.parts import RequestPart
 from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.pooling.part import PoolingTask
 from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
@@ -40,7 +41,7 @@ from rayfin.deployments.offline.arguments import (
     special_tokens,
 )
 from rayfin.deployments.offline.engines import OfflineEngine, start_engine
-from rayfin.deployments.offline.lora import LoRARequests, adapters_of, loras_of, use_adapter
+from rayfin.deployments.offline.lora import LoRARequests, loras_of, parts_of
 from rayfin.deployments.offline.media import OfflineMedia, list_prompts, list_texts
 from rayfin.deployments.offline.metrics import Metric, read_metrics
 from rayfin.deployments.offline.outputs import OfflineChoice, PreparedPrompt, RequestOutput
@@ -589,16 +590,16 @@ class LLM:
         """Builds the engine requests of prompts; none runs yet."""
         prepared: list[PreparedPrompt] = []
         loras = loras_of(lora_request, len(prompts))
-        adapters = adapters_of(loras)
+        parts = parts_of(loras)
         priorities = priorities_of(priority, len(prompts))
         for place, (prompt, ids, param) in enumerate(zip(prompts, tokens, params, strict=True)):
             request_id, plan = str(next(self._request_numbers)), plans[place]
             requests = self._build(
-                prompt, ids, candidates(param), request_id, plan.guidance, priorities[place]
+                *(prompt, ids, candidates(param), request_id, plan.guidance),
+                *(priorities[place], parts[place]),
             )
             if len(requests) > param.n:
                 request_logprobs(requests)
-            use_adapter(requests, adapters[place])
             shown = self._media.shown(requests[0].prompt)
             text = prompt.text or prompt.shown
             result = RequestOutput(request_id, text, shown, [], lora_request=loras[place])
@@ -629,6 +630,7 @@ class LLM:
         request_id: str,
         guidance: Guidance | None,
         priority: int,
+        parts: Sequence[RequestPart],
     ) -> list[EngineRequest]:
         info = self._engine.info
         return build_requests(
@@ -645,6 +647,7 @@ class LLM:
             guidance=guidance,
             images=prompt.images,
             embeds=self._media.embeds(prompt, info, params),
+            parts=parts,
         )
 
     def _plan(

@@ -15,7 +15,7 @@ from rayfin.deployments.http.layers import HttpSettings
 from rayfin.deployments.offline.llm import UNLIMITED
 from rayfin.deployments.offline.local_client import LocalClient
 from rayfin.deployments.serve.model_args import ModelArgs
-from rayfin.deployments.serve.model_service import adapter_names, load_text
+from rayfin.deployments.serve.model_service import load_text
 from rayfin.deployments.serve.preflight import check_model, located
 
 MAX_BODY_BYTES = 16 * 2**20
@@ -64,13 +64,12 @@ class LocalApp:
 
     async def _adapters(self, client: LocalClient) -> AdapterNames | None:
         """The adapters by name, which are read from their folders; None if none is served."""
-        engine, root = self._model.engine, self._model.server.lora_dir
-        if not engine.serves_lora:
+        if (flags := self._model.adapters) is None:
             return None
         from rayfin.deployments.adapters.registry import AdapterContents  # imports Ray
 
-        contents = AdapterContents(max_rank=engine.max_lora_rank, root=root)
-        self._names = await adapter_names(self._model.server, contents, client.prepare_adapter)
+        contents = AdapterContents(max_rank=flags.max_rank, root=flags.root)
+        self._names = await AdapterNames.of(flags, contents, client.prepare)
         return self._names
 
     async def __aexit__(

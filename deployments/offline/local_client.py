@@ -6,9 +6,8 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
-from rayfin.actors.adapters.part import AdapterFacts, AdapterRef
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.errors import EngineUnavailable, InvalidRequest, RayfinError
+from rayfin.actors.errors import EngineUnavailable, RayfinError
 from rayfin.actors.messages import (
     Command,
     Ended,
@@ -19,7 +18,7 @@ from rayfin.actors.messages import (
     TokenLog,
 )
 from rayfin.actors.metrics.snapshot import EngineSnapshot
-from rayfin.actors.parts import first_of
+from rayfin.actors.parts import RequestPart
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.executor import Executor
 from rayfin.actors.scheduler.inbox import EngineCall
@@ -100,10 +99,9 @@ class LocalClient:
         await self._call(lambda engine: engine.carry_out(command))
         return await self.engines()
 
-    async def prepare_adapter(self, adapter: AdapterRef) -> None:
-        if first_of(self._engine.config.parts, AdapterFacts) is None:
-            raise InvalidRequest("This engine has no adapters: it needs --enable-lora.", "model")
-        prepared = await self._call(lambda engine: self._executor.prepare(adapter.needs))
+    async def prepare(self, part: RequestPart) -> None:
+        part.check(self._engine.config.parts)
+        prepared = await self._call(lambda engine: self._executor.prepare(part.needs))
         if (error := prepared.error()) is not None:
             raise error
 

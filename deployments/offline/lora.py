@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from rayfin.actors.adapters.files import read_folder
 from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.messages import EngineRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +34,8 @@ def loras_of(requests: LoRARequests, count: int) -> list[LoRARequest | None]:
     return list(requests)
 
 
-def adapters_of(requests: Sequence[LoRARequest | None]) -> list[AdapterRef | None]:
-    """The same for the engine; each folder is read once.
+def parts_of(requests: Sequence[LoRARequest | None]) -> list[tuple[AdapterRef, ...]]:
+    """Returns the parts of the engine's requests that they ask for; each folder is read once.
 
     Raises:
         InvalidRequest: a folder holds no adapter.
@@ -46,11 +45,4 @@ def adapters_of(requests: Sequence[LoRARequest | None]) -> list[AdapterRef | Non
         if request is not None and request not in refs:
             files = read_folder(request.lora_path)
             refs[request] = AdapterRef(files.digest, request.lora_name, files.folder)
-    return [None if request is None else refs[request] for request in requests]
-
-
-def use_adapter(requests: Sequence[EngineRequest], adapter: AdapterRef | None) -> None:
-    """Computes the requests of a prompt with its adapter, if it has one."""
-    for request in requests:
-        if adapter is not None:
-            request.use(adapter)
+    return [() if request is None else (refs[request],) for request in requests]

@@ -113,7 +113,7 @@ class BatchDeployment:
                 service.adapters.close()
 
     def _serves(self, name: str) -> bool:
-        if any(own.server.lora_dir is not None for own in self._models):
+        if any(own.server.adapter_flags().root is not None for own in self._models):
             return True  # an adapter is looked for when a line names it
         try:
             ServedModels(self._services).named(name)

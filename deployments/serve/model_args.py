@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
+from rayfin.deployments.adapters.flags import AdapterFlags
 from rayfin.deployments.client.engine_names import ENGINE
 from rayfin.deployments.serve.server_args import OF_MODEL, ModelSettings, ServerArgs, words
 
@@ -27,9 +28,15 @@ class ModelArgs:
     from_zero: bool = False  # its engines are started when they are asked for
 
     def __post_init__(self) -> None:
-        adapters = self.server.lora_modules or self.server.lora_dir
-        if adapters and not self.engine.enable_lora:
+        if self.server.adapter_flags().any and not self.engine.enable_lora:
             object.__setattr__(self, "engine", replace(self.engine, enable_lora=True))
+
+    @property
+    def adapters(self) -> AdapterFlags | None:
+        """Where its adapters come from; None if it serves none."""
+        if not self.engine.serves_lora:
+            return None
+        return replace(self.server.adapter_flags(), max_rank=self.engine.max_lora_rank)
 
     def shown(self) -> dict[str, Any]:
         """All settings by name, without keys."""

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,16 +13,14 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
-from rayfin.actors.adapters.part import AdapterRef
-from rayfin.actors.errors import EngineUnavailable, InvalidConfig, InvalidRequest
+from rayfin.actors.errors import EngineUnavailable, InvalidConfig
 from rayfin.actors.media.load import load_processor
 from rayfin.actors.messages import EngineInfo
 from rayfin.actors.metrics.hub import HubSettings, start_hub
 from rayfin.actors.metrics.ledger import CounterReport
 from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.pooling.recipe import PoolingRecipe
-from rayfin.deployments.adapters.flags import read_modules
-from rayfin.deployments.adapters.names import AdapterNames, Registry
+from rayfin.deployments.adapters.names import AdapterNames
 from rayfin.deployments.adapters.registry import RegistryClient
 from rayfin.deployments.client.engine_names import engine_prefix, find_engines
 from rayfin.deployments.client.metered import MeteredEngineClient
@@ -146,35 +144,12 @@ async def model_service(
 
 
 async def _adapters(app: str, model: ModelArgs, client: EnginePool) -> AdapterNames | None:
-    """The model's adapters, with those of --lora-modules; None if it serves none.
-
-    Raises:
-        InvalidConfig: one of them cannot be served.
-    """
-    if not model.engine.serves_lora:
+    flags = model.adapters
+    if flags is None:
         return None
     name = f"{app}/{model.deployment}-adapters"
-    registry = RegistryClient(name, model.engine.max_lora_rank, model.server.lora_dir)
-    return await adapter_names(model.server, registry, client.prepare_adapter)
-
-
-async def adapter_names(
-    server: ServerArgs, registry: Registry, check: Callable[[AdapterRef], Awaitable[None]]
-) -> AdapterNames:
-    """The adapters of a registry, with those of --lora-modules; ``check`` asks the engines.
-
-    Raises:
-        InvalidConfig: one of them cannot be served.
-    """
-    names = AdapterNames(registry, check, resolves=server.lora_dir is not None)
-    await names.start()
-    try:
-        for own, path in read_modules(server.lora_modules).items():
-            if own not in names.refs:  # another ingress, or an operator, may have loaded it
-                await names.load(own, path, in_place=True)
-    except InvalidRequest as error:
-        raise InvalidConfig(f"lora_modules: {error.message}", "lora_modules") from error
-    return names
+    registry = RegistryClient(name, flags.max_rank, flags.root)
+    return await AdapterNames.of(flags, registry, client.prepare)
 
 
 def _engine_pool(

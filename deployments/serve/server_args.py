@@ -14,7 +14,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS
 from rayfin.actors.timing import SSE_COMMENT_SECONDS
-from rayfin.deployments.adapters.flags import read_modules
+from rayfin.deployments.adapters.flags import AdapterFlags, read_modules
 from rayfin.deployments.batches.folder import FolderLimits
 from rayfin.deployments.generation.reply_settings import MAX_CHOICES, MAX_PROMPTS, MAX_STOP_STRINGS
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
@@ -288,7 +288,7 @@ class ServerArgs:
             raise InvalidConfig("served_model_name must not be empty", "served_model_name")
         self.api_keys()
         self.admin_keys()
-        self._check_adapters()
+        self.adapter_flags()
         limits = ("max_prompts", "max_choices", "max_stop_strings")
         for name in ("max_body_bytes", "max_grammar_bytes", *limits):
             if (value := getattr(self, name)) < 1:
@@ -334,10 +334,13 @@ class ServerArgs:
             if not Path(self.chat_template).is_file():
                 raise InvalidConfig(f"there is no file {self.chat_template}", "chat_template")
 
-    def _check_adapters(self) -> None:
-        read_modules(self.lora_modules)
-        if self.lora_dir is not None and not Path(self.lora_dir).is_dir():
-            raise InvalidConfig(f"there is no folder {self.lora_dir}", "lora_dir")
+    def adapter_flags(self) -> AdapterFlags:
+        """Returns where adapters come from.
+
+        Raises:
+            InvalidConfig: a value that names none.
+        """
+        return AdapterFlags(read_modules(self.lora_modules), self.lora_dir)
 
     def _check_edge(self) -> None:
         if self.enable_log_outputs and not self.enable_log_requests:

@@ -5,11 +5,11 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayfin.actors.adapters.part import ADAPTERS_INFO
 from rayfin.actors.histogram import Histogram
 from rayfin.actors.metrics.engine_stats import (
     ASKED,
     ENGINE_METRICS,
-    LORA_INFO,
     EngineStats,
     engine_report,
 )
@@ -143,11 +143,11 @@ def test_an_engine_reports_every_series_though_it_is_zero() -> None:
     expected = {
         (metric.name, (word,) if word else ())
         for metric in ENGINE_METRICS
-        if metric.kind != "histogram" and metric not in (RESTARTS, LORA_INFO)
+        if metric.kind != "histogram" and metric not in (RESTARTS, ADAPTERS_INFO)
         for word in metric.words or ("",)
         if metric.name != "cache_config_info"
     }
-    config, lora = ("cache_config_info", ("4", "8")), (LORA_INFO.name, ("0", "", ""))
+    config, lora = ("cache_config_info", ("4", "8")), (ADAPTERS_INFO.name, ("0", "", ""))
     asked = (ASKED.name, ())
     assert {*report.gauges, *report.counters} == {*expected, config, lora}
     assert report.gauges[asked] == 7.5

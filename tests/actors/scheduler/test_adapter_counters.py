@@ -7,7 +7,6 @@ from rayfin.actors.adapters.part import AdapterFacts, AdapterRef, AdapterStats, 
 from rayfin.actors.errors import RunnerGroupFailed
 from rayfin.actors.histogram import Histogram
 from rayfin.actors.messages import EngineRequest
-from rayfin.actors.metrics.engine_stats import lora_labels
 from rayfin.actors.scheduler.adapter_counters import AdapterCounters
 
 
@@ -41,7 +40,7 @@ def test_from_the_lobby_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (of(h).loading, of(h).requests_waiting) == (1, 1)
     h.step()
     assert of(h).running == ("quick",) and of(h).waiting == ("other", "slow")
-    assert lora_labels(of(h)) == ("1", "quick", "other,slow")
+    assert of(h).labels == ("1", "quick", "other,slow")
     h.run()
     h.check()
     assert of(h) == AdapterStats(1, loads={"ok": 0, "failed": 0})
@@ -49,7 +48,7 @@ def test_from_the_lobby_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_engine_without_adapters_says_so() -> None:
     assert of(make_harness()) == AdapterStats()
-    assert lora_labels(AdapterStats()) == ("0", "", "")
+    assert AdapterStats().labels == ("0", "", "")
 
 
 def test_news_of_the_runner() -> None:

@@ -128,7 +128,7 @@ class FakeEngine:
         self.commands.append((command, engine))
         return [own for own in self.reports if engine in (None, own.engine)]
 
-    async def prepare_adapter(self, adapter: AdapterRef) -> None:
+    async def prepare(self, adapter: AdapterRef) -> None:
         if adapter.name in self.bad_adapters:
             raise InvalidRequest("it does not fit", "lora_path", "invalid_adapter")
 

@@ -54,7 +54,7 @@ async def http(
     service: Any, engine: Any, root: Path, anyio_backend: str
 ) -> AsyncIterator[httpx.AsyncClient]:
     contents = AdapterContents("store", root=str(root))
-    service.adapters = AdapterNames(contents, engine.prepare_adapter, resolves=True)
+    service.adapters = AdapterNames(contents, engine.prepare, resolves=True)
     service.edge.client_adapters = True
     await service.adapters.start()
     transport = httpx.ASGITransport(build_api(service), raise_app_exceptions=False)
