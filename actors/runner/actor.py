@@ -3,17 +3,13 @@
 import logging
 import os
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
 from rayfin.actors import failpoints
-from rayfin.actors.adapters.files import AdapterFiles, read_ref
-from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.config import BatchLimits, EngineArgs, EngineConfig, ModelFacts
 from rayfin.actors.errors import AdapterUnavailable, InvalidRequest, RayfinError, RequestFailed
 from rayfin.actors.messages import PageTransfer, SchedulerInfo, StepResult
@@ -22,7 +18,6 @@ from rayfin.actors.processes.host_memory import resident_bytes
 from rayfin.actors.processes.identity import Process, this_process
 from rayfin.actors.processes.lifeline import Lifeline
 from rayfin.actors.processes.logs import set_up
-from rayfin.actors.processes.registry import NAMESPACE
 from rayfin.actors.runner.parallel.rank import Address, ParallelRank
 from rayfin.actors.runner.result_cache import StepResultCache
 from rayfin.actors.runner.spare import (
@@ -34,8 +29,6 @@ from rayfin.actors.runner.spare import (
 )
 from rayfin.actors.runner.step_turns import StepTurns
 from rayfin.actors.timing import (
-    ADAPTER_FETCH_PAUSE_SECONDS,
-    ADAPTER_FETCH_SECONDS,
     RUNNER_LEASE_SECONDS,
     STEP_OVERTAKEN_SECONDS,
 )
@@ -138,10 +131,9 @@ class ModelRunnerActor:
         with self._loading:
             if self._runner is None:
                 from rayfin.actors.runner.model_runner import ModelRunner
-                from rayfin.actors.runner.plugins import RunnerPlugins
 
                 self._args = args
-                self._runner = ModelRunner(args, place, RunnerPlugins(fetch=_fetch))
+                self._runner = ModelRunner(args, place)
 
     @ray.method(concurrency_group="prepare")
     def plan_spares(self, served: bool) -> SparePlan:
@@ -275,32 +267,6 @@ class ModelRunnerActor:
 
     def pid(self) -> int:
         return os.getpid()
-
-
-def _fetch(ref: AdapterRef) -> AdapterFiles:
-    """The files of an adapter, from the actor that holds them.
-
-    That actor may just have died: an ingress starts it again, and tells it what it held.
-
-    Raises:
-        AdapterUnavailable: no actor has given them within ADAPTER_FETCH_SECONDS.
-    """
-    if not ref.store:
-        return read_ref(ref)
-    until = time.monotonic() + ADAPTER_FETCH_SECONDS
-    while True:
-        why = "its content is gone"
-        try:
-            store = ray.get_actor(ref.store, namespace=NAMESPACE)
-            call: Any = store.fetch.remote(ref.digest)
-            files: AdapterFiles | None = ray.get(call, timeout=until - time.monotonic())
-            if files is not None:
-                return files
-        except (RayError, ValueError) as error:
-            why = str(error)
-        if time.monotonic() + ADAPTER_FETCH_PAUSE_SECONDS > until:
-            raise AdapterUnavailable(f"The adapter {ref.name!r} cannot be fetched: {why}", "model")
-        time.sleep(ADAPTER_FETCH_PAUSE_SECONDS)
 
 
 def _host() -> str:

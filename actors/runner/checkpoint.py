@@ -13,7 +13,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, RayfinError, UnsupportedModel
-from rayfin.actors.media.kinds import served_media
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.cpu.build_decoder import TOLERANCE, build_cpu_decoder
 from rayfin.actors.runner.cpu.coded_experts import experts_round_rows, pack_quantized_experts
@@ -31,14 +30,8 @@ from rayfin.actors.runner.models.weights import load_model
 from rayfin.actors.runner.parallel.groups import ProcessGroups
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.parallel.shard_weights import load_share
-from rayfin.actors.runner.parts.embeddings.load import EmbedsPart
-from rayfin.actors.runner.parts.lora.load import AdaptersPart
-from rayfin.actors.runner.parts.lora.store import Fetch
-from rayfin.actors.runner.parts.model_part import Decoder, ModelPart
-from rayfin.actors.runner.parts.pooling.headless import HeadlessDecoder
-from rayfin.actors.runner.parts.pooling.load import PoolingPart, load_decoder, load_encoder
-from rayfin.actors.runner.parts.vision.load import load_vision
-from rayfin.actors.runner.parts.vision.text_view import TextView
+from rayfin.actors.runner.parts.model_part import Decoder, ModelPart, Weights
+from rayfin.actors.runner.parts.registry import load_whole, parts_around, read_with_parts
 from rayfin.actors.runner.quantized.loader import dequantize, formats_of
 from rayfin.actors.runner.quantized.packed import (
     int4_saves,
@@ -71,15 +64,17 @@ def load_checkpoint(
     device: torch.device,
     place: ParallelRank | None,
     recipe: PoolingRecipe | None,
-    fetch: Fetch,
 ) -> LoadedModel:
     """Reads the checkpoint, and puts the model on its kernels."""
+    if (loaded := load_whole(args, config, device, recipe)) is not None:
+        return loaded
     ranks = 1 if place is None else place.size
     rounded = None if args.quantization == "dequantize" else args.quantization
     rounds = rounded is not None or args.activations == "int8"
     peers = None if place is None else ProcessGroups(place, device)
     stored = config.dtype
-    model, whole, layers, parts = _load_weights(args, config, device, peers, recipe)
+    weights = _load_weights(args, config, device, peers, recipe)
+    model, parts = weights.model, list(weights.parts)
     kernels: CpuKernels | None = None
     parameters = _parameters(model)
     if device.type == "cpu":
@@ -91,21 +86,21 @@ def load_checkpoint(
         _pack_for_triton(model, rounded)
     if not kernels:
         widen(model)
-    dequantize(whole)  # what has no kernel
+    dequantize(weights.whole)  # what has no kernel
     _require_rounding(args, model)
     saves = int4_saves(model, stored) if kernels and args.quantization is None else 0
     kernel = _attention(args, device, model.dtype, kernels)
     if device.type == "cuda" and any(part.sees_ahead for part in parts):
         kernel = SeeingAhead(kernel)
     pages = page_type(args.kv_cache_dtype, model.dtype, kernel)
-    if args.enable_prompt_embeds:
-        parts.append(EmbedsPart(model, rounded=rounds))
-    paged = _page(model, kernel, layers, args.page_size)
+    parts += parts_around(args, model, rounds)
+    paged = _page(weights, kernel, args.page_size)
     if peers is not None and paged.recurrent is not None:
         name = type(model).__name__
         raise UnsupportedModel(f"{name} cannot be shared: its layers keep states", "model")
-    if args.serves_lora:
-        parts.insert(0, AdaptersPart(args, paged, fetch, kernels))
+    decoder = Decoder(paged, kernels, rounds)
+    for part in parts:
+        part.over(decoder)
     step_model: StepModel = paged
     gpu_model: GpuDecoder | None = None
     if on_triton:
@@ -115,7 +110,7 @@ def load_checkpoint(
     if kernels and model.dtype in TOLERANCE:
         step_model = on_cpu_kernels(paged, kernels, rounded, parts, whole=not peers)
     for part in parts:
-        step_model = part.wrap(step_model, Decoder(paged, kernels, rounds))
+        step_model = part.wrap(step_model, decoder)
     return LoadedModel(
         *(device, config, step_model, gpu_model, pages, kernels, peers, paged.recurrent),
         parts=tuple(parts),
@@ -126,54 +121,24 @@ def load_checkpoint(
     )
 
 
-def load_encoder_checkpoint(
-    args: EngineArgs, config: PretrainedConfig, recipe: PoolingRecipe, device: torch.device
-) -> LoadedModel:
-    """An encoder: it has no pages, and its linear layers are on compiled kernels."""
-    model, head = load_encoder(args, config, recipe, device)
-    kernels: CpuKernels | None = None
-    if device.type == "cpu":
-        kernels = cpu_kernels(args, model.transformer.num_parameters())
-        if kernels and model.dtype in TOLERANCE:
-            pack_linears(model, kernels)
-            torch.set_num_threads(1)  # where an array is split would change bits at the seams
-    widen(model.transformer)
-    return LoadedModel(
-        *(device, config, model, None, model.dtype, kernels, None),
-        parts=(PoolingPart(recipe, head),),
-        position_offset=model.position_offset,
-        whole_prompts=True,
-    )
-
-
 def _load_weights(
     args: EngineArgs,
     config: PretrainedConfig,
     device: torch.device,
     peers: ProcessGroups | None,
     recipe: PoolingRecipe | None,
-) -> tuple[Any, Any, range | None, list[ModelPart]]:
-    """Reads the decoder, or this rank's share of it.
-
-    Returns:
-        The decoder, the whole model of which it may be a part, the layers of a share, and the parts
-        of the model that come with its weights.
-    """
-    if recipe is not None:
-        headless, head = load_decoder(args, config, recipe, device, ATTENTION)
-        return headless, headless, None, [PoolingPart(recipe, head)]
-    if served_media(args, config) is not None:
-        ranks = 1 if peers is None else peers.place.size
-        view, vision = load_vision(args, config, device, ranks)
-        return (view, view, None, []) if vision is None else (view, vision.model, None, [vision])
+) -> Weights:
+    """Reads the decoder, or this rank's share of it."""
+    if (weights := read_with_parts(args, config, device, recipe)) is not None:
+        return weights
     keep = args.quantization != "dequantize"
     if peers is None:
-        model = load_model(args, config, device, ATTENTION, keep_quantized=keep, narrow=True)
-        return model, model, None, []
+        model: Any = load_model(args, config, device, ATTENTION, keep_quantized=keep, narrow=True)
+        return Weights(model, model)
     model = load_share(args, config, device, ATTENTION, peers, keep_quantized=keep)
     peers.connect("load", MODEL_LOAD_SECONDS)
     total = config.get_text_config(decoder=True).num_hidden_layers
-    return model, model, peers.place.layers(total), []
+    return Weights(model, model, layers=peers.place.layers(total))
 
 
 def _attention(
@@ -185,17 +150,16 @@ def _attention(
         raise InvalidConfig(str(error), "attention") from None
 
 
-def _page(
-    model: PreTrainedModel, kernel: PagedAttention, layers: range | None, page_size: int
-) -> PagedModel:
+def _page(weights: Weights, kernel: PagedAttention, page_size: int) -> PagedModel:
     """The model over pages, compared with transformers unless it is a rank's share.
 
     Raises:
         UnsupportedModel: it cannot be served.
     """
+    model: PreTrainedModel = weights.model
     try:
-        paged = PagedModel(model, kernel, layers)
-        if layers is None and not isinstance(model, HeadlessDecoder | TextView):
+        paged = PagedModel(model, kernel, weights.layers)
+        if weights.layers is None and weights.compared:
             require_equal(paged, page_size)
         return paged
     except (RayfinError, torch.OutOfMemoryError, MemoryError):

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rayfin.actors.adapters.files import read_ref
 from rayfin.actors.config import BatchLimits, EngineArgs, EngineConfig, ModelFacts, resolve_limits
 from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.media.kinds import SPEECH_MODELS, MediaKind, media_kind, served_media
+from rayfin.actors.media.kinds import media_kind, served_media
 from rayfin.actors.model_files.plain_config import known_config
 from rayfin.actors.parts import P, PartFacts, first_of, uncut_of
 from rayfin.actors.pooling.folder import read_recipe
@@ -26,8 +25,8 @@ from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.observers import StepObserver
 from rayfin.actors.runner.page_namespace import page_namespace
 from rayfin.actors.runner.parallel.rank import ParallelRank
-from rayfin.actors.runner.parts.grammars.load import GrammarsPart
 from rayfin.actors.runner.parts.model_part import ModelPart
+from rayfin.actors.runner.parts.settings import check_parts, parts_of_tokens
 from rayfin.actors.runner.quantized.config import source_config
 from rayfin.actors.runner.state_tensors import StateTensors
 from rayfin.actors.settings.state_snapshots import draft_states
@@ -43,7 +42,6 @@ if TYPE_CHECKING:  # each of them imports modelling code, Triton, or all classes
     from rayfin.actors.runner.gpu.decoder import GpuDecoder
     from rayfin.actors.runner.models.recurrent import RecurrentLayers
     from rayfin.actors.runner.parallel.groups import ProcessGroups
-    from rayfin.actors.runner.parts.lora.store import Fetch
     from rayfin.actors.runner.sampling.sampler import StepSampler
 
 
@@ -232,25 +230,21 @@ class LoadedModel:
             raise InvalidConfig(f"swap_space could not be taken: {error}", "swap_space") from None
 
 
-def load(
-    args: EngineArgs, place: ParallelRank | None = None, fetch: "Fetch" = read_ref
-) -> LoadedModel:
+def load(args: EngineArgs, place: ParallelRank | None = None) -> LoadedModel:
     """Loads the model, or the share of the rank ``place``; then all ranks call this at once.
-
-    ``fetch`` gets the files of adapters.
 
     Raises:
         InvalidConfig, UnsupportedModel: the model cannot be served.
     """
-    loaded = _load(args, place, fetch)
+    loaded = _load(args, place)
     if not loaded.samples or (place is not None and not place.is_last):  # it has no logits
         return loaded
     size = loaded.config.get_text_config(decoder=True).vocab_size
-    grammars = GrammarsPart(args, size, limited=place is None)
-    return replace(loaded, parts=(*loaded.parts, grammars))
+    more = parts_of_tokens(args, size, alone=place is None)
+    return replace(loaded, parts=(*loaded.parts, *more))
 
 
-def _load(args: EngineArgs, place: ParallelRank | None, fetch: "Fetch") -> LoadedModel:
+def _load(args: EngineArgs, place: ParallelRank | None) -> LoadedModel:
     device = pick_device(args.device)
     ranks = 1 if place is None else place.size
     rounded = None if args.quantization == "dequantize" else args.quantization
@@ -262,21 +256,12 @@ def _load(args: EngineArgs, place: ParallelRank | None, fetch: "Fetch") -> Loade
     if found is not None:
         return found
     config = load_config(args, recipe)
-    _check_settings(args, config, recipe, ranks)
-    if recipe is not None:
-        _require_alone(ranks, lora=args.serves_lora)
-        if recipe.encoder:
-            from rayfin.actors.runner.checkpoint import load_encoder_checkpoint
-
-            return load_encoder_checkpoint(args, config, recipe, device)
-    # Here, for they import transformers' modelling code.
-    if config.model_type in SPEECH_MODELS:
-        from rayfin.actors.runner.parts.whisper.load import load_whisper
-
-        return load_whisper(args, config, device, ranks)
+    _check_quantization(args, config, recipe)
+    check_parts(args, config, recipe, ranks)
+    # Here, for it imports transformers' modelling code.
     from rayfin.actors.runner.checkpoint import load_checkpoint
 
-    loaded = load_checkpoint(args, config, device, place, recipe, fetch)
+    loaded = load_checkpoint(args, config, device, place, recipe)
     if cache is None or not cache.follows(args):
         return loaded
     stored = StoredConfig.of(config, max_position(config))
@@ -338,10 +323,10 @@ def _keep(cache: DecoderCache, loaded: LoadedModel, config: StoredConfig) -> Loa
     return replace(loaded, model=model)
 
 
-def _check_settings(
-    args: EngineArgs, config: "PretrainedConfig", recipe: PoolingRecipe | None, ranks: int
+def _check_quantization(
+    args: EngineArgs, config: "PretrainedConfig", recipe: PoolingRecipe | None
 ) -> None:
-    """Refuses settings that do not go with the kind of model."""
+    """Refuses quantization that does not go with the kind of model."""
     rounded = args.quantization if args.quantization != "dequantize" else None
     if rounded and (source := source_config(config)) is not None:
         raise InvalidConfig(
@@ -355,47 +340,6 @@ def _check_settings(
                 f"quantization {rounded!r} is for models of text that generate, on a GPU",
                 "quantization",
             )
-    if args.enable_prompt_embeds:
-        media = None if args.language_model_only else served_media(args, config)
-        pools, heads = recipe is not None, reads_states(args)
-        _require_embeds(ranks=ranks, pools=pools, media=media, heads=heads)
-
-
-def _require_embeds(*, ranks: int, pools: bool, media: MediaKind | None, heads: bool) -> None:
-    """Refuses settings that prompts of embeddings do not go with.
-
-    Args:
-        ranks: devices that share the model.
-        pools: it gives vectors.
-        media: what it reads beside text.
-        heads: a head drafts from its states.
-
-    Raises:
-        InvalidConfig: ``param`` is enable_prompt_embeds.
-    """
-    why = None
-    if ranks > 1:
-        why = "is for one device, not for several that share a model: use data_parallel_size"
-    elif pools:
-        why = "is for models that generate"
-    elif media is not None:
-        why = "is for models of text: language_model_only serves the text of this one"
-    elif heads:
-        why = "does not go with heads that draft: use an n-gram, suffix or draft_model method"
-    if why:
-        raise InvalidConfig(f"enable_prompt_embeds {why}", "enable_prompt_embeds")
-
-
-def _require_alone(ranks: int, *, lora: bool = False) -> None:
-    """Raises:
-    InvalidConfig: several devices are to share a model that pools, or it is to have adapters.
-    """
-    if lora:
-        raise InvalidConfig("enable_lora is for models that generate", "enable_lora")
-    if ranks > 1:
-        raise InvalidConfig(
-            "a pooling model runs on one device: use data_parallel_size", "tensor_parallel_size"
-        )
 
 
 def reads_states(args: EngineArgs) -> bool:

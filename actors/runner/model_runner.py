@@ -70,7 +70,7 @@ class ModelRunner:
         self._plugins = plugins or RunnerPlugins()
         if self._plugins.proposer and place is not None and place.stages > 1:
             raise InvalidConfig("a pipeline cannot speculate", "pipeline_parallel_size")
-        self._loaded = with_speculation(load(args, place, self._plugins.fetch), args)
+        self._loaded = with_speculation(load(args, place), args)
         wrap = self._plugins.wrap_model
         self._model = wrap(self._loaded.model) if wrap else self._loaded.model
         self._next = (-1, 0)  # epoch and step

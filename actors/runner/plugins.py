@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rayfin.actors.adapters.files import AdapterFiles, read_ref
-from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.observers import StepObserver
 from rayfin.actors.runner.sampling.processor import ProcessorFactory
@@ -18,5 +16,4 @@ class RunnerPlugins:
     processors: tuple[ProcessorFactory, ...] = ()  # before the default ones
     observers: tuple[StepObserver, ...] = ()
     proposer: Callable[[], Proposer] | None = None  # made anew when the runner starts
-    fetch: Callable[[AdapterRef], AdapterFiles] = read_ref
     wrap_model: Callable[[StepModel], StepModel] | None = None  # without graphs

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rayfin.actors.parts import Need, PartFacts
 from rayfin.actors.runner.models.step_model import StepModel
@@ -25,6 +25,17 @@ class Decoder:
     rounded: bool  # its weights have fewer bits than those of the checkpoint
 
 
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A decoder as it is read from a checkpoint."""
+
+    model: Any
+    whole: Any  # the model of which it may be a part
+    parts: "tuple[ModelPart, ...]" = ()  # that come with it
+    layers: range | None = None  # of a rank's share
+    compared: bool = True  # with transformers, once it is over pages; False: a part sees to that
+
+
 class ModelPart:
     """A part of a model; the defaults are those of one that changes nothing. To derive from."""
 
@@ -41,6 +52,9 @@ class ModelPart:
     def takes(self, decoder: "CpuDecoder | None") -> bool:
         """Whether it works around a decoder that is one C call; None: around any."""
         return True
+
+    def over(self, decoder: Decoder) -> None:
+        """Takes the decoder over pages, whose layers are still modules with their sizes."""
 
     def wrap(self, model: StepModel, decoder: Decoder) -> StepModel:
         """Puts itself around the ``model``, which computes what ``decoder`` does.

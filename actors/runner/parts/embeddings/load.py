@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import UnsupportedModel
 from rayfin.actors.media.embeds_part import ROWS, EmbedsFacts, EmbedsInput
 from rayfin.actors.media.row_ids import row_ids
@@ -24,6 +25,11 @@ PROBE_ROWS, PROBE_TOKENS = 13, 4
 PROBE_SLOT = 0
 CUTS = (0, 1, PROBE_ROWS // 2, PROBE_ROWS + 2, PROBE_ROWS + 3, PROBE_ROWS + PROBE_TOKENS)
 FLAG = "enable_prompt_embeds"
+
+
+def make_embeds(args: EngineArgs, model: PreTrainedModel, rounded: bool) -> "EmbedsPart | None":
+    """Returns the part of a model whose prompts may be embeddings; None if they may not."""
+    return EmbedsPart(model, rounded=rounded) if args.enable_prompt_embeds else None
 
 
 class EmbedsPart(ModelPart):

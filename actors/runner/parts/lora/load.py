@@ -1,20 +1,24 @@
 """``AdaptersPart``: a model that computes with LoRA adapters."""
 
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
+from rayfin.actors.adapters.files import AdapterFiles, read_ref
 from rayfin.actors.adapters.part import AdapterFacts, AdapterRef
 from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import AdapterUnavailable
 from rayfin.actors.parts import Need
 from rayfin.actors.runner.cpu.build_decoder import TOLERANCE
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
-from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.parts.lora.adapted_decoder import AdaptedDecoder, can_adapt
 from rayfin.actors.runner.parts.lora.adapted_model import AdaptedModel
 from rayfin.actors.runner.parts.lora.reader import layer_sizes
-from rayfin.actors.runner.parts.lora.store import AdapterStore, Fetch
+from rayfin.actors.runner.parts.lora.store import AdapterStore
 from rayfin.actors.runner.parts.model_part import Decoder, ModelPart
 from rayfin.actors.settings.lora_limits import (
     adapter_budget,
@@ -22,21 +26,24 @@ from rayfin.actors.settings.lora_limits import (
     loras_in_memory,
     loras_in_step,
 )
-from rayfin.kernels.cpu.kernels import CpuKernels
+from rayfin.actors.timing import ADAPTER_FETCH_PAUSE_SECONDS, ADAPTER_FETCH_SECONDS
+
+
+def make_adapters(args: EngineArgs, model: PreTrainedModel, rounded: bool) -> "AdaptersPart | None":
+    """Returns the part of a model that serves adapters; None if it serves none."""
+    return AdaptersPart(args) if args.serves_lora else None
 
 
 class AdaptersPart(ModelPart):
-    """No adapters yet; the layers of ``paged`` have their sizes still.
-
-    Args:
-        fetch: gets an adapter's files.
-    """
+    """No adapters yet; ``over`` makes room for them."""
 
     hooks_layers = True
 
-    def __init__(
-        self, args: EngineArgs, paged: PagedModel, fetch: Fetch, kernels: CpuKernels | None
-    ) -> None:
+    def __init__(self, args: EngineArgs) -> None:
+        self._args = args
+
+    def over(self, decoder: Decoder) -> None:
+        args, paged = self._args, decoder.paged
         dtype = paged.dtype if args.lora_dtype == "auto" else getattr(torch, args.lora_dtype)
         sizes = layer_sizes(paged.transformer)
         per_rank = sum(inputs + outputs for inputs, outputs in sizes.values()) * dtype.itemsize
@@ -50,7 +57,7 @@ class AdaptersPart(ModelPart):
             max_rank=args.max_lora_rank,
             dtype=dtype,
             device=paged.device,
-            kernels=kernels if dtype in TOLERANCE else None,
+            kernels=decoder.kernels if dtype in TOLERANCE else None,
         )
         self.observers = (self.store,)
         self.facts = AdapterFacts(
@@ -69,3 +76,34 @@ class AdaptersPart(ModelPart):
 
     def prepare(self, needs: Sequence[Need], *, at_once: bool = False) -> None:
         self.store.prepare(need.what for need in needs if isinstance(need.what, AdapterRef))
+
+
+def fetch(ref: AdapterRef) -> AdapterFiles:
+    """Returns the files of an adapter, from the actor that holds them.
+
+    That actor may just have died: an ingress starts it again, and tells it what it held.
+
+    Raises:
+        AdapterUnavailable: no actor has given them within ADAPTER_FETCH_SECONDS.
+    """
+    if not ref.store:
+        return read_ref(ref)
+    import ray  # an engine in one process does without
+    from ray.exceptions import RayError
+
+    from rayfin.actors.processes.registry import NAMESPACE
+
+    until = time.monotonic() + ADAPTER_FETCH_SECONDS
+    while True:
+        why = "its content is gone"
+        try:
+            store = ray.get_actor(ref.store, namespace=NAMESPACE)
+            call: Any = store.fetch.remote(ref.digest)
+            files: AdapterFiles | None = ray.get(call, timeout=until - time.monotonic())
+            if files is not None:
+                return files
+        except (RayError, ValueError) as error:
+            why = str(error)
+        if time.monotonic() + ADAPTER_FETCH_PAUSE_SECONDS > until:
+            raise AdapterUnavailable(f"The adapter {ref.name!r} cannot be fetched: {why}", "model")
+        time.sleep(ADAPTER_FETCH_PAUSE_SECONDS)

@@ -14,9 +14,13 @@ from transformers import (
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.pooling.recipe import PoolingRecipe
+from rayfin.actors.runner.cpu.build_decoder import TOLERANCE
+from rayfin.actors.runner.cpu.packed_layers import pack_linears
+from rayfin.actors.runner.loading import LoadedModel, cpu_kernels
 from rayfin.actors.runner.models.mapped_weights import widen
+from rayfin.actors.runner.models.paged_model import ATTENTION as PAGED
 from rayfin.actors.runner.models.weights import load_model
-from rayfin.actors.runner.parts.model_part import ModelPart
+from rayfin.actors.runner.parts.model_part import ModelPart, Weights
 from rayfin.actors.runner.parts.pooling.encoder_model import ATTENTION, EncoderModel
 from rayfin.actors.runner.parts.pooling.headless import HeadlessDecoder
 from rayfin.actors.runner.parts.pooling.heads import (
@@ -26,6 +30,7 @@ from rayfin.actors.runner.parts.pooling.heads import (
     load_dense,
 )
 from rayfin.actors.runner.parts.pooling.pooler import Head, Pooler
+from rayfin.kernels.cpu.kernels import CpuKernels
 
 
 class PoolingPart(ModelPart):
@@ -41,12 +46,47 @@ class PoolingPart(ModelPart):
         return Pooler(self.recipe, self._head, rows)
 
 
-def load_decoder(
-    args: EngineArgs,
-    config: PretrainedConfig,
-    recipe: PoolingRecipe,
-    device: torch.device,
-    attention: str,
+def read_pooling(
+    args: EngineArgs, config: PretrainedConfig, device: torch.device, recipe: PoolingRecipe | None
+) -> Weights | None:
+    """Reads a decoder that pools; None if the model does not pool."""
+    if recipe is None:
+        return None
+    model, head = _read_decoder(args, config, recipe, device)
+    return Weights(model, model, (PoolingPart(recipe, head),), compared=False)
+
+
+def load_encoder(
+    args: EngineArgs, config: PretrainedConfig, device: torch.device, recipe: PoolingRecipe | None
+) -> LoadedModel | None:
+    """Loads an encoder: it has no pages, and its linear layers are on compiled kernels.
+
+    Returns:
+        None if the model is none.
+
+    Raises:
+        InvalidConfig, UnsupportedModel: as ``load_model`` and ``EncoderModel``.
+    """
+    if recipe is None or not recipe.encoder:
+        return None
+    model, head = _read_encoder(args, config, recipe, device)
+    kernels: CpuKernels | None = None
+    if device.type == "cpu":
+        kernels = cpu_kernels(args, model.transformer.num_parameters())
+        if kernels and model.dtype in TOLERANCE:
+            pack_linears(model, kernels)
+            torch.set_num_threads(1)  # where an array is split would change bits at the seams
+    widen(model.transformer)
+    return LoadedModel(
+        *(device, config, model, None, model.dtype, kernels, None),
+        parts=(PoolingPart(recipe, head),),
+        position_offset=model.position_offset,
+        whole_prompts=True,
+    )
+
+
+def _read_decoder(
+    args: EngineArgs, config: PretrainedConfig, recipe: PoolingRecipe, device: torch.device
 ) -> tuple[Any, Head]:
     """A causal model whose "logits" are its last hidden states, and its head.
 
@@ -54,25 +94,22 @@ def load_decoder(
         InvalidConfig, UnsupportedModel: as ``load_model``; or a token of a label is unknown.
     """
     if recipe.label_tokens:
-        model: Any = load_model(args, config, device, attention, AutoModelForCausalLM, narrow=True)
+        kind: Any = AutoModelForCausalLM
+        model: Any = load_model(args, config, device, PAGED, kind, narrow=True)
         head: Head = LinearHead(_label_rows(args, recipe, model.lm_head.weight))
         return HeadlessDecoder(model.model), head
     if recipe.kind == "classify":
         kind = AutoModelForSequenceClassification
-        model = load_model(args, config, device, attention, kind, narrow=True)
+        model = load_model(args, config, device, PAGED, kind, narrow=True)
         return HeadlessDecoder(model.base_model), LinearHead(model.score.weight, model.score.bias)
-    base = load_model(args, config, device, attention, AutoModel, narrow=True)
+    base = load_model(args, config, device, PAGED, AutoModel, narrow=True)
     return HeadlessDecoder(base), vector_head(args, recipe, device)
 
 
-def load_encoder(
+def _read_encoder(
     args: EngineArgs, config: PretrainedConfig, recipe: PoolingRecipe, device: torch.device
 ) -> tuple[EncoderModel, Head]:
-    """An encoder, whose weights the caller packs or widens, and its head.
-
-    Raises:
-        InvalidConfig, UnsupportedModel: as ``load_model`` and ``EncoderModel``.
-    """
+    """Returns an encoder, whose weights are still to be packed or widened, and its head."""
     if recipe.kind == "classify":
         kind = AutoModelForSequenceClassification
         model: Any = load_model(args, config, device, ATTENTION, kind, narrow=True)

@@ -18,19 +18,20 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import UnsupportedModel
 from rayfin.actors.media.audio_processor import AudioProcessor, Samples
 from rayfin.actors.media.image_processor import GRID
-from rayfin.actors.media.kinds import MediaKind, media_kind
+from rayfin.actors.media.kinds import MediaKind, media_kind, served_media
 from rayfin.actors.media.load import load_processor
 from rayfin.actors.media.part import MediaFacts, MediaInput
 from rayfin.actors.media.processed import WORDS, MediaProcessor, ProcessedMedia, put_media
 from rayfin.actors.media.virtual_ids import put_virtual_ids
 from rayfin.actors.messages import NewRequest, Sampling
+from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.models.mapped_weights import keep_narrow
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, set_attention
 from rayfin.actors.runner.models.replace import chunked_logits
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.models.weights import load_model
 from rayfin.actors.runner.observers import StepObserver
-from rayfin.actors.runner.parts.model_part import Decoder, ModelPart
+from rayfin.actors.runner.parts.model_part import Decoder, ModelPart, Weights
 from rayfin.actors.runner.parts.vision.encoder import MediaEncoder
 from rayfin.actors.runner.parts.vision.media_slots import MediaSlots, ModelRope
 from rayfin.actors.runner.parts.vision.text_view import TextView
@@ -111,25 +112,33 @@ class VisionPart(ModelPart):
         self.model = self.text = None
 
 
-def load_vision(
-    args: EngineArgs, config: PretrainedConfig, device: torch.device, ranks: int
-) -> tuple[TextView, VisionPart | None]:
-    """The language model, and the parts that read media unless it is to be served alone.
+def read_media(
+    args: EngineArgs, config: PretrainedConfig, device: torch.device, recipe: PoolingRecipe | None
+) -> Weights | None:
+    """Reads the language model, and the tower unless the text is to be served alone.
 
-    ``VisionPart.wrap`` is the caller's next step.
+    Returns:
+        None if the model reads text only. ``VisionPart.wrap`` compares it.
 
     Raises:
         InvalidConfig: a file is missing or wrong.
-        UnsupportedModel: the model has no decoder apart from its tower, or several ranks share it.
+        UnsupportedModel: the model has no decoder apart from its tower.
     """
-    name = ", ".join(config.architectures or [type(config).__name__])
-    if ranks > 1:
-        raise UnsupportedModel(f"{name} cannot be shared by several devices", "model")
+    if served_media(args, config) is None:
+        return None
+    text, part = _read(args, config, device)
+    if part is None:
+        return Weights(text, text, compared=False)
+    return Weights(text, part.model, (part,), compared=False)
+
+
+def _read(
+    args: EngineArgs, config: PretrainedConfig, device: torch.device
+) -> tuple[TextView, VisionPart | None]:
     if getattr(config, "has_lora_adapter", False):
+        name = ", ".join(config.architectures or [type(config).__name__])
         why = "its checkpoint has an adapter for audio, which is not applied"
         raise UnsupportedModel(f"{name} cannot be served: {why}", "model")
-    if args.serves_lora:
-        raise UnsupportedModel(f"{name} cannot be served with LoRA adapters", "enable_lora")
     kind = media_kind(config) or "image"
     processor = load_processor(args)
     maker, attention = model_class(config, kind), _attention(config, kind)

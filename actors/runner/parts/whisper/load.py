@@ -14,8 +14,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.media.audio_processor import AudioProcessor
+from rayfin.actors.media.kinds import SPEECH_MODELS
 from rayfin.actors.media.load import load_processor
 from rayfin.actors.media.whisper import clip_tokens
+from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.cpu.packed_layers import PackedLinear
 from rayfin.actors.runner.loading import LoadedModel, cpu_kernels
 from rayfin.actors.runner.models.compare import TOLERANCE
@@ -59,15 +61,20 @@ class ClipStates:
 
 
 def load_whisper(
-    args: EngineArgs, config: PretrainedConfig, device: torch.device, ranks: int
-) -> LoadedModel:
-    """The model, compared with transformers' forward.
+    args: EngineArgs, config: PretrainedConfig, device: torch.device, recipe: PoolingRecipe | None
+) -> LoadedModel | None:
+    """Loads the model, and compares it with transformers' forward.
+
+    Returns:
+        None if the model is none of this kind.
 
     Raises:
         InvalidConfig: a file is missing or wrong, or a setting does not go with such a model.
         UnsupportedModel: the logits differ.
     """
-    _check(args, config, ranks)
+    if config.model_type not in SPEECH_MODELS:
+        return None
+    _check(args, config)
     processor = load_processor(args)
     assert isinstance(processor, AudioProcessor) and processor.transcription.speech is not None
     model: Any = load_model(args, config, device, "sdpa", AutoModelForSpeechSeq2Seq)
@@ -116,13 +123,9 @@ def load_whisper(
     )
 
 
-def _check(args: EngineArgs, config: PretrainedConfig, ranks: int) -> None:
+def _check(args: EngineArgs, config: PretrainedConfig) -> None:
     """Refuses settings that do not go with such a model."""
     name = ", ".join(config.architectures or [type(config).__name__])
-    if ranks > 1:
-        raise UnsupportedModel(f"{name} cannot be shared by several devices", "model")
-    if args.serves_lora:
-        raise UnsupportedModel(f"{name} cannot be served with LoRA adapters", "enable_lora")
     if args.language_model_only:
         raise InvalidConfig(
             f"{name} writes down speech; it is no language model", "language_model_only"

@@ -72,16 +72,17 @@ def test_the_same_bits_as_of_a_model_in_float32(
 
 def test_nothing_is_narrow_when_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch reads the embeddings and the classifier's head as plain float32."""
-    from rayfin.actors.runner import checkpoint
+    from rayfin.actors.runner.parts import registry
+    from rayfin.actors.runner.parts.pooling.load import load_encoder
 
     folder = in_16_bits(make_encoder(tmp_path, "bert", "classes", num_labels=3))
     loaded: list[Any] = []
-    real = checkpoint.load_encoder_checkpoint
-    monkeypatch.setattr(
-        checkpoint,
-        "load_encoder_checkpoint",
-        lambda *given: loaded.append(real(*given)) or loaded[-1],
-    )
+
+    def load(*given: Any) -> Any:
+        loaded.append(load_encoder(*given))
+        return loaded[-1]
+
+    monkeypatch.setattr(registry, "WHOLE", (load,))
     answers(folder, "classify")
     (part,) = loaded[0].parts
     model, head = loaded[0].model.transformer, part._head._model
