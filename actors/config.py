@@ -52,11 +52,11 @@ DECIDE_TOKENS = (
 
 DEFAULT_BATCH_TOKENS = {"cpu": 256, "cuda": 8192}
 DEFAULT_DECODING_BATCH = {"cpu": 64, "cuda": 256}
-DEFAULT_PREFILL_BATCH = 16  # on a CPU
+PREFILL_BATCH = 16  # prompts in a step, on a CPU and of models with states
 DEFAULT_MEMORY_UTILIZATION = {"cpu": 0.4, "cuda": 0.9}  # a CPU's memory is everything else's too
 
 POSITIVE = (  # or None
-    *("max_model_len", "max_batch_tokens", "max_decoding_batch", "max_prefill_batch"),
+    *("max_model_len", "max_batch_tokens", "max_decoding_batch"),
     *("page_size", "kv_cache_memory", "num_pages", "max_waiting_requests", "max_waiting_tokens"),
     *("max_loras", "max_cpu_loras", "max_lora_rank"),
     *("max_lease", "threads", "tensor_parallel_size", "pipeline_parallel_size"),
@@ -131,11 +131,6 @@ class EngineArgs:
     )
     max_decoding_batch: int | None = _flag(
         None, "maximum number of running requests; default: 64 on a CPU, 256 on a GPU"
-    )
-    max_prefill_batch: int | None = _flag(
-        None,
-        "maximum number of prompts in one step; default: 16 on a CPU and for models with states, "
-        "else as many as --max-decoding-batch",
     )
     page_size: int = _flag(16, "tokens in a page of the KV cache")
     kv_cache_dtype: KVCacheDtype = _flag(
@@ -507,8 +502,8 @@ def resolve_limits(
     if args.max_decoding_batch is None:
         decoding = min(decoding, tokens)
     # A GPU takes prompts kernel by kernel from the host, which costs as much for one as for many.
-    default = DEFAULT_PREFILL_BATCH if device == "cpu" or row_by_row else decoding
-    prompts = decoding if whole_prompts else args.max_prefill_batch or default
+    few = (device == "cpu" or row_by_row) and not whole_prompts
+    prompts = PREFILL_BATCH if few else decoding
     if args.scheduler == "v0" or whole_prompts:
         tokens = max(tokens, model_len)  # a prompt is never split
     return BatchLimits(

@@ -16,8 +16,6 @@ class ReplySettings:
     """What a server lets requests ask for, and what its replies say unasked."""
 
     max_prompts: int = MAX_PROMPTS
-    max_choices: int = MAX_CHOICES
-    max_stop_strings: int = MAX_STOP_STRINGS
     trust_chat_templates: bool = False  # of requests
     force_usage: bool = False  # in each chunk of each stream
     tokens_as_ids: bool = False  # the default of return_tokens_as_token_ids
@@ -45,13 +43,13 @@ class ReplySettings:
             InvalidRequest: too many choices or stop strings.
         """
         name, of_each = ("best_of", params.best_of) if params.best_of else ("n", params.n)
-        if (count := prompts * of_each) > self.max_choices:
+        if (count := prompts * of_each) > MAX_CHOICES:
             raise InvalidRequest(
-                f"prompts times {name} must be at most {self.max_choices}, got {count}.", name
+                f"prompts times {name} must be at most {MAX_CHOICES}, got {count}.", name
             )
-        if (count := len(params.stop or ())) > self.max_stop_strings:
+        if (count := len(params.stop or ())) > MAX_STOP_STRINGS:
             raise InvalidRequest(
-                f"stop takes at most {self.max_stop_strings} strings, got {count}.",
+                f"stop takes at most {MAX_STOP_STRINGS} strings, got {count}.",
                 "stop",
                 "array_above_max_length",
             )

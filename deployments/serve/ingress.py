@@ -143,8 +143,6 @@ class ServeReplicaAdapter:
 def reply_settings(server: ServerArgs) -> ReplySettings:
     return ReplySettings(
         max_prompts=server.max_prompts,
-        max_choices=server.max_choices,
-        max_stop_strings=server.max_stop_strings,
         trust_chat_templates=server.trust_request_chat_template,
         force_usage=server.enable_force_include_usage,
         tokens_as_ids=server.return_tokens_as_token_ids,

@@ -16,7 +16,7 @@ from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS
 from rayfin.actors.timing import SSE_COMMENT_SECONDS
 from rayfin.deployments.adapters.flags import AdapterFlags, read_modules
 from rayfin.deployments.batches.folder import FolderLimits
-from rayfin.deployments.generation.reply_settings import MAX_CHOICES, MAX_PROMPTS, MAX_STOP_STRINGS
+from rayfin.deployments.generation.reply_settings import MAX_PROMPTS
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
 from rayfin.deployments.http.body_limits import MAX_BODY_BYTES
 from rayfin.deployments.http.keys import ApiKeys
@@ -137,10 +137,6 @@ class ServerArgs:
         "maximum size of the schema or grammar that a request's answer must follow, in bytes",
     )
     max_prompts: int = _flag(MAX_PROMPTS, "maximum number of prompts in a completion request")
-    max_choices: int = _flag(
-        MAX_CHOICES, "maximum number of choices of a request: prompts times n or best_of"
-    )
-    max_stop_strings: int = _flag(MAX_STOP_STRINGS, "maximum number of stop strings of a request")
     return_tokens_as_token_ids: bool = _flag(
         False, "log probabilities name tokens token_id:ID, unless a request says otherwise"
     )
@@ -261,7 +257,6 @@ class ServerArgs:
     batch_scale: bool = _model_flag(
         False, "with --max-engines: lines of batches start engines too, not only other requests"
     )
-    max_batch_lines: int = _flag(50_000, "maximum number of lines of a batch")
     max_file_bytes: int = _flag(200 * 2**20, "maximum size of an uploaded file in bytes")
     otlp_traces_endpoint: str | None = _flag(
         None, "URL of an OTLP collector for traces of requests"
@@ -289,8 +284,7 @@ class ServerArgs:
         self.api_keys()
         self.admin_keys()
         self.adapter_flags()
-        limits = ("max_prompts", "max_choices", "max_stop_strings")
-        for name in ("max_body_bytes", "max_grammar_bytes", *limits):
+        for name in ("max_body_bytes", "max_grammar_bytes", "max_prompts"):
             if (value := getattr(self, name)) < 1:
                 raise InvalidConfig(f"{name} must be at least 1, got {value}", name)
         if self.tenant_token_rate is not None and self.tenant_token_rate < 1:
@@ -409,7 +403,7 @@ class ServerArgs:
         Raises:
             InvalidConfig: a limit under 1, or a retention of another form.
         """
-        for name in ("max_batch_lines", "max_file_bytes", "batch_concurrency"):
+        for name in ("max_file_bytes", "batch_concurrency"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InvalidConfig(f"{name} must be at least 1, got {value}", name)
         match = RETENTION.fullmatch(self.batch_retention)
@@ -419,7 +413,7 @@ class ServerArgs:
                 "batch_retention",
             )
         seconds = int(match[1]) * (3600.0 if match[2] == "h" else 86400.0)
-        return FolderLimits(self.max_file_bytes, self.max_batch_lines, retention=seconds)
+        return FolderLimits(self.max_file_bytes, retention=seconds)
 
     def api_keys(self) -> ApiKeys | None:
         """The keys that clients may use, by their digests; None lets everybody in.

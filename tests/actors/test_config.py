@@ -52,7 +52,6 @@ def _resolve(pages: float, *, max_position: int | None = 256, **args: Any) -> En
         ("max_model_len", 0),
         ("max_batch_tokens", -1),
         ("max_decoding_batch", 0),
-        ("max_prefill_batch", 0),
         ("page_size", 0),
         ("kv_cache_memory", 0),
         ("max_waiting_requests", 0),
@@ -224,8 +223,7 @@ def test_limits() -> None:
         max_batch_tokens=8192, max_decoding_batch=256, max_prefill_batch=256
     )
     assert resolve_limits(EngineArgs(), "cuda", 256, row_by_row=True).max_prefill_batch == 16
-    given = EngineArgs(max_prefill_batch=3)
-    assert [resolve_limits(given, name, 9).max_prefill_batch for name in ("cpu", "cuda")] == [3, 3]
+    assert resolve_limits(EngineArgs(), "cpu", 9, whole_prompts=True).max_prefill_batch == 64
     assert resolve_limits(EngineArgs(max_decoding_batch=2000), "cpu", 9).max_batch_tokens == 2000
     with pytest.raises(InvalidConfig) as caught:
         resolve_limits(EngineArgs(max_decoding_batch=9, max_batch_tokens=8), "cpu", 256)

@@ -373,7 +373,7 @@ async def poison_again_and_again(nemesis: Nemesis) -> None:
 async def update(nemesis: Nemesis) -> None:
     """Redeploys with another setting, which replaces engines and ingresses."""
     nemesis.strike()
-    await asyncio.to_thread(nemesis.cluster.deploy, max_prefill_batch=8)
+    await asyncio.to_thread(nemesis.cluster.deploy, max_decoding_batch=60)
     await asyncio.sleep(2)
 
 
@@ -391,7 +391,7 @@ async def update_to_a_bad_version(nemesis: Nemesis) -> None:
     """Deploys a version whose runners cannot load, then the old one."""
     nemesis.plant("runner.load=raise")
     with suppressed():
-        await asyncio.wait_for(asyncio.to_thread(nemesis.cluster.deploy, max_prefill_batch=4), 40)
+        await asyncio.wait_for(asyncio.to_thread(nemesis.cluster.deploy, max_decoding_batch=50), 40)
     nemesis.plant("")
     await asyncio.to_thread(nemesis.cluster.deploy)
 

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from rayfin.actors.messages import Repetition
+from rayfin.deployments.generation.reply_settings import MAX_CHOICES
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.text.parsing.detect import Detected
 from rayfin.deployments.text.parsing.formats import REASONING_FORMATS
@@ -63,7 +64,7 @@ async def test_all_bad_biases_are_named(
     assert all(name in error["message"] for name in named)
 
 
-async def test_limits_are_settings(
+async def test_limits_of_a_request(
     http: httpx.AsyncClient, service: OpenAIService, engine: Any
 ) -> None:
     body = {"prompt": [[5]] * 1024, "max_tokens": 1, "stop": [str(i) for i in range(64)]}
@@ -71,12 +72,12 @@ async def test_limits_are_settings(
     assert len(reply["choices"]) == 1024
     reply = (await http.post(TEXT, json={"prompt": [5], "n": 1200, "max_tokens": 1, **USAGE})).text
     assert reply.count('"finish_reason":"length"') == 1200
-    service.replies = replace(service.replies, max_prompts=2, max_choices=5, max_stop_strings=1)
+    service.replies = replace(service.replies, max_prompts=2)
     for fields, param in (
         ({"prompt": ["a"] * 3}, "prompt"),
-        ({"prompt": ["a"] * 2, "n": 3}, "n"),
-        ({"prompt": "a", "best_of": 6}, "best_of"),
-        ({"prompt": "a", "stop": ["a", "b"]}, "stop"),
+        ({"prompt": ["a"] * 2, "n": MAX_CHOICES // 2 + 1}, "n"),
+        ({"prompt": "a", "best_of": MAX_CHOICES + 1}, "best_of"),
+        ({"prompt": "a", "stop": [str(i) for i in range(65)]}, "stop"),
     ):
         error = await refused(http, TEXT, fields)
         assert error["param"] == param and "at most" in error["message"]
