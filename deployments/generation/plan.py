@@ -10,11 +10,10 @@ from urllib.parse import quote
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.structured_outputs import StructuredOutputs
-from rayfin.deployments.guidance.build import answer_grammar, build_guidance
-from rayfin.deployments.guidance.calls import arguments_grammar, make_call_rules
+from rayfin.deployments.guidance.calls import arguments_grammar, build_guidance, make_call_rules
 from rayfin.deployments.guidance.compile_check import GrammarChecker, InlineChecker
 from rayfin.deployments.guidance.fields import size_up_to
-from rayfin.deployments.guidance.grammar import Grammar
+from rayfin.deployments.guidance.grammar import Grammar, answer_grammar
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
 from rayfin.deployments.guidance.thinking import call_marks, make_thinking
 from rayfin.deployments.guidance.tool_choice import ToolChoice

@@ -1,4 +1,7 @@
-"""The rules for tool calls: grammars after single tokens, or one of the whole answer."""
+"""The rules of a request: of its tool calls, and with those of a form and of a thought.
+
+Calls have grammars after single tokens, or one of the whole answer.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.guidance import CallGrammar
+from rayfin.actors.guidance import CallGrammar, Guidance, Thinking
 from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.guidance.answer_writer import AnswerWriter
 from rayfin.deployments.guidance.call_writer import ANY_OBJECT, Callee, CallWriter
@@ -33,6 +36,27 @@ class CallRules:
     unenforced: tuple[str, ...] = ()  # paths of schema keywords
     names: tuple[str, ...] = ()  # of the functions that may be called in a free answer or a thought
     forced: str = ""  # of OutputParser: "required", or the name of the function
+
+
+FREE = CallRules()
+
+
+def build_guidance(
+    *, grammar: str = "", calls: CallRules = FREE, thinking: Thinking | None = None
+) -> Guidance | None:
+    """Returns the rules of all choices of a request, or None if their tokens are free.
+
+    ``build_requests`` adds the ends, which depend on the prompt. A thought without a budget
+    matters only where a grammar or calls follow it.
+
+    Args:
+        grammar: of the whole answer after its thought, forced calls included.
+        calls: of calls in an answer that is free otherwise.
+    """
+    thinks = thinking is not None and thinking.budget is not None
+    if not (grammar or calls.calls or calls.forbidden or thinks):
+        return None
+    return Guidance(grammar, calls.calls, calls.forbidden, thinking, names=calls.names)
 
 
 def make_call_rules(

@@ -3,10 +3,12 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.guidance.fields import KINDS
+from rayfin.deployments.guidance.fields import check_size as check_form_size
 from rayfin.deployments.guidance.gbnf import gbnf_to_lark
 from rayfin.deployments.guidance.json_text import JsonStyle, json_style, json_text
 from rayfin.deployments.guidance.lark import literal, regex, rewrite_schemas
@@ -23,6 +25,10 @@ from rayfin.deployments.guidance.schema.lint import (
 from rayfin.deployments.guidance.schema.pattern_parts import write
 from rayfin.deployments.guidance.structural_tag import structural_tag_to_lark
 
+if TYPE_CHECKING:  # the process that checks grammars has none
+    from rayfin.deployments.text.tokenizer import Tokenizer
+
+KNOWN_FORMS = 128  # forms that were read lately: a program sends its own each time
 NAMES = tuple(field.name for field in fields(StructuredOutputs))
 
 
@@ -152,3 +158,26 @@ _MAKERS: dict[str, Callable[[_Asked], tuple[str, Sequence[str]]]] = {
     "grammar": _from_grammar,
     "structural_tag": _from_structural_tag,
 }
+
+
+def answer_grammar(
+    outputs: StructuredOutputs, param: str, tokenizer: "Tokenizer", max_bytes: int = MAX_BYTES
+) -> Grammar:
+    """Returns the grammar of a form; a form that was seen lately is not read again.
+
+    Raises:
+        InvalidRequest: as ``make_grammar``.
+    """
+    check_form_size(outputs, param, max_bytes)
+    try:
+        text = form_text(outputs)
+    except (TypeError, ValueError, RecursionError):  # offline: no JSON, which make_grammar refuses
+        special_tokens = tokenizer.added_ids
+        return make_grammar(outputs, param, special_tokens=special_tokens, max_bytes=max_bytes)
+    return _known_grammar(text, param, tokenizer, max_bytes)
+
+
+@lru_cache(KNOWN_FORMS)
+def _known_grammar(text: str, param: str, tokenizer: "Tokenizer", max_bytes: int) -> Grammar:
+    special_tokens = tokenizer.added_ids
+    return make_grammar(form_from(text), param, special_tokens=special_tokens, max_bytes=max_bytes)

@@ -25,8 +25,7 @@ from rayfin.deployments.batches.answers import LineAnswer
 from rayfin.deployments.batches.folder import BatchFolder
 from rayfin.deployments.batches.lines import MAX_LINE_BYTES, Line
 from rayfin.deployments.batches.sender import NO_TIMEOUT, LineSender
-from rayfin.deployments.batches.series import add_series
-from rayfin.deployments.batches.worker import TENANT, BatchWorker
+from rayfin.deployments.batches.worker import TENANT, BatchWorker, add_series
 from rayfin.deployments.generation.reply_settings import ReplySettings
 from rayfin.deployments.generation.service import ServedModels
 from rayfin.deployments.http.idempotency import AnswerStore

@@ -8,8 +8,7 @@ import pytest
 from call_walks import Walker, byte_tokenizer, tokens_of
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.runner.parts.grammars.guided_row import GuidedRow
-from rayfin.deployments.guidance.build import build_guidance
-from rayfin.deployments.guidance.calls import CallRules
+from rayfin.deployments.guidance.calls import CallRules, build_guidance
 from rayfin.deployments.guidance.thinking import make_thinking
 from rayfin.deployments.text.parsing.events import Piece
 from rayfin.deployments.text.parsing.format import ReasoningFormat

@@ -9,8 +9,7 @@ from call_walks import Walker, byte_tokenizer, tokens_of
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.runner.parts.grammars.guided_row import Phase
 from rayfin.actors.structured_outputs import StructuredOutputs
-from rayfin.deployments.guidance.build import build_guidance
-from rayfin.deployments.guidance.calls import CallRules, make_call_rules
+from rayfin.deployments.guidance.calls import CallRules, build_guidance, make_call_rules
 from rayfin.deployments.guidance.grammar import make_grammar
 from rayfin.deployments.guidance.tool_choice import ToolChoice
 from rayfin.deployments.guidance.tools import Tool

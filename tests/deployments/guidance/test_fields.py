@@ -10,8 +10,7 @@ from rayfin.actors.guidance import CallGrammar, Guidance, Thinking
 from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.generation.plan import OutputPlan
 from rayfin.deployments.guidance import build
-from rayfin.deployments.guidance.build import answer_grammar, build_guidance
-from rayfin.deployments.guidance.calls import CallRules
+from rayfin.deployments.guidance.calls import CallRules, build_guidance
 from rayfin.deployments.guidance.fields import (
     AnswerFormat,
     asked_format,
@@ -19,7 +18,7 @@ from rayfin.deployments.guidance.fields import (
     read_response_format,
     read_structured_outputs,
 )
-from rayfin.deployments.guidance.grammar import make_grammar
+from rayfin.deployments.guidance.grammar import answer_grammar, make_grammar
 from rayfin.deployments.serve.preflight import DEMO_FOLDER
 from rayfin.deployments.text.tokenizer import Tokenizer
 

@@ -9,8 +9,7 @@ import pytest
 from call_walks import Walker, byte_tokenizer, tokens_of
 from rayfin.actors.guidance import Thinking
 from rayfin.actors.runner.parts.grammars.guided_row import Phase
-from rayfin.deployments.guidance.build import build_guidance
-from rayfin.deployments.guidance.calls import CallRules, make_call_rules
+from rayfin.deployments.guidance.calls import CallRules, build_guidance, make_call_rules
 from rayfin.deployments.guidance.tool_choice import ToolChoice
 from rayfin.deployments.guidance.tools import Tool
 from rayfin.deployments.text.parsing.events import Event, Piece
