@@ -226,7 +226,7 @@ class GrammarFailed(NoTokenLeft):
 
 
 class AdapterUnavailable(RequestFailed):
-    """The content of the request's LoRA adapter cannot be had any more."""
+    """The content of the request's adapter cannot be had any more."""
 
     status = 503
     code = "adapter_unavailable"

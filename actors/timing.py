@@ -100,7 +100,7 @@ COMPILE_LATE_SECONDS = 2.0
 ADAPTER_FETCH_SECONDS = 8.0
 ADAPTER_FETCH_PAUSE_SECONDS = 0.25
 # An ingress asks the registry of adapters for changes, which answers a change at once, else after
-# ADAPTER_POLL_SECONDS. A name that --lora-dir does not have is looked for again after the retry
+# ADAPTER_POLL_SECONDS. A name that their folder does not have is looked for again after the retry
 # time. A registry that no ingress asks exits.
 ADAPTER_POLL_SECONDS = 5.0
 ADAPTER_RETRY_SECONDS = 60.0

@@ -167,7 +167,7 @@ class Side:
         )
         if not recovers:
             self._engine._quarantine = Unguarded(self._engine._quarantine)  # type: ignore[assignment]
-            self._engine._logs = NoLogs()  # type: ignore[assignment]
+            self._engine._endings.logs = NoLogs()  # type: ignore[assignment]
         self._subscriptions = Subscriptions()
         self._subscriptions.renew(CLIENT)
 

@@ -41,10 +41,9 @@ from rayfin.actors.config import EngineArgs, EngineConfig, resolve
 from rayfin.actors.messages import EngineRequest, Sampling, SchedulerInfo, StopRules
 from rayfin.actors.runner.batch import StepInputs
 from rayfin.actors.runner.inline import InlineExecutor
-from rayfin.actors.runner.model_runner import ModelRunner
+from rayfin.actors.runner.model_runner import ModelRunner, RunnerPlugins
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.observers import Observer
-from rayfin.actors.runner.plugins import RunnerPlugins
 from rayfin.actors.runner.speculation.draft_model import DraftedModel
 from rayfin.actors.runner.speculation.heads import HeadedModel
 from rayfin.actors.scheduler.engine import Engine

@@ -19,6 +19,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from rayfin.actors.errors import InvalidRequest, Overloaded, RequestQuarantined
 from rayfin.actors.guidance import CallGrammar, Guidance
 from rayfin.actors.media.part import VIRTUAL_TOKENS, MediaInput
 from rayfin.actors.media.virtual_ids import virtual_ids
-from rayfin.actors.messages import COPY, BeamParams
+from rayfin.actors.messages import COPY, BeamParams, Command
 from rayfin.actors.parts import all_of
 from rayfin.actors.settings.bidirectional import Bidirectional
 from rayfin.actors.timing import PAGE_READ_SECONDS, PREPARE_SECONDS
@@ -178,7 +179,8 @@ class Life:
         for _ in range(draw.choice([0, 0, 3])):
             self._at(draw.random() * 0.1, lose)
         if draw.random() < 0.1:
-            self._at(draw.random() * 0.1, self.harness.engine.forget_prefixes)
+            reset = partial(self.harness.engine.carry_out, Command.RESET_CACHE)
+            self._at(draw.random() * 0.1, reset)
         for _ in range(draw.choice([0, 5, 30])):  # the disk has what the device has no more
             self._at(draw.random() * 0.1, self.harness.engine.lifecycle.forget_prefixes)
 

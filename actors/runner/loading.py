@@ -49,26 +49,6 @@ ONE_THREAD_PARAMETERS = 32_000_000
 """Models with fewer parameters compute on one thread unless ``threads`` is given."""
 
 
-class DraftPart(ModelPart):
-    """What a draft model or head adds to a model: layers of the cache behind the others.
-
-    Args:
-        token_layers: of the cache, in front of its own.
-        bytes_per_request: of the states that wait for a head.
-        gpu_model: a draft model, if CUDA graphs can record it.
-    """
-
-    def __init__(
-        self,
-        token_layers: int,
-        bytes_per_request: int = 0,
-        gpu_model: "GpuDecoder | None" = None,
-    ) -> None:
-        self.token_layers = token_layers
-        self.bytes_per_request = bytes_per_request
-        self.gpu_model = gpu_model
-
-
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model on its device, and what was decided with it."""

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,15 +32,17 @@ from rayfin.actors.runner.execution.forward import Forward
 from rayfin.actors.runner.execution.graph_steps import GraphSteps, make_graphs
 from rayfin.actors.runner.loading import load
 from rayfin.actors.runner.memory import available_bytes, bytes_taken, largest_step, share_bytes
+from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.observers import RankAgreement, RowFaults, StepObserver
 from rayfin.actors.runner.page_checksums import PageChecksums
 from rayfin.actors.runner.page_moves import PageMover
 from rayfin.actors.runner.page_prefaulter import PagePrefaulter
 from rayfin.actors.runner.parallel.pipeline import PipelineTokenChannel
 from rayfin.actors.runner.parallel.rank import ParallelRank
-from rayfin.actors.runner.plugins import RunnerPlugins
 from rayfin.actors.runner.request_slots import RequestSlots
+from rayfin.actors.runner.sampling.processor import ProcessorFactory
 from rayfin.actors.runner.sampling.sampler import Sampler, StepOutput, StepSampler
+from rayfin.actors.runner.speculation.interface import Proposer
 from rayfin.actors.runner.speculation.make import make_speculator, with_speculation
 from rayfin.actors.runner.speculation.speculator import Speculator
 from rayfin.cache.kv_tensors import KVTensors
@@ -49,6 +52,16 @@ if TYPE_CHECKING:
     from rayfin.actors.runner.gpu.graphs import DecodeGraphs
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerPlugins:
+    """Further parts of a `ModelRunner`; README.md says how to write one of each kind."""
+
+    processors: tuple[ProcessorFactory, ...] = ()  # before the default ones
+    observers: tuple[StepObserver, ...] = ()
+    proposer: Callable[[], Proposer] | None = None  # made anew when the runner starts
+    wrap_model: Callable[[StepModel], StepModel] | None = None  # without graphs
 
 
 class ModelRunner:

@@ -1,8 +1,14 @@
-"""What may hold back the next waiting request, beside missing slots and pages."""
+"""Whether a waiting request may run now: room for it, and what else may hold it back."""
 
+from collections.abc import Iterable
 from typing import Protocol
 
+from rayfin.actors.parts import PartFacts, first_of
+from rayfin.actors.scheduler.cached_prefix import CachedPrefix, PrefixLookup
+from rayfin.actors.scheduler.preempted_pages import PreemptionPolicy
 from rayfin.actors.scheduler.request import Request
+from rayfin.actors.scheduler.running_table import RunningTable
+from rayfin.actors.scheduler.scheduler_state import SchedulerState
 
 
 class AdmissionGate(Protocol):
@@ -16,3 +22,82 @@ class AdmissionGate(Protocol):
     def may_admit(self, request: Request) -> bool:
         """Whether the waiting request may run beside those that run now."""
         ...
+
+
+class Admission:
+    """Answers by the state as it is; ``Lifecycle.admit`` changes it."""
+
+    def __init__(self, state: SchedulerState, preemption: PreemptionPolicy) -> None:
+        self.gates: list[AdmissionGate] = []
+        self.prefixes = PrefixLookup(state)
+        self.returning: set[Request] = set()
+        """Requests that ran when the runners died, and still read their pages."""
+        self._state = state
+        self._preemption = preemption
+
+    def can_admit(self, request: Request, spare: int) -> bool:
+        """Whether all gates admit the request, and there is room for it."""
+        return self.passes_gates(request) and self.has_room(request, spare)
+
+    def passes_gates(self, request: Request) -> bool:
+        """Whether all gates admit the request, and it overtakes none whose runner died."""
+        return all(gate.may_admit(request) for gate in self.gates) and not self.overtakes(request)
+
+    def overtakes(self, request: Request) -> bool:
+        """Whether older requests, which ran when the runners died, still read their pages."""
+        return any(
+            own.order < request.order and own.source.background <= request.source.background
+            for own in self.returning
+        )
+
+    def has_room(self, request: Request, spare: int) -> bool:
+        """Whether there are slots, and pages for the request's tokens and one more per beam.
+
+        ``spare`` pages must remain free. False while its fork parent computes their prompt.
+        """
+        prefix = self.prefixes.find(request)
+        return prefix is not None and self._fits(request, prefix, spare)
+
+    def lacks_room(self, request: Request) -> bool:
+        """Whether slots or pages are all that the request waits for."""
+        prefix = self.prefixes.find(request)
+        return prefix is not None and not self._fits(request, prefix, 0)
+
+    def _fits(self, request: Request, prefix: CachedPrefix, spare: int) -> bool:
+        if self._state.running.num_free_slots < request.width:
+            return False
+        more = 1 if request.source.samples else 0
+        pages = self._state.tables.pages_for(request.num_tokens + more) + request.width - 1
+        missing = pages - len(prefix.pages)
+        return missing + spare <= self._state.tables.num_free_without(prefix.pages)
+
+    def num_to_compute(self, request: Request) -> int:
+        """Tokens of the waiting request that are neither cached nor in host memory."""
+        prefix = self.prefixes.find(request)
+        cached = 0 if prefix is None else prefix.num_tokens
+        return request.num_tokens - max(cached, self._preemption.num_saved(request))
+
+
+class PartGate:
+    """An ``AdmissionGate``. A request always passes whose parts run already, or are not limited.
+
+    Adapters are: a step computes with ``max_loras`` at most.
+    """
+
+    def __init__(self, running: RunningTable, served: Iterable[PartFacts]) -> None:
+        self._running = running
+        self._limits = [(facts.of, facts.at_once) for facts in served if facts.at_once is not None]
+
+    def may_admit(self, request: Request) -> bool:
+        """Whether its parts run, or one more of their kind may."""
+        if not request.source.parts:
+            return True
+        for kind, at_once in self._limits:
+            part = first_of(request.source.parts, kind)
+            if part is None:
+                continue
+            others = (other.source.part(kind) for other in self._running.holders())
+            keys = {other.key for other in others if other is not None}
+            if part.key not in keys and len(keys) >= at_once:
+                return False
+        return True

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from rayfin.actors.messages import STATE_SAVE, NewRequest
-from rayfin.actors.scheduler.admission import AdmissionGate
-from rayfin.actors.scheduler.cached_prefix import CachedPrefix, PrefixLookup
+from rayfin.actors.scheduler.admission import Admission
 from rayfin.actors.scheduler.page_tier import NoTier, PageTier
 from rayfin.actors.scheduler.preempted_pages import PreemptionPolicy
 from rayfin.actors.scheduler.queues.preparation import Preparations
@@ -35,10 +34,8 @@ class Lifecycle:
         self.preemption = preemption
         self.preparations = preparations
         self.tier = NoTier() if tier is None else tier
-        self.gates: list[AdmissionGate] = []
+        self.admission = Admission(state, preemption)
         self._ran: list[Request] = []  # when the runners were lost
-        self._returning: set[Request] = set()  # of those the ones whose pages are read
-        self._prefixes = PrefixLookup(state)
         self._clock = clock
 
     def enqueue(self, request: Request) -> None:
@@ -50,50 +47,8 @@ class Lifecycle:
     def queue(self, request: Request) -> None:
         """Puts a request into the queue that has all it needs, or first lets its pages be read."""
         if not self.tier.keeps(request):
-            self._returning.discard(request)
+            self.admission.returning.discard(request)
             self.state.waiting.push(request)
-
-    def can_admit(self, request: Request, spare: int) -> bool:
-        """Whether all gates admit the request, and there is room for it."""
-        return self.passes_gates(request) and self.has_room(request, spare)
-
-    def passes_gates(self, request: Request) -> bool:
-        """Whether all gates admit the request, and it overtakes none whose runner died."""
-        return all(gate.may_admit(request) for gate in self.gates) and not self.overtakes(request)
-
-    def overtakes(self, request: Request) -> bool:
-        """Whether older requests, which ran when the runners died, still read their pages."""
-        return any(
-            own.order < request.order and own.source.background <= request.source.background
-            for own in self._returning
-        )
-
-    def has_room(self, request: Request, spare: int) -> bool:
-        """Whether there are slots, and pages for the request's tokens and one more per beam.
-
-        ``spare`` pages must remain free. False while its fork parent computes their prompt.
-        """
-        prefix = self._prefixes.find(request)
-        return prefix is not None and self._fits(request, prefix, spare)
-
-    def lacks_room(self, request: Request) -> bool:
-        """Whether slots or pages are all that the request waits for."""
-        prefix = self._prefixes.find(request)
-        return prefix is not None and not self._fits(request, prefix, 0)
-
-    def _fits(self, request: Request, prefix: CachedPrefix, spare: int) -> bool:
-        if self.state.running.num_free_slots < request.width:
-            return False
-        more = 1 if request.source.samples else 0
-        pages = self.state.tables.pages_for(request.num_tokens + more) + request.width - 1
-        missing = pages - len(prefix.pages)
-        return missing + spare <= self.state.tables.num_free_without(prefix.pages)
-
-    def num_to_compute(self, request: Request) -> int:
-        """Tokens of the waiting request that are neither cached nor in host memory."""
-        prefix = self._prefixes.find(request)
-        cached = 0 if prefix is None else prefix.num_tokens
-        return request.num_tokens - max(cached, self.preemption.num_saved(request))
 
     def admit(self) -> int:
         """Starts the first waiting request, with pages for all its known tokens; returns its slot.
@@ -101,11 +56,11 @@ class Lifecycle:
         Tokens of its cached prefix and those swapped in from host memory count as computed.
         """
         request = self.state.waiting.pop()
-        prefix = self._prefixes.find(request)
+        prefix = self.admission.prefixes.find(request)
         assert prefix is not None, "admitted before its fork parent computed the prompt"
         cached = prefix.num_tokens
         slot = self.state.running.enter(request, self._client_number(request), cached)
-        self._prefixes.install(prefix, slot)
+        self.admission.prefixes.install(prefix, slot)
         if not request.admitted:
             self.state.queue_limits.left(request)
             request.admitted_at = self._clock()
@@ -204,7 +159,7 @@ class Lifecycle:
         request.ended = True
         search = request.search
         if request.slot is None:
-            self._returning.discard(request)
+            self.admission.returning.discard(request)
             if not (self.preparations.discard(request) or self.tier.discard(request)):
                 self.state.waiting.discard(request)
             self.preemption.forget(request)
@@ -235,7 +190,7 @@ class Lifecycle:
             self.requeue(request)
         for request in (*self.preparations.restart(), *self.tier.restart()):
             self.state.waiting.push(request)
-        self._returning.clear()
+        self.admission.returning.clear()
         self.forget_prefixes()
         self.state.counters.restart()
         self.state.runner_diff.clear()
@@ -250,7 +205,7 @@ class Lifecycle:
         """
         for request in self._ran:
             if self.tier.keeps(request):
-                self._returning.add(request)
+                self.admission.returning.add(request)
                 self.state.waiting.discard(request)
         self._ran = []
 

@@ -23,8 +23,7 @@ from rayfin.deployments.generation.best_of import (
     request_logprobs,
 )
 from rayfin.deployments.generation.build_requests import build_requests
-from rayfin.deployments.generation.calls import ParsedAnswer
-from rayfin.deployments.generation.choice import Choice, Prompt
+from rayfin.deployments.generation.choice import Choice, ParsedAnswer, Prompt
 from rayfin.deployments.generation.plan import NO_PLAN, OutputPlan
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.generation.usage import (

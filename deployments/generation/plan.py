@@ -292,13 +292,7 @@ def make_plan(
         answer: of the form, if it is made already.
     """
     if rules.ask_nothing:
-        return OutputPlan(
-            make_parser=_parser_of(formats, tokenizer, rules, opening),
-            id_style=_id_style(formats),
-            earlier_calls=earlier_calls,
-            choice=rules.choice,
-            reasons=formats.reasoning is not None,
-        )
+        return _free_plan(formats, tokenizer, rules, opening, earlier_calls)
     if formats.rules.one_call and rules.choice.parallel:
         rules = replace(rules, choice=replace(rules.choice, parallel=False))
     if rules.budget is not None and formats.reasoning is None:
@@ -346,6 +340,23 @@ def make_plan(
         reasons=formats.reasoning is not None,
         kind=answer.kind if answer else "tools" if guidance and guidance.grammars else "",
         param=rules.grammar_param if guidance and guidance.grammars else "",
+    )
+
+
+def _free_plan(
+    formats: Detected,
+    tokenizer: Tokenizer,
+    rules: AnswerRules,
+    opening: str,
+    earlier_calls: int,
+) -> OutputPlan:
+    """Returns the plan of answers that nothing guides; thoughts are read from them all the same."""
+    return OutputPlan(
+        make_parser=_parser_of(formats, tokenizer, rules, opening),
+        id_style=_id_style(formats),
+        earlier_calls=earlier_calls,
+        choice=rules.choice,
+        reasons=formats.reasoning is not None,
     )
 
 

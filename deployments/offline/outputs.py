@@ -7,8 +7,7 @@ from rayfin.actors.errors import RayfinError
 from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.generation.best_of import Likelihood, likeliest
-from rayfin.deployments.generation.calls import ParsedAnswer
-from rayfin.deployments.generation.choice import name_cause
+from rayfin.deployments.generation.choice import ParsedAnswer, name_cause
 from rayfin.deployments.generation.plan import NO_PLAN, OutputPlan
 from rayfin.deployments.offline.lora import LoRARequest
 from rayfin.deployments.text.logprobs import Logprob, by_token, of_prompt, total

@@ -73,7 +73,7 @@ class Scheduler:
         """A drain: whatever runs ends as moved."""
         self.draining = True
         for request in list(self.engine.lifecycle.state.live.values()):
-            self.engine._end(request, "error", error=RequestHandedBack("the engine drains"))
+            self.engine._endings.end(request, "error", error=RequestHandedBack("the engine drains"))
         self._post(self.engine._outbox.drain(0, 0))
 
     def fail(self) -> None:

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from rayfin.actors.runner import loading, model_runner
-from rayfin.actors.runner.model_runner import ModelRunner
-from rayfin.actors.runner.plugins import RunnerPlugins
+from rayfin.actors.runner.model_runner import ModelRunner, RunnerPlugins
 
 _load = functools.lru_cache(maxsize=8)(loading.load)
 

@@ -21,7 +21,7 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.parts import RequestPart
 from rayfin.actors.runner.inline import InlineExecutor
-from rayfin.actors.runner.plugins import RunnerPlugins
+from rayfin.actors.runner.model_runner import RunnerPlugins
 from rayfin.actors.runner.speculation.interface import Drafts, TokenTable
 from rayfin.actors.scheduler.engine import Engine
 

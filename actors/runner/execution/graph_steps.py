@@ -10,9 +10,10 @@ from rayfin.actors import failpoints
 from rayfin.actors.config import BatchLimits, EngineArgs
 from rayfin.actors.messages import BoolArray, SchedulerInfo
 from rayfin.actors.runner.execution.failed_rows import leave_broken_device
-from rayfin.actors.runner.loading import DraftPart, LoadedModel
+from rayfin.actors.runner.loading import LoadedModel
 from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.sampling.sampler import StepSampler
+from rayfin.actors.runner.speculation.interface import DraftPart
 
 if TYPE_CHECKING:
     from rayfin.actors.runner.gpu.graphs import DecodeGraphs, MultiStepOutput

@@ -17,11 +17,11 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, RayfinError
 from rayfin.actors.messages import Int32Array, Int64Array, NewRequest, SchedulerInfo
 from rayfin.actors.runner.batch import StepInputs, build_inputs
-from rayfin.actors.runner.loading import DraftPart, LoadedModel, load
+from rayfin.actors.runner.loading import LoadedModel, load
 from rayfin.actors.runner.models.dtypes import DTYPES
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.request_slots import RequestSlots
-from rayfin.actors.runner.speculation.interface import Drafts, TokenTable
+from rayfin.actors.runner.speculation.interface import DraftPart, Drafts, TokenTable
 from rayfin.actors.settings.choices import Dtype
 from rayfin.actors.step_cost import StepCost
 from rayfin.cache.kv_tensors import KVLayout, KVTensors

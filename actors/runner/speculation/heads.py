@@ -23,13 +23,13 @@ from rayfin.actors.messages import Int32Array, Int64Array, NewRequest
 from rayfin.actors.runner.batch import StepInputs, build_inputs
 from rayfin.actors.runner.cpu.build_decoder import TOLERANCE
 from rayfin.actors.runner.cpu.packed_layers import pack_linears
-from rayfin.actors.runner.loading import DraftPart, LoadedModel
+from rayfin.actors.runner.loading import LoadedModel
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.speculation.draft_model import CLASSES, chunks, prompts_of
 from rayfin.actors.runner.speculation.head_model import HeadModel
-from rayfin.actors.runner.speculation.interface import Drafts, TokenTable
+from rayfin.actors.runner.speculation.interface import DraftPart, Drafts, TokenTable
 from rayfin.actors.runner.speculation.taps import States
 from rayfin.actors.step_cost import StepCost
 from rayfin.cache.kv_tensors import KVLayout, KVTensors

@@ -1,11 +1,12 @@
 """The contract of a proposer: who guesses how requests go on."""
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from rayfin.actors.messages import Int32Array, Int64Array, NewRequest
+from rayfin.actors.runner.parts.model_part import ModelPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +97,23 @@ class TokenTable:
         index = places[:, None] + np.arange(most) % period
         drafts: Int32Array = self.tokens[slots[:, None], index]
         return drafts
+
+
+class DraftPart(ModelPart):
+    """What a draft model or head adds to a model: layers of the cache behind the others.
+
+    Args:
+        token_layers: of the cache, in front of its own.
+        bytes_per_request: of the states that wait for a head.
+        gpu_model: a draft model as a ``GpuDecoder``, if CUDA graphs can record it.
+    """
+
+    def __init__(
+        self,
+        token_layers: int,
+        bytes_per_request: int = 0,
+        gpu_model: Any = None,
+    ) -> None:
+        self.token_layers = token_layers
+        self.bytes_per_request = bytes_per_request
+        self.gpu_model = gpu_model

@@ -97,8 +97,8 @@ class BackgroundScheduler:
         request = queue.peek()
         while request is not None and not request.source.background and len(queue.slots):
             # A gate may hold it back for what runs: background requests that rest would never end.
-            gated = not queue.runs_foreground and not lifecycle.passes_gates(request)
-            if not gated and not lifecycle.lacks_room(request):
+            gated = not queue.runs_foreground and not lifecycle.admission.passes_gates(request)
+            if not gated and not lifecycle.admission.lacks_room(request):
                 return
             lifecycle.preempt(lifecycle.victim())
 

@@ -1,4 +1,6 @@
-"""How many decode steps one call may run: enough to hide the call, few enough to stay responsive.
+"""How many decode steps one call may run, and how many drafts each row may have in them.
+
+Steps are enough to hide the call, and few enough to stay responsive.
 
 A Ray call costs about a millisecond (benchmarks/hops.py channel), a decode step of a small model
 hardly more. In steady decode one call therefore runs ``num_steps`` steps back to back on pages that
@@ -12,7 +14,6 @@ import numpy as np
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.messages import Int64Array
 from rayfin.actors.scheduler.microbatches import DecodeMicrobatcher
-from rayfin.actors.scheduler.policy.drafts import DraftPolicy
 from rayfin.actors.scheduler.scheduler_state import SchedulerState
 
 CALL_SECONDS = 0.0012
@@ -20,6 +21,41 @@ CALLS_OF_WORK = 4
 """A call computes for about the time of so many calls; more would delay the next arrival."""
 
 SMOOTHING = 0.2
+
+
+class DraftPolicy:
+    """Grants each decoding row up to ``most`` drafts in each decode step of a call.
+
+    The scheduler counts them, the runner proposes them.
+    """
+
+    def __init__(self, state: SchedulerState, most: int) -> None:
+        self._state = state
+        self._most = most
+
+    def grant(self, decoding: Int64Array, num_steps: int) -> Int64Array | None:
+        """Most tokens [D] of a call for the slots of ``decoding`` [D], with pages for all of them.
+
+        None in an engine without drafts. No draft preempts a request: if too few pages would stay
+        free for each request to grow, no row has any. The runner puts fewer drafts into a step than
+        granted, as its memory and the time of a step allow.
+        """
+        if not self._most or not len(decoding):
+            return None
+        running, tables = self._state.running, self._state.tables
+        room = running.room(decoding)
+        # The step behind this one is scheduled before its answer: it finds room for its tokens.
+        ahead = np.maximum(room - num_steps, np.minimum(room, num_steps))
+        grants = np.minimum(ahead, num_steps * (1 + self._most))
+        grants[running.lockstep[decoding]] = 1
+        ends = running.num_computed[decoding] + grants
+        missing = -(-ends // tables.page_size) - tables.held[decoding]
+        crossing = missing > 0
+        if missing[crossing].sum() + len(running) > tables.pool.num_free:
+            return np.minimum(room, num_steps)
+        for slot, end in zip(decoding[crossing].tolist(), ends[crossing].tolist(), strict=True):
+            tables.grow(slot, end)
+        return grants
 
 
 class MultiStepPolicy:

@@ -89,7 +89,8 @@ class TokenScheduler:
         lifecycle = self._lifecycle
         while budget > 0 and len(chunks) < self._limits.max_prefill_batch:
             request = lifecycle.state.waiting.peek()
-            if request is None or not lifecycle.can_admit(request, spare_pages(lifecycle)):
+            spare = spare_pages(lifecycle)
+            if request is None or not lifecycle.admission.can_admit(request, spare):
                 return
             if not (length := self._max_chunk(request, budget, chunks)):
                 return

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rayfin.actors.config import resolve
-from rayfin.actors.messages import BeamParams, Sampling
+from rayfin.actors.messages import BeamParams, Command, Sampling
 from rayfin.actors.runner.loading import load
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.models.replace import chunked_logits
@@ -170,7 +170,7 @@ def test_second_turn_starts_from_a_snapshot(
     turn = prompt + first + _prompts((6,))[0]
     _check(tiny, [turn], {0: engine.run(request_of(1, turn, MAX_TOKENS, eos=[EOS]))[1]})
     assert engine.cached[1] == 84
-    engine.engine.forget_prefixes()
+    engine.engine.carry_out(Command.RESET_CACHE)
     _check(tiny, [turn], {0: engine.run(request_of(2, turn, MAX_TOKENS, eos=[EOS]))[2]})
     assert engine.cached[2] == 0
 

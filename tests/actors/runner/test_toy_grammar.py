@@ -10,8 +10,7 @@ import torch
 from rayfin.actors.config import resolve
 from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.inline import InlineExecutor
-from rayfin.actors.runner.model_runner import ModelRunner
-from rayfin.actors.runner.plugins import RunnerPlugins
+from rayfin.actors.runner.model_runner import ModelRunner, RunnerPlugins
 from rayfin.actors.runner.sampling.device_rules import DeviceRules
 from rayfin.actors.runner.sampling.processor import Rows
 from rayfin.actors.scheduler.engine import Engine

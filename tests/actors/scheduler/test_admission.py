@@ -31,7 +31,7 @@ class OneTenantAtATime:
 def test_a_gate_holds_back_the_next_request(harness: Make, scheduler: str) -> None:
     h = harness(scheduler=scheduler)
     gate = OneTenantAtATime(h.engine.lifecycle.state)
-    h.engine.lifecycle.gates.append(gate)
+    h.engine.lifecycle.admission.gates.append(gate)
     for tenant in ("a", "a", "b", "a", "b", "b"):
         h.add(5, 4, tenant=tenant)
     seen = set()

@@ -150,7 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert lifecycle.state.queue_limits.num_tokens == sum(len(r.source.prompt) for r in new)
         assert len(lifecycle.state.waiting) == sum(request.slot is None for request in live)
         assert len(lifecycle.state.running) == sum(len(request.slots) for request in live)
-        assert len(engine._deadlines) == sum(r.source.timeout is not None for r in live)
+        assert len(engine._endings.deadlines) == sum(r.source.timeout is not None for r in live)
         assert {
             (s.source.client, s.source.key) for s in self._open()
         } == engine.lifecycle.state.live.keys()

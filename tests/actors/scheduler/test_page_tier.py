@@ -7,6 +7,7 @@ import pytest
 
 from fake_disk import fake_folder
 from rayfin.actors.errors import RunnerGroupFailed
+from rayfin.actors.messages import Command
 from rayfin.actors.timing import PAGE_READ_SECONDS
 
 Make = Callable[..., Any]
@@ -140,7 +141,7 @@ def test_a_dead_runner_keeps_nothing_lent(h: Any) -> None:
 
 
 def test_an_operators_reset_empties_the_disk(h: Any) -> None:
-    h.engine.forget_prefixes()
+    h.engine.carry_out(Command.RESET_CACHE)
     assert not _files(h)
     stream = h.add(PROMPT, 3)
     h.run()
@@ -151,7 +152,7 @@ def test_an_operators_reset_empties_the_disk(h: Any) -> None:
 def test_a_reset_while_pages_come(h: Any) -> None:
     h.executor.disk_seconds = 0.5
     stream = h.add(PROMPT, 3)
-    h.engine.forget_prefixes()
+    h.engine.carry_out(Command.RESET_CACHE)
     h.run()
     h.check()
     assert stream.ended.cached_tokens == 0
@@ -214,7 +215,7 @@ def test_what_is_not_computed_again_is_not_stored(harness: Make) -> None:
         h.step()
     state = h.engine.lifecycle.state
     h.engine.lifecycle.preempt(state.running.holders()[0].slots[0])
-    h.engine.forget_prefixes()
+    h.engine.carry_out(Command.RESET_CACHE)
     h.step()
     h.abort(stream)
     h.run()

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rayfin.actors.messages import EngineRequest, Sampling, StopRules, TokenDelta
 from rayfin.actors.sampling_params import SamplingParams
-from rayfin.deployments.generation.calls import ParsedAnswer
+from rayfin.deployments.generation.choice import ParsedAnswer
 from rayfin.deployments.generation.plan import OutputPlan
 from rayfin.deployments.guidance.tool_choice import ToolChoice
 from rayfin.deployments.text.output import OutputText, TextDelta

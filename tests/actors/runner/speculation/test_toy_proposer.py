@@ -10,8 +10,7 @@ import pytest
 from rayfin.actors.config import resolve
 from rayfin.actors.messages import Int32Array, Int64Array, NewRequest, Sampling, SchedulerInfo
 from rayfin.actors.runner.inline import InlineExecutor
-from rayfin.actors.runner.model_runner import ModelRunner
-from rayfin.actors.runner.plugins import RunnerPlugins
+from rayfin.actors.runner.model_runner import ModelRunner, RunnerPlugins
 from rayfin.actors.runner.speculation.interface import Drafts
 from rayfin.actors.scheduler.engine import Engine
 

@@ -208,7 +208,7 @@ class _Alone:
 @pytest.mark.parametrize("mode", ["idle", "share"])
 def test_a_gate_that_background_requests_keep_shut_opens(mode: Any) -> None:
     h = make_harness(batch_mode=mode, steps_in_flight=1)
-    h.engine.lifecycle.gates.append(_Alone(h))
+    h.engine.lifecycle.admission.gates.append(_Alone(h))
     for _ in range(3):
         h.add(6, 30, background=True)
     h.step()

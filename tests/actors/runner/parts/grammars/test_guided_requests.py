@@ -17,11 +17,10 @@ from rayfin.actors.guidance import NO_END, CallGrammar, Guidance, Thinking
 from rayfin.actors.messages import Sampling
 from rayfin.actors.model_files.fast_tokenizer import load_fast
 from rayfin.actors.runner.inline import InlineExecutor
-from rayfin.actors.runner.model_runner import ModelRunner
+from rayfin.actors.runner.model_runner import ModelRunner, RunnerPlugins
 from rayfin.actors.runner.parts.grammars.compile_threads import IdleCompiler
 from rayfin.actors.runner.parts.grammars.load import GrammarsPart
 from rayfin.actors.runner.parts.grammars.masker import GuidanceProcessor
-from rayfin.actors.runner.plugins import RunnerPlugins
 from rayfin.actors.runner.sampling.processor import Rows
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.timing import GRAMMAR_BARRED_SECONDS

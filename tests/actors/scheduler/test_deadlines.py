@@ -49,7 +49,7 @@ def test_done_in_time(harness: Make) -> None:
     assert stream.ended.finish_reason == "length"
     h.executor.clock += 1000
     assert h.engine.step() == {}
-    assert len(h.engine._deadlines) == 0
+    assert len(h.engine._endings.deadlines) == 0
 
 
 def test_aborted_requests_are_not_watched(harness: Make) -> None:
@@ -58,7 +58,7 @@ def test_aborted_requests_are_not_watched(harness: Make) -> None:
     h.step()
     for stream in streams:
         h.abort(stream)
-    assert len(h.engine._deadlines) == 0
+    assert len(h.engine._endings.deadlines) == 0
     h.executor.clock += 2
     h.run()
     h.check()
