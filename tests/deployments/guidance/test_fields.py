@@ -9,7 +9,7 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.guidance import CallGrammar, Guidance, Thinking
 from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.generation.plan import OutputPlan
-from rayfin.deployments.guidance import build
+from rayfin.deployments.guidance import grammar
 from rayfin.deployments.guidance.calls import CallRules, build_guidance
 from rayfin.deployments.guidance.fields import (
     AnswerFormat,
@@ -136,7 +136,7 @@ def test_a_form_that_was_seen_is_not_read_again(monkeypatch: pytest.MonkeyPatch)
     form, same = (StructuredOutputs(json=json.loads(json.dumps(schema))) for _ in range(2))
     first = answer_grammar(form, "here", tokenizer)
     assert first == make_grammar(form, "here", special_tokens=tokenizer.added_ids)
-    monkeypatch.setattr(build, "make_grammar", None)
+    monkeypatch.setattr(grammar, "make_grammar", None)
     assert answer_grammar(same, "here", tokenizer) is first
     for other in (
         StructuredOutputs(json=schema, strict=False),
