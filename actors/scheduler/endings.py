@@ -44,7 +44,8 @@ class Endings:
         if request is not None:
             self._forget(request)
             self._lifecycle.finish(request, reason)
-            self.logs.keep(request)
+            if request.source.receipt is not None:
+                self.logs.keep(request)
 
     def end(
         self,
@@ -69,7 +70,7 @@ class Endings:
         self._lifecycle.finish(request, "moved" if moved else reason, spoiled=spoiled)
         if error is not None and not moved:
             state.counters.failure(error)
-        if error is None:
+        if error is None and source.receipt is not None:
             self.logs.keep(request, None if reason == "abort" else reason, stop_reason)
         cached = request.cached_tokens
         self._outbox.end(
@@ -89,7 +90,7 @@ class Endings:
     def _forget(self, request: Request) -> None:
         self.deadlines.discard(request)
         self._quarantine.discard(request)
-        self._lifecycle.state.repetitions.discard(request)
+        self._lifecycle.state.repetitions.watched.pop(request, None)
 
 
 class Deadlines:

@@ -227,7 +227,8 @@ class Engine:
         self.lifecycle.enqueue(request)
         self._quarantine.watch(request)
         self._endings.deadlines.watch(request)
-        state.repetitions.watch(request)
+        if (rule := source.stopping.repetition) is not None:
+            state.repetitions.watch(request, rule)
         state.counters.prompt_tokens += len(source.prompt)
 
     def abort(self, client: str, key: int, reason: str = "abort") -> None:

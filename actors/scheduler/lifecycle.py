@@ -10,7 +10,9 @@
 import time
 from collections.abc import Callable, Sequence
 
-from rayfin.actors.messages import STATE_SAVE, NewRequest
+import numpy as np
+
+from rayfin.actors.messages import STATE_SAVE, Int64Array, NewRequest
 from rayfin.actors.scheduler.admission import Admission
 from rayfin.actors.scheduler.page_tier import NoTier, PageTier
 from rayfin.actors.scheduler.preempted_pages import PreemptionPolicy
@@ -208,6 +210,31 @@ class Lifecycle:
                 self.admission.returning.add(request)
                 self.state.waiting.discard(request)
         self._ran = []
+
+    def make_room(self, slots: Int64Array) -> tuple[Int64Array, bool]:
+        """Grows the page tables of the decoding ``slots`` [N] by a token each.
+
+        If pages run out, the last request in order (``victim``) is preempted, possibly the one that
+        needs the page. Only rows that cross a page boundary are visited one by one.
+
+        Returns:
+            The slots [M <= N] that can decode now, and whether a request was preempted.
+        """
+        running, tables = self.state.running, self.state.tables
+        full = running.num_computed[slots] >= tables.held[slots].astype(np.int64) * tables.page_size
+        crossing = slots[full]
+        if tables.append_pages(crossing):
+            return slots, False
+        preempted = False
+        for slot in crossing.tolist():
+            while running.admission[slot] and not tables.grow(
+                slot, int(running.num_computed[slot]) + 1
+            ):
+                self.preempt(self.victim())
+                preempted = True
+        if preempted:
+            slots = slots[running.admission[slots] > 0]
+        return slots, preempted
 
     def victim(self) -> int:
         """The slot to preempt: the last request by the policy's order, so the first advances."""

@@ -43,21 +43,13 @@ class RepetitionWatch:
     """The outputs of live requests that ask for it; most engines have none."""
 
     def __init__(self) -> None:
-        self._watched: dict[Request, OutputRepeats] = {}
+        self.watched: dict[Request, OutputRepeats] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._watched)
-
-    def watch(self, request: Request) -> None:
-        """Watches the request if it asks for it."""
-        rule = request.source.stopping.repetition
-        if rule is not None:
-            repeats = self._watched[request] = OutputRepeats(rule)
-            for token in request.source.output:
-                repeats.push(token)
-
-    def discard(self, request: Request) -> None:
-        self._watched.pop(request, None)
+    def watch(self, request: Request, rule: Repetition) -> None:
+        """Watches a request that asks for it."""
+        repeats = self.watched[request] = OutputRepeats(rule)
+        for token in request.source.output:
+            repeats.push(token)
 
     def repeating(
         self, running: RunningTable, slots: Int64Array, tokens: Int32Array
@@ -68,6 +60,6 @@ class RepetitionWatch:
         """
         for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
             request = running.requests[slot]
-            repeats = None if request is None else self._watched.get(request)
+            repeats = None if request is None else self.watched.get(request)
             if request is not None and repeats is not None and repeats.push(token):
                 yield request

@@ -4,13 +4,12 @@ from dataclasses import dataclass, field
 
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.scheduler.counters import EngineCounters
-from rayfin.actors.scheduler.page_moves import PageMoves
 from rayfin.actors.scheduler.queues.background_queue import BackgroundQueue
 from rayfin.actors.scheduler.queues.queue_limits import CompletionRate, QueueLimits
 from rayfin.actors.scheduler.queues.waiting_queue import make_queue
 from rayfin.actors.scheduler.repetition import RepetitionWatch
 from rayfin.actors.scheduler.request import Request
-from rayfin.actors.scheduler.runner_diff import RunnerDiff
+from rayfin.actors.scheduler.runner_diff import PageMoves, RunnerDiff
 from rayfin.actors.scheduler.running_table import RunningTable
 from rayfin.actors.scheduler.state_snapshots import StateSnapshots
 from rayfin.cache.page_tables import PageTables

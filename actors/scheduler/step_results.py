@@ -58,7 +58,8 @@ class StepResults:
             self._lifecycle.preemption.clear()
             self._lifecycle.forget_states()
         current = running.admission[record.slots] == record.admissions
-        streams = current & ~running.lockstep[record.slots]
+        beams = current & running.lockstep[record.slots]
+        streams = current & ~beams
         if record.info.prefill_batch:
             failed = np.isin(np.arange(len(current)), list(result.errors))
             self._note_first_tokens(record, current & ~failed)
@@ -81,8 +82,9 @@ class StepResults:
             slot = int(record.slots[row])
             if running.admission[slot] == record.admissions[row]:
                 self._endings.end(running.request(slot), "error", error=error)
-        for request in self._beams.apply(record, result):
-            self._end_search(request)
+        if beams.any():
+            for request in self._beams.apply(record, result):
+                self._end_search(request)
         if record.info.grants is not None:
             self._take_back(record, record.info.grants - result.num_tokens)
             whole, more = divmod(sum(sampled), result.num_steps)
@@ -128,7 +130,7 @@ class StepResults:
         The runner does not know this rule, so it may have sampled past their ends.
         """
         state = self._lifecycle.state
-        if not state.repetitions:
+        if not state.repetitions.watched:
             return False
         repeating = list(state.repetitions.repeating(state.running, slots, tokens))
         for request in repeating:

@@ -25,19 +25,12 @@ IGNORABLE = {  # fields that a search does not support -> values that change not
 }
 
 
-def search_params(body: GenerationBody, max_tokens: int | None) -> BeamSearchParams | None:
-    """Returns the settings of the search, or None if ``body`` has no ``use_beam_search``.
+def search_params(body: GenerationBody, max_tokens: int | None) -> BeamSearchParams:
+    """Returns the settings of the search that ``body`` asks for.
 
     Raises:
-        InvalidRequest: a value out of range, a field that a search does not support, or a field
-            that needs a search.
+        InvalidRequest: a value out of range, or a field that a search does not support.
     """
-    if not body.use_beam_search:
-        if body.length_penalty not in (None, 1):
-            raise InvalidRequest("length_penalty needs use_beam_search.", "length_penalty")
-        if body.early_stopping not in (None, False):
-            raise InvalidRequest("early_stopping needs use_beam_search.", "early_stopping")
-        return None
     body.check()
     for name, harmless in IGNORABLE.items():
         value = getattr(body, name)

@@ -28,14 +28,9 @@ class Likelihood:
         return self.logprob / self.tokens if self.tokens else float("-inf")
 
 
-def num_candidates(params: SamplingParams) -> int:
-    """Returns the number of choices that run."""
-    return params.best_of or params.n
-
-
 def candidates(params: SamplingParams) -> SamplingParams:
     """Returns the settings of all choices that run."""
-    return replace(params, n=num_candidates(params), best_of=None)
+    return replace(params, n=params.best_of or params.n, best_of=None)
 
 
 def request_logprobs(requests: Iterable[EngineRequest]) -> None:

@@ -170,6 +170,11 @@ class GenerationBody(BaseModel):
         if self.stream and (self.best_of or 1) > (self.n or 1):
             raise InvalidRequest("best_of cannot be streamed: the best are known late.", "best_of")
         self.answer_format()
+        if not self.use_beam_search:
+            if self.length_penalty not in (None, 1):
+                raise InvalidRequest("length_penalty needs use_beam_search.", "length_penalty")
+            if self.early_stopping not in (None, False):
+                raise InvalidRequest("early_stopping needs use_beam_search.", "early_stopping")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs cannot be streamed.", "prompt_logprobs")
         if self.cache_salt is not None:

@@ -239,6 +239,8 @@ def _check_uncut(
     param: str,
 ) -> None:
     """Refuses what would have to be cut, though its tokens see each other both ways."""
+    if info.uncut.ahead == "nothing":
+        return
     if info.uncut.ahead == "prompt" and params.prompt_logprobs is not None:
         raise InvalidRequest(
             "prompt_logprobs does not go with a model whose prompts are read both ways.",

@@ -19,7 +19,6 @@ from rayfin.deployments.generation.beams import check_search, hypothesis_deltas
 from rayfin.deployments.generation.best_of import (
     candidates,
     likeliest,
-    num_candidates,
     request_logprobs,
 )
 from rayfin.deployments.generation.build_requests import build_requests
@@ -79,7 +78,7 @@ class Generation:
             )
         self._started = False  # an engine has sent something
         self._searches = search is not None
-        self._wanted, count = params.n, num_candidates(params)  # choices of each prompt
+        self._wanted, count = params.n, params.best_of or params.n  # choices of each prompt
         self.prompts = prompts
         self.choices = [
             Choice(
@@ -117,9 +116,10 @@ class Generation:
         info = await service.client.info()
         arrival = time.monotonic() if caller.arrival is None else caller.arrival
         requests = []
+        each = candidates(params) if params.best_of else params
         for i, prompt in enumerate(prompts):
             build: Callable[..., list[EngineRequest]] = partial(
-                build_requests, prompt.ids, candidates(params), guidance=plan.guidance
+                build_requests, prompt.ids, each, guidance=plan.guidance
             )
             if search is not None:
                 check_search(plan)
@@ -143,7 +143,7 @@ class Generation:
         for request in itertools.chain.from_iterable(requests):
             request.tenant, request.timeout = caller.tenant, caller.timeout
             request.session, request.background = caller.session, caller.background
-        if num_candidates(params) > params.n:
+        if (params.best_of or 0) > params.n:
             request_logprobs(itertools.chain.from_iterable(requests))
         if service.request_log is not None:
             ids = [prompt.ids for prompt in prompts]
@@ -287,7 +287,8 @@ class Generation:
         choice.append(text)
         if choice.times is not None and delta.tokens:
             choice.times.observe(delta.queued, delta.first_token, time.monotonic())
-        choice.likelihood.add(delta, len(text.token_ids))
+        if delta.logprobs:
+            choice.likelihood.add(delta, len(text.token_ids))
         choice.request.satisfied = choice.output.finished
         self._spend(text)
         return text

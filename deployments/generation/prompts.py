@@ -17,8 +17,8 @@ from rayfin.deployments.guidance.tools import DeclaredTools
 from rayfin.deployments.media.embeds_parts import place_embeds, read_parts
 from rayfin.deployments.media.embeds_tensor import FIELD as EMBEDS
 from rayfin.deployments.text.generation_prompt import ChatPrompt, render_prompt
-from rayfin.deployments.text.markers import Marked, is_part, mark
-from rayfin.deployments.text.messages import PlainTools, media_of
+from rayfin.deployments.text.markers import Marked
+from rayfin.deployments.text.messages import PlainTools, has_parts, is_part, media_of
 from rayfin.deployments.text.repair import NO_RULES
 
 
@@ -136,7 +136,8 @@ async def chat_prompt(
     if not (any_length or given):  # before media are decoded, which takes far longer
         check_length(characters, service.tokenizer, service.max_model_len, param)
     media = await _read_media(service, messages, param, given) if read is None else read
-    marked = mark(messages, EMBEDS) if embeds else None
+    has_rows = embeds and has_parts(messages, EMBEDS)
+    marked = Marked(messages, EMBEDS) if has_rows else None
     rows = [] if marked is None else await _read_embeds(service, marked, given)
 
     def render(seconds: float) -> ChatPrompt:

@@ -29,8 +29,8 @@ from rayfin.deployments.media.read_embeds import EmbedsReader, required
 from rayfin.deployments.media.reader import MediaReader
 from rayfin.deployments.media.settings import MediaSettings
 from rayfin.deployments.text.generation_prompt import ChatPrompt
-from rayfin.deployments.text.markers import mark
-from rayfin.deployments.text.messages import READS
+from rayfin.deployments.text.markers import Marked
+from rayfin.deployments.text.messages import READS, has_parts
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 DATA = "multi_modal_data"
@@ -86,8 +86,8 @@ class OfflineMedia:
             render: ``render_prompt`` without the messages, and without what they have.
         """
         reads = None if self.media is None else self.media.kind
-        marked = mark(messages, FIELD)
-        if marked is not None:
+        if has_parts(messages, FIELD):
+            marked = Marked(messages, FIELD)
             rows = read_parts_now(marked, self._embeds, info, tensor_of)
             prompt = render(marked.messages, media=reads, marked=marked)
             ids, placed = place_embeds(prompt.ids, rows)

@@ -1,15 +1,18 @@
 """Chat messages to token ids, through the model's chat template."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, cast
+from types import FrameType
+from typing import Any, TypeVar, cast
 
 import jinja2
 from pydantic_core import to_json
 
-from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.errors import InvalidRequest, TemplateTooLong, TemplateTooSlow
 from rayfin.actors.media.kinds import MediaKind
 from rayfin.actors.timing import TEMPLATE_SECONDS
 from rayfin.deployments.text.markers import Marked
@@ -22,7 +25,6 @@ from rayfin.deployments.text.messages import (
 )
 from rayfin.deployments.text.parsing.format import IdStyle, ToolFormat
 from rayfin.deployments.text.repair import NO_RULES, TemplateRules, repaired
-from rayfin.deployments.text.template_watch import watched
 from rayfin.deployments.text.tokenizer import Tokenizer
 from rayfin.deployments.text.written_tools import write_tools
 
@@ -36,6 +38,10 @@ RENDERING_ERRORS = (
 INSIDE = ("system", "developer", "assistant")  # roles whose tags keep their meaning
 MAX_GROWTH = 4  # characters that a template renders for each one of the request ...
 MAX_OWN_TEXT = 2**17  # ... and in addition to those
+TEMPLATE_FILE = "<template>"  # Jinja's file name for a template from a string
+LINES_PER_CHECK = 64  # reading the clock costs as much as several lines
+
+T = TypeVar("T")
 
 
 @cache
@@ -237,3 +243,50 @@ def _holds_tag(
         if any(search(text) for text, _ in texts_in(message.get("tool_calls", ()))):
             return True
     return False
+
+
+def watched(render: Callable[[], T], seconds: float, characters: int) -> T:
+    """Returns what ``render`` returns; runs it in this thread, within limits.
+
+    Templates come with models. Their sandbox keeps them from the system, not from loops: two nested
+    ``range(99999)`` take minutes. Python code cannot be stopped from outside, so a trace function
+    sees every line of the template, and no other line.
+
+    Args:
+        seconds: of processor time, so that a busy machine does not count against a template.
+        characters: of output, at most.
+
+    Raises:
+        TemplateTooSlow, TemplateTooLong: the template was stopped.
+    """
+    deadline = time.thread_time() + seconds
+    lines, written = 0, 0
+
+    def on_call(frame: FrameType, event: str, arg: Any) -> Any:
+        return on_line if frame.f_code.co_filename == TEMPLATE_FILE else None
+
+    def on_line(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal lines, written
+        if event == "line":
+            lines += 1
+            if not lines % LINES_PER_CHECK and time.thread_time() > deadline:
+                raise TemplateTooSlow(
+                    f"The chat template takes more than {seconds:g} s for these messages.",
+                    "messages",
+                )
+        elif event == "return" and isinstance(arg, str):  # a template yields what it writes
+            written += len(arg)
+            if written > characters:
+                raise TemplateTooLong(
+                    f"The chat template writes more than {characters} characters for these "
+                    "messages.",
+                    "messages",
+                )
+        return on_line
+
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        return render()
+    finally:
+        sys.settrace(before)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
+from rayfin.deployments.text.messages import is_part
+
 if TYPE_CHECKING:  # it imports torch
     from transformers import PreTrainedTokenizerFast
 
@@ -83,17 +85,6 @@ class Marked:
 
     def _is_part(self, part: Any) -> bool:
         return is_part(part, self._kind)
-
-
-def mark(messages: Any, kind: str) -> Marked | None:
-    """Returns unchecked messages with markers for all parts of a kind; None if they have none."""
-    marked = Marked(messages, kind)
-    return marked if marked.parts else None
-
-
-def is_part(value: object, kind: str) -> bool:
-    """Returns whether a value is a message's part of that ``type``."""
-    return isinstance(value, Mapping) and value.get("type") == kind
 
 
 @cache

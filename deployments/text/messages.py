@@ -188,6 +188,20 @@ def media_of(part: object) -> MediaKind | None:
     return MEDIA_TYPES.get(kind) if isinstance(kind, str) else None
 
 
+def is_part(value: object, kind: str) -> bool:
+    """Returns whether a value is a message's part of that ``type``."""
+    return isinstance(value, Mapping) and value.get("type") == kind
+
+
+def has_parts(messages: object, kind: str) -> bool:
+    """Returns whether unchecked messages have parts of that ``type``."""
+    if not isinstance(messages, list | tuple):
+        return False
+    contents = (one.get("content") for one in messages if isinstance(one, Mapping))
+    several = (content for content in contents if isinstance(content, list | tuple))
+    return any(is_part(part, kind) for content in several for part in content)
+
+
 def has_named_media(messages: object) -> bool:
     """Whether an image or clip in unchecked messages has vLLM's ``uuid``."""
     if isinstance(messages, list):

@@ -156,8 +156,9 @@ class OutputText:
         self._stop_token_ids = request.stopping.stop_token_ids
         self._min_tokens = params.min_tokens
         self._include_stop = params.include_stop_str_in_output
-        self._stops = StopStrings(list(params.stop or ()), self._include_stop)
-        self._has_stops = bool(params.stop)
+        self._stops: StopStrings | None = None
+        if params.stop:
+            self._stops = StopStrings(list(params.stop), self._include_stop)
         self._detokenizer = (
             tokenizer.detokenizer(
                 request.prompt,
@@ -170,8 +171,7 @@ class OutputText:
         self._parts: AnswerParts | None = None
         if parser is not None and self._detokenizer is not None:
             hidden = tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
-            stops = self._stops if self._has_stops else None
-            self._parts = AnswerParts(parser, tokenizer.added_ids, hidden, stops)
+            self._parts = AnswerParts(parser, tokenizer.added_ids, hidden, self._stops)
         self._tokens = 0
         self._length = 0  # characters of their text, including those that stop strings hold back
         self.finished = False
@@ -201,14 +201,17 @@ class OutputText:
             self._push_parts(self._parts, delta, result)
             return
         for piece, _, armed in self._pieces(delta, result):
-            text, hit = self._stops.push(piece, armed)
-            result.text += text
+            hit = None
+            if self._stops is not None:
+                piece, hit = self._stops.push(piece, armed)
+            result.text += piece
             if hit is not None:
                 result.finish_reason, result.stop_reason = "stop", hit
                 self.finished = True
                 return
         if delta.finish_reason is not None:
-            result.text += self._stops.flush()
+            if self._stops is not None:
+                result.text += self._stops.flush()
             self.finished = True
 
     def _push_parts(self, parts: AnswerParts, delta: TokenDelta, result: TextDelta) -> None:
@@ -243,7 +246,7 @@ class OutputText:
         spoken = delta.tokens[: len(delta.tokens) - silent]
         # Token by token with stop strings, as the token that completes one is the last; with log
         # probabilities, which need the offset of each token; and with a parser.
-        by_token = self._has_stops or delta.logprobs is not None or self._parts is not None
+        by_token = self._stops is not None or delta.logprobs is not None or self._parts is not None
         step = 1 if by_token else max(1, len(spoken))
         for start in range(0, len(spoken), step):
             tokens = spoken[start : start + step]

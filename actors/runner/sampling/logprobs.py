@@ -90,20 +90,17 @@ class ScoredChunk:
 def scored_chunks(info: SchedulerInfo, slots: RequestSlots) -> list[ScoredChunk]:
     """The chunks of requests that want their prompt's log probabilities."""
     chunks = []
-    if slots.scored:
-        for row in range(info.decoding_batch, len(info.ids)):
-            if (new := slots.scored.get(int(info.ids[row]))) is None:
-                continue
-            assert new.history is not None and new.sampling.prompt_logprobs is not None
-            first = int(info.kv_len[row]) + 1
-            last = min(first + int(info.chunk_len[row]), new.prompt_len)
-            if first < last:
-                positions = np.arange(first, last)
-                index = info.chunk_idx[row] + positions - first
-                targets = new.history[positions]
-                chunks.append(
-                    ScoredChunk(row, new.sampling.prompt_logprobs, index, positions, targets)
-                )
+    for row in range(info.decoding_batch, len(info.ids)):
+        if (new := slots.scored.get(int(info.ids[row]))) is None:
+            continue
+        assert new.history is not None and new.sampling.prompt_logprobs is not None
+        first = int(info.kv_len[row]) + 1
+        last = min(first + int(info.chunk_len[row]), new.prompt_len)
+        if first < last:
+            positions = np.arange(first, last)
+            index = info.chunk_idx[row] + positions - first
+            targets = new.history[positions]
+            chunks.append(ScoredChunk(row, new.sampling.prompt_logprobs, index, positions, targets))
     return chunks
 
 

@@ -169,7 +169,7 @@ class Sampler:
 
     def add_scored(self, info: SchedulerInfo, inputs: StepInputs) -> None:
         """Asks the forward for the logits of P prompt tokens to score, behind the sampled ones."""
-        if chunks := scored_chunks(info, self._slots):
+        if self._slots.scored and (chunks := scored_chunks(info, self._slots)):
             index = np.concatenate([chunk.index for chunk in chunks])
             scored = torch.from_numpy(index).to(inputs.sampled)
             inputs.sampled = torch.cat([inputs.sampled, scored])

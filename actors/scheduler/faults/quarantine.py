@@ -22,7 +22,6 @@ from rayfin.actors.errors import RequestQuarantined
 from rayfin.actors.messages import EngineRequest, Int64Array, SchedulerInfo, StepResult
 from rayfin.actors.scheduler.admission import AdmissionGate
 from rayfin.actors.scheduler.lifecycle import Lifecycle
-from rayfin.actors.scheduler.policy.preemption import make_room
 from rayfin.actors.scheduler.policy.step_scheduler import StepScheduler
 from rayfin.actors.scheduler.policy.token_scheduler import take_chunk
 from rayfin.actors.scheduler.request import Request
@@ -176,7 +175,7 @@ class Quarantine:
             return np.zeros(0, np.int64), [take_chunk(self._lifecycle, slot, length)]
         decodable = running.decodable()
         slots = decodable[np.isin(decodable, tried.slots)]
-        decoding, _ = make_room(self._lifecycle, slots)
+        decoding, _ = self._lifecycle.make_room(slots)
         return decoding, []
 
     def _has_trial(self) -> bool:

@@ -65,10 +65,9 @@ class TokenLogs:
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
     ) -> None:
-        """Keeps the log of a request that has left its slots; no ``finish_reason`` if aborted."""
+        """Keeps the log of a request with a receipt that has left its slots."""
         source = request.source
-        if source.receipt is None:
-            return
+        assert source.receipt is not None, "its client asks for no log"
         self._forget(source.request_id)
         kept = _Kept(
             self._clock(),

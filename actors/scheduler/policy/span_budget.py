@@ -45,6 +45,8 @@ class SpanBudget:
         It ends before such a part, or is longer than ``length``, up to ``room``, if it begins
         there; 0 if there is no room.
         """
+        if self._uncut.ahead == "nothing":
+            return length
         prompt_len, end = len(request.source.prompt), computed + length
         for first, last in self._uncut.spans(_spans(request), prompt_len):
             if first < end < last:

@@ -9,7 +9,6 @@ from rayfin.actors.messages import Int64Array, SchedulerInfo, StepResult
 from rayfin.actors.scheduler.lifecycle import Lifecycle
 from rayfin.actors.scheduler.microbatches import DecodeMicrobatcher
 from rayfin.actors.scheduler.policy.chunk_budget import ChunkBudget
-from rayfin.actors.scheduler.policy.preemption import make_room
 from rayfin.actors.scheduler.policy.span_budget import SpanBudget
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.step_builder import Chunk
@@ -49,7 +48,7 @@ class TokenScheduler:
 
     def schedule(self) -> tuple[Int64Array, list[Chunk]]:
         """Decides the next step: slots that decode, then chunks of prompts."""
-        decoding, preempted = make_room(self._lifecycle, self._microbatcher.next_rows())
+        decoding, preempted = self._lifecycle.make_room(self._microbatcher.next_rows())
         budget = self._chunk_budget.limit(len(decoding), self._budget - len(decoding))
         self._spans.begin(len(decoding))
         chunks = self._continue_prompts(budget)

@@ -6,7 +6,6 @@ from rayfin.actors.config import BatchLimits
 from rayfin.actors.messages import Int64Array, SchedulerInfo, StepResult
 from rayfin.actors.scheduler.lifecycle import Lifecycle
 from rayfin.actors.scheduler.microbatches import DecodeMicrobatcher
-from rayfin.actors.scheduler.policy.preemption import make_room
 from rayfin.actors.scheduler.policy.token_scheduler import spare_pages, take_chunk
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.step_builder import Chunk
@@ -72,7 +71,7 @@ class RequestScheduler(WholePrompts):
         chunks = self._admit()
         if chunks:
             return np.zeros(0, np.int64), chunks
-        decoding, _ = make_room(self._lifecycle, self._microbatcher.next_rows())
+        decoding, _ = self._lifecycle.make_room(self._microbatcher.next_rows())
         return decoding, []
 
     def _spare(self) -> int:

@@ -65,7 +65,7 @@ class CompletionAdapter(GenerationAdapter):
             if self.streamed:
                 self._cursor = Cursor.of(request, self._prefix, self._cursor)
             caller = Caller.of(request)
-            search = search_params(body, body.token_limit())
+            search = search_params(body, body.token_limit()) if body.use_beam_search else None
             params = (
                 body.sampling_params(service.sampling_defaults, body.token_limit())
                 if search is None

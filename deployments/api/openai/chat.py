@@ -1,5 +1,6 @@
 """POST /v1/chat/completions, and /v1/chat/completions/batch."""
 
+from functools import cached_property
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
@@ -33,8 +34,7 @@ from rayfin.deployments.http.json_body import renamed_paths
 from rayfin.deployments.http.sse import event
 from rayfin.deployments.media.embeds_tensor import FIELD as EMBEDS
 from rayfin.deployments.text.generation_prompt import ChatPrompt
-from rayfin.deployments.text.markers import mark
-from rayfin.deployments.text.messages import count_calls, plain_messages, text_of
+from rayfin.deployments.text.messages import count_calls, has_parts, plain_messages, text_of
 from rayfin.deployments.text.output import TextDelta
 from rayfin.deployments.text.parsing.thought import thought_start
 
@@ -53,12 +53,6 @@ class ChatAdapter(CompletionAdapter):
         self._with_ids = bool(body.return_token_ids) and not secret
         self._with_logprobs = bool(body.logprobs) and not secret
         self._rich = self._with_ids or self._with_logprobs  # chunks have more than deltas
-        self._writer = LogprobsWriter(
-            service.tokenizer,
-            body.top_logprobs,
-            self._names_tokens_by_id(),
-            bool(body.logprob_token_ids),
-        )
 
     def param_names(self) -> dict[str, str]:
         names = {"logprobs": "top_logprobs"} if self._body.top_logprobs else {}
@@ -114,7 +108,7 @@ class ChatAdapter(CompletionAdapter):
         """The last message, if the answer continues it."""
         if not self._body.echo:
             return ""
-        if mark(messages, EMBEDS) is not None:
+        if has_parts(messages, EMBEDS):
             message = "echo does not go with parts of type prompt_embeds: they are no text."
             raise InvalidRequest(message, "echo")
         last = plain_messages(messages, media=self._service.reads)[-1]
@@ -227,6 +221,12 @@ class ChatAdapter(CompletionAdapter):
 
     def _logprobs(self, ids: list[int], entries: list[TokenLogprob]) -> ChatLogprobs | None:
         return self._writer.chat(ids, entries) if self._with_logprobs else None
+
+    @cached_property
+    def _writer(self) -> LogprobsWriter:
+        body, by_id = self._body, self._names_tokens_by_id()
+        named = bool(body.logprob_token_ids)
+        return LogprobsWriter(self._service.tokenizer, body.top_logprobs, by_id, named)
 
     def _prompt_text(self, generation: Generation) -> str | None:
         """The conversation as the chat template renders it, special tokens included.

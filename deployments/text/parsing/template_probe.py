@@ -8,10 +8,9 @@ import jinja2
 
 from rayfin.actors.errors import RayfinError
 from rayfin.actors.timing import TEMPLATE_SECONDS
-from rayfin.deployments.text.chat_template import RENDERING_ERRORS
+from rayfin.deployments.text.chat_template import RENDERING_ERRORS, watched
 from rayfin.deployments.text.messages import ContentFormat
 from rayfin.deployments.text.parsing.render import WrittenCall, json_text
-from rayfin.deployments.text.template_watch import watched
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 LONGEST = 2**18  # characters of a rendered conversation

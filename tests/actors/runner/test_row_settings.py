@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from rayfin.actors.messages import Sampling
-from rayfin.actors.runner.row_settings import RowSettings
+from rayfin.actors.runner.request_slots import RowSettings
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rayfin.actors.messages import COPY, SWAP_IN, SWAP_OUT
-from rayfin.actors.scheduler.page_moves import PageMoves
+from rayfin.actors.scheduler.runner_diff import PageMoves
 
 Make = Callable[..., Any]
 

@@ -59,4 +59,4 @@ def test_requests_end(harness: Callable[..., Any], lease: int, pages: int) -> No
         assert stream.ended.finish_reason == ("length" if end is None else "repetition")
     assert early > 5
     assert h.engine.stats().finished == {"repetition": early, "length": len(streams) - early}
-    assert not h.engine.lifecycle.state.repetitions
+    assert not h.engine.lifecycle.state.repetitions.watched

@@ -7,7 +7,7 @@ from rayfin.actors.errors import RunnerGroupFailed
 from rayfin.actors.histogram import Histogram
 from rayfin.actors.messages import StepResult
 from rayfin.actors.metric import ITL_BOUNDS
-from rayfin.actors.scheduler.step_overhead import StepOverheadTimer
+from rayfin.actors.scheduler.step_pipeline import StepOverheadTimer
 
 
 class Pending:

@@ -11,7 +11,6 @@ from rayfin.deployments.generation.best_of import (
     Likelihood,
     candidates,
     likeliest,
-    num_candidates,
     request_logprobs,
 )
 
@@ -46,9 +45,7 @@ def test_best_first_and_the_earlier_one_among_equals() -> None:
 
 
 def test_candidates() -> None:
-    assert num_candidates(SamplingParams(n=2)) == 2
     params = SamplingParams(n=2, best_of=5, temperature=0.7)
-    assert num_candidates(params) == 5
     assert candidates(params) == replace(params, n=5, best_of=None)
 
 

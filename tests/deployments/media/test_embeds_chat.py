@@ -309,8 +309,7 @@ def test_parts_in_another_order(llm: LLM, oracle: Oracle) -> None:
     """A template may show later messages first."""
     rows = [oracle.rows(count, count) for count in (2, 3)]
     said = messages(("user", [rows[0]]), ("user", [rows[1]]))
-    marked = markers.mark(said, "prompt_embeds")
-    assert marked is not None
+    marked = markers.Marked(said, "prompt_embeds")
     read = read_parts_now(marked, EmbedsReader(), llm._engine.info)
     ids, placed = place_embeds([7, -2, 8, 9, -1], read)
     assert ids == [7, 0, 0, 0, 8, 9, 0, 0]
