@@ -26,6 +26,7 @@ MAY_IMPORT_RAY = {
     "actors/processes/registry.py",
     "actors/processes/worker_forker.py",
     "actors/processes/worker_forks.py",
+    "actors/runner/parts/lora/load.py",
     "actors/runner/parts/vision/arrays.py",
     "actors/scheduler/runner_group.py",
     "actors/supervision/adoption.py",

@@ -22,14 +22,12 @@ from rayfin.deployments.serve.server_args import ServerArgs
 ROOT = Path(__file__).resolve().parents[1]
 FEATURES = (
     "actors/adapters/",
-    "actors/media/",
     "actors/guidance.py",
     "actors/media/",
     "actors/pooling/",
     "actors/runner/parts/",
     "actors/runner/speculation/",
     "deployments/adapters/",
-    "deployments/media/",
     "deployments/guidance/",
     "deployments/media/",
     "deployments/pooling/",
