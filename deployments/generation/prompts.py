@@ -136,8 +136,7 @@ async def chat_prompt(
     if not (any_length or given):  # before media are decoded, which takes far longer
         check_length(characters, service.tokenizer, service.max_model_len, param)
     media = await _read_media(service, messages, param, given) if read is None else read
-    has_rows = embeds and has_parts(messages, EMBEDS)
-    marked = Marked(messages, EMBEDS) if has_rows else None
+    marked = Marked(messages, EMBEDS) if embeds and has_parts(messages, EMBEDS) else None
     rows = [] if marked is None else await _read_embeds(service, marked, given)
 
     def render(seconds: float) -> ChatPrompt:

@@ -12,8 +12,7 @@ from starlette.requests import Request
 
 from rayfin.actors.errors import RayfinError, RequestFailed
 from rayfin.deployments.api.ollama.bodies import OllamaBody, OllamaGenerate
-from rayfin.deployments.generation.calls import AnswerCall
-from rayfin.deployments.generation.choice import Choice, Prompt
+from rayfin.deployments.generation.choice import AnswerCall, Choice, Prompt
 from rayfin.deployments.generation.generation import Generation
 from rayfin.deployments.generation.plan import plan_answers, plan_text
 from rayfin.deployments.generation.prompts import chat_prompt, shown_tools, text_ids

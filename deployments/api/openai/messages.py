@@ -11,8 +11,7 @@ from rayfin.deployments.api.openai.replies import (
     CustomToolCall,
     ToolCall,
 )
-from rayfin.deployments.generation.calls import AnswerCall
-from rayfin.deployments.generation.choice import Choice
+from rayfin.deployments.generation.choice import AnswerCall, Choice
 from rayfin.deployments.text.parsing.events import Event
 from rayfin.deployments.text.parsing.format import ReasoningField
 

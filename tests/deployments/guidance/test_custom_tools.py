@@ -9,8 +9,7 @@ import pytest
 
 from call_walks import Walker, byte_tokenizer, tokens_of
 from patches import TOOL, parse_patch
-from rayfin.deployments.guidance.build import build_guidance
-from rayfin.deployments.guidance.calls import CallRules, make_call_rules
+from rayfin.deployments.guidance.calls import CallRules, build_guidance, make_call_rules
 from rayfin.deployments.guidance.tool_choice import ToolChoice
 from rayfin.deployments.guidance.tools import declared_tools, flat_tools
 from rayfin.deployments.text.parsing.events import Event, Piece
