@@ -50,16 +50,18 @@ def repaired(
     return result, list(dict.fromkeys(named))
 
 
-def joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns two messages of one role as one; texts are joined by a newline."""
-    whole = dict(first)
+def joined(*messages: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns messages of one role as one; texts before the first parts are joined by newlines."""
+    whole = dict(messages[0])
     for name in ("reasoning_content", "reasoning", "content"):
-        texts = [message[name] for message in (first, second) if message.get(name)]
-        if any(isinstance(text, list) for text in texts):
-            whole[name] = [part for text in texts for part in as_parts(text)]
+        given = [message[name] for message in messages if message.get(name)]
+        texts = list(takewhile(lambda text: isinstance(text, str), given))
+        begun = ["\n".join(texts)] if texts else []
+        if rest := given[len(texts) :]:
+            whole[name] = [part for text in [*begun, *rest] for part in as_parts(text)]
         elif texts:
-            whole[name] = "\n".join(texts)
-    if calls := [*(first.get("tool_calls") or ()), *(second.get("tool_calls") or ())]:
+            whole[name] = begun[0]
+    if calls := [call for message in messages for call in message.get("tool_calls") or ()]:
         whole["tool_calls"] = calls
     return whole
 
@@ -72,7 +74,7 @@ def _one_system(messages: Messages) -> Messages:
     """Joins the leading system messages; later ones become users' turns in their places."""
     leading = list(takewhile(_is_system, messages))
     rest = [_as_user(message) for message in messages[len(leading) :]]
-    return [*_merged(leading, lambda last, said: True), *rest]
+    return [*merged(leading, lambda first, said: True), *rest]
 
 
 def _no_system(messages: Messages) -> Messages:
@@ -90,14 +92,14 @@ def _no_results(messages: Messages) -> Messages:
 
 def _after_results(messages: Messages) -> Messages:
     """Puts what a user says behind a tool's result to that result."""
-    return _merged(messages, lambda last, said: (last["role"], said["role"]) == ("tool", "user"))
+    return merged(messages, lambda first, said: (first["role"], said["role"]) == ("tool", "user"))
 
 
 def _alternate(messages: Messages) -> Messages:
-    def goes_on(last: dict[str, Any], said: dict[str, Any]) -> bool:
-        return bool(last["role"] == said["role"] and last["role"] in ("user", "assistant"))
+    def goes_on(first: dict[str, Any], said: dict[str, Any]) -> bool:
+        return bool(first["role"] == said["role"] and first["role"] in ("user", "assistant"))
 
-    return _merged(messages, goes_on)
+    return merged(messages, goes_on)
 
 
 def _one_call(messages: Messages) -> Messages:
@@ -137,16 +139,21 @@ STEPS: tuple[tuple[str, Callable[[Messages], Messages]], ...] = (  # as Template
 )
 
 
-def _merged(
+def merged(
     messages: Messages, goes_on: Callable[[dict[str, Any], dict[str, Any]], bool]
 ) -> Messages:
-    result: Messages = []
+    """Returns messages with neighbours joined.
+
+    Args:
+        goes_on: whether what the first of some neighbours has begun takes a message in.
+    """
+    groups: list[Messages] = []
     for message in messages:
-        if result and goes_on(result[-1], message):
-            result[-1] = joined(result[-1], message)
+        if groups and goes_on(groups[-1][0], message):
+            groups[-1].append(message)
         else:
-            result.append(message)
-    return result
+            groups.append([message])
+    return [group[0] if len(group) == 1 else joined(*group) for group in groups]
 
 
 def _is_system(message: Mapping[str, Any]) -> bool:

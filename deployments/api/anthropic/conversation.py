@@ -18,7 +18,7 @@ from rayfin.deployments.text.checks import (
     wrong_type,
 )
 from rayfin.deployments.text.messages import MAX_MESSAGES, PlacedPart, text_of
-from rayfin.deployments.text.repair import as_parts, joined
+from rayfin.deployments.text.repair import as_parts, merged
 
 ROLES = ("user", "assistant", "system")
 DOCUMENTS = ("document", "search_result")
@@ -71,8 +71,8 @@ def chat_messages(
         message = as_object(written, path)
         role = as_choice(required(message, "role", path), ROLES, f"{path}.role")
         content = required(message, "content", path)
-        for said in _messages(role, content, f"{path}.content", known):
-            _append(chat, said)
+        chat += _messages(role, content, f"{path}.content", known)
+    chat = merged(chat, lambda first, said: first["role"] == said["role"] != "tool")
     if not chat:
         raise InvalidRequest("'messages' must not be empty.", "messages", "empty_array")
     last = chat[-1]
@@ -94,14 +94,6 @@ def is_continued(chat: Sequence[Mapping[str, Any]]) -> bool:
 
 def _is_answer(message: Mapping[str, Any]) -> bool:
     return bool(message["role"] == "assistant")
-
-
-def _append(chat: list[dict[str, Any]], said: dict[str, Any]) -> None:
-    """Adds a message, or its parts to the one before if that has the same role."""
-    if not chat or chat[-1]["role"] != said["role"] or said["role"] == "tool":
-        chat.append(said)
-    else:
-        chat[-1] = joined(chat[-1], said)
 
 
 def _messages(role: str, content: object, path: str, known: _Known) -> list[dict[str, Any]]:

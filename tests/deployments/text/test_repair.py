@@ -1,6 +1,6 @@
 """Messages that a strict template takes, and the rules of a template, found by rendering."""
 
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import pytest
@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from call_walks import byte_tokenizer
+from rayfin.deployments.text import repair
 from rayfin.deployments.text.generation_prompt import render_prompt
 from rayfin.deployments.text.parsing.detect import Detected, detect
-from rayfin.deployments.text.repair import TemplateRules, repaired
+from rayfin.deployments.text.repair import TemplateRules, joined, merged, repaired
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 USER, SAID = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
@@ -136,3 +137,26 @@ def test_a_strict_template_takes_any_conversation(turns: list[list[dict[str, Any
         assert text.replace("user", "").replace("assistant", "").count(letter) >= wanted
     start = render_prompt(tokenizer, messages[:1], formats, chat_template=MISTRAL).ids
     assert prompt.ids[: len(start) - 1] == start[:-1]
+
+
+TEXTS = st.one_of(st.text("ab", max_size=2), st.just([{"type": "image"}]))
+
+
+@given(st.lists(TEXTS, min_size=1, max_size=6))
+def test_neighbours_are_joined_at_once_as_one_by_one(contents: list[Any]) -> None:
+    """What a message adds leaves those before as they were, for the prefix cache."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": text} for text in contents]
+    (whole,) = merged(messages, lambda first, said: True)
+    assert whole == reduce(joined, messages)
+
+
+def test_long_runs_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counted(*messages: Any) -> dict[str, Any]:
+        calls.append(len(messages))
+        return joined(*messages)
+
+    monkeypatch.setattr(repair, "joined", counted)
+    repaired([USER] * 99 + [SAID] * 9, TemplateRules(alternates=True))
+    assert calls == [99, 9]
