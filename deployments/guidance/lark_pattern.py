@@ -17,6 +17,7 @@ from typing import Any
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.guidance.schema.code_points import (
     ALL,
+    LAST,
     LINE_END,
     complement,
     of_text,
@@ -136,15 +137,21 @@ def _mapped(part: Part, change: Callable[[Chars], Chars]) -> Part:
 
 
 def _any_case(chars: Chars) -> Chars:
-    """Adds the other case of letters: those of ASCII, and of each single one."""
+    """Adds the other case of letters: those of ASCII, and of each single one.
+
+    To what is left out by a set that reaches to the last character: ``[^a]`` has neither case.
+    """
+    is_rest = not chars.properties and bool(chars.ranges) and chars.ranges[-1][1] == LAST
+    ranges = complement(chars.ranges) if is_rest else chars.ranges
     more = []
-    for low, high in chars.ranges:
+    for low, high in ranges:
         for first, last, step in ((0x41, 0x5A, 32), (0x61, 0x7A, -32)):
             if max(low, first) <= min(high, last):
                 more.append((max(low, first) + step, min(high, last) + step))
         other = chr(low).swapcase()
         more += [(ord(other), ord(other))] if low == high and len(other) == 1 else []
-    return Chars(ranges_of([*chars.ranges, *more]), chars.properties, chars.negated)
+    ranges = ranges_of([*ranges, *more])
+    return Chars(complement(ranges) if is_rest else ranges, chars.properties, chars.negated)
 
 
 def _of_text(token: str) -> Part:

@@ -34,6 +34,7 @@ MATCHED = [
     (SELECT, ["SELECT * FROM t", "SELECT a, b,c_1 FROM t WHERE x='it\\'s';\n"]),
     (r'start: "a\n\"\\\x41é" /./s', ['a\n"\\Aé\n']),
     ("start: /[a-c]+/i{2,3}", ["AbC"]),
+    ("start: /[^a-c]./is", ["d\n", "DA"]),
     ("start: a\na: b\nb: /x/ |\n", ["x", ""]),
 ]
 REFUSED = [
@@ -41,6 +42,7 @@ REFUSED = [
     (SELECT, ["SELECT *FROM t", "SELECT a,b,c,d FROM t", "SELECT a FROM 1", "select a FROM t"]),
     (r'start: "a\n\"\\\x41é" /./s', ['a\n"\\Aé']),
     ("start: /[a-c]+/i{2,3}", ["d", ""]),
+    ("start: /[^a-c]./is", ["ax", "Cx"]),
     ("start: a\na: b\nb: /x/ |\n", ["xx"]),
 ]
 
