@@ -24,6 +24,7 @@ SUFFIX = ".gguf"
 CACHE = "RAYFIN_GGUF_CACHE"
 """The environment variable with the folder of these folders; default ~/.cache/rayfin/gguf."""
 
+PLAIN = "rayfin.actors.model_files.gguf_decoder"
 CONVERTER = "rayfin.actors.runner.quantized.gguf_file"
 
 VERSION = 4
@@ -168,7 +169,13 @@ def _make(files: Sequence[Path], folder: Path) -> None:
     made = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         # A process of its own: this one stays without torch, and the memory is given back.
-        code = f"from {CONVERTER} import convert; convert({list(map(str, files))!r}, {str(made)!r})"
+        what = f"({list(map(str, files))!r}, {str(made)!r})"
+        code = (
+            f"from {PLAIN} import convert_plain\n"
+            f"if not convert_plain{what}:\n"
+            f"    from {CONVERTER} import convert\n"
+            f"    convert{what}"
+        )
         command = [sys.executable, "-c", code]
         with (
             tempfile.TemporaryFile("w+") as errors,
