@@ -28,15 +28,19 @@ LARGE = 256 * 1024  # bytes from which parsing leaves the event loop
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-async def read_json(request: Request) -> dict[str, Any]:
+async def read_json(request: Request, *, any_type: bool = False) -> dict[str, Any]:
     """The body's JSON object; how much of it there may be, and how slow, is ``BodyLimits``'s.
+
+    Args:
+        any_type: its Content-Type does not matter.
 
     Raises:
         HTTPException: 415 another media type.
         InvalidRequest: not one JSON object of finite numbers and valid text, depth at most 64.
         ClientGone: the client left while sending.
     """
-    _check_type(request)
+    if not any_type:
+        _check_type(request)
     try:
         raw = await request.body()
     except ClientDisconnect:
@@ -149,9 +153,9 @@ MAX_NAMED = 16
 Body = TypeVar("Body", bound=BaseModel)
 
 
-async def read_body(request: Request, kind: type[Body]) -> Body:
-    """The body as a ``kind``; see :func:`validate`."""
-    return validate(await read_json(request), kind)
+async def read_body(request: Request, kind: type[Body], *, any_type: bool = False) -> Body:
+    """The body as a ``kind``; see :func:`read_json` and :func:`validate`."""
+    return validate(await read_json(request, any_type=any_type), kind)
 
 
 def validate(value: dict[str, Any], kind: type[Body]) -> Body:

@@ -24,7 +24,7 @@ from rayfin.deployments.generation.route import GenerationRoute, while_connected
 from rayfin.deployments.generation.service import OpenAIService, ServedModels
 from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.http.errors import failure_response
-from rayfin.deployments.http.json_body import ignored_header, read_body
+from rayfin.deployments.http.json_body import Body, ignored_header, read_body
 from rayfin.deployments.pooling.bodies import InputBody
 from rayfin.deployments.pooling.gather import pool
 from rayfin.deployments.pooling.read import read_inputs
@@ -52,18 +52,26 @@ def add_ollama_routes(app: FastAPI, models: ServedModels) -> None:
     @app.post("/api/chat")
     @_in_their_words
     async def chat(request: Request) -> Response:
-        return await generate(request, await read_body(request, OllamaChat))
+        return await generate(request, await _read(request, OllamaChat))
 
     @app.post("/api/generate")
     @_in_their_words
     async def complete(request: Request) -> Response:
-        return await generate(request, await read_body(request, OllamaGenerate))
+        return await generate(request, await _read(request, OllamaGenerate))
 
     @app.post("/api/embed")
     @_in_their_words
     async def embed(request: Request) -> Response:
-        body = await read_body(request, OllamaEmbed)
+        body = await _read(request, OllamaEmbed)
         return JSONResponse(await _embed(models, request, body))
+
+
+async def _read(request: Request, kind: type[Body]) -> Body:
+    """Reads a body of any type, as Ollama's documented calls by curl send a form's.
+
+    A browser would let the page of another site send that, too, but names the page.
+    """
+    return await read_body(request, kind, any_type="origin" not in request.headers)
 
 
 def _add_list_routes(app: FastAPI, models: ServedModels) -> None:
@@ -86,7 +94,7 @@ def _add_list_routes(app: FastAPI, models: ServedModels) -> None:
     @app.post("/api/show")
     @_in_their_words
     async def show(request: Request) -> Response:
-        body = await read_body(request, OllamaName)
+        body = await _read(request, OllamaName)
         if (name := _plain(models, body.model or body.name)) is None:
             raise ModelNotFound("The model is missing.", "model")
         await models.look_up(name)

@@ -157,6 +157,15 @@ async def test_bad_bodies(http: httpx.AsyncClient, engine: Any) -> None:
     assert engine.seen == []
 
 
+async def test_a_body_of_any_type(http: httpx.AsyncClient) -> None:
+    """curl says that it sends a form, and no browser's page passes as curl."""
+    body, headers = b'{"model": "tiny"}', {"content-type": "application/x-www-form-urlencoded"}
+    answer = await http.post("/api/show", content=body, headers=headers)
+    assert answer.status_code == 200
+    headers["origin"] = "http://example.com"
+    assert (await http.post("/api/show", content=body, headers=headers)).status_code in (403, 415)
+
+
 async def test_failures(http: httpx.AsyncClient, engine: Any) -> None:
     engine.refusal = Overloaded("The queue is full.")
     refused = await http.post("/api/chat", json=CHAT)
