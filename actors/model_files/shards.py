@@ -80,6 +80,8 @@ def require_safetensors(model: str) -> None:
     if not folder.is_dir():
         return
     if not any(folder.glob("*.safetensors")):
+        if (why := why_ctranslate2(folder)) is not None:
+            raise InvalidConfig(why, "model")
         raise InvalidConfig(
             f"{model} holds no .safetensors file; Rayfin loads no pickled weights", "model"
         )
@@ -88,3 +90,13 @@ def require_safetensors(model: str) -> None:
     for name in sorted(set(read_index(folder).values())):
         if not (folder / name).is_file():
             raise InvalidConfig(f"{INDEX} of {model} names {name}, which is not there", "model")
+
+
+def why_ctranslate2(folder: Path) -> str | None:
+    """Words about a folder of CTranslate2, as faster-whisper reads it; None: it is none."""
+    if not (folder / "model.bin").is_file():  # pickled weights have another name
+        return None
+    return (
+        f"{folder} is a model of CTranslate2 (model.bin): give the checkpoint that it was made of, "
+        "with its weights in safetensors, such as openai/whisper-tiny"
+    )

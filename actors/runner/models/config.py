@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.media.kinds import SPEECH_MODELS, media_kind
+from rayfin.actors.model_files.shards import why_ctranslate2
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.models.overrides import overridden
 
@@ -95,12 +96,8 @@ def why_not_loaded(model: str, error: Exception) -> str:
         return f"there is no folder {model}"
     if path.is_dir() and not (path / "config.json").exists():
         return f"{model} holds no config.json"
-    if (path / "model.bin").exists() and "model_type" not in (path / "config.json").read_text():
-        return (
-            f"{model} is a model of CTranslate2 (model.bin), as faster-whisper reads it: give the "
-            "checkpoint that it was made of, with a model_type in config.json and its weights in "
-            "safetensors, such as openai/whisper-tiny"
-        )
+    if (why := why_ctranslate2(path)) is not None:
+        return why
     if isinstance(error, StrictDataclassError):  # its first line has no reason
         return f"cannot load {model!r}: config.json: {' '.join(str(error).split())}"
     first_line = next((line for line in str(error).splitlines() if line.strip()), "unknown error")

@@ -86,6 +86,15 @@ def test_broken_folder(folder: Path, file: str, text: str | None, message: str) 
     assert "\n" not in str(error.value)
 
 
+def test_a_folder_of_ctranslate2(tmp_path: Path) -> None:
+    """As faster-whisper reads it: it is named for what it is, by each check."""
+    (tmp_path / "config.json").write_text('{"alignment_heads": [[1, 0]]}')
+    (tmp_path / "model.bin").write_bytes(b"")
+    for check in (require_files, check_model):
+        with pytest.raises(InvalidConfig, match="a model of CTranslate2 .* safetensors"):
+            check(EngineArgs(model=str(tmp_path)))
+
+
 def test_the_draft_model_is_looked_at_too(folder: Path) -> None:
     check_model(EngineArgs(model=str(folder), spec_model=str(folder)))
     with pytest.raises(InvalidConfig, match="speculative_config model: there is no folder") as got:
