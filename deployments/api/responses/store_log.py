@@ -18,6 +18,11 @@ Record = tuple[str, Any]
 """A method of the store, and its argument."""
 
 
+def _private(path: str, flags: int) -> int:
+    """Opens a file that only this user may read: it has what clients have said."""
+    return os.open(path, flags, 0o600)
+
+
 class StoreLog:
     """Records in the order in which they came; the last one may be torn, and is cut off then.
 
@@ -33,7 +38,7 @@ class StoreLog:
         self._size = 0  # of the file as it was last written anew
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("ab", buffering=0)
+            self._file = open(self._path, "ab", buffering=0, opener=_private)
         except OSError as error:
             said = f"response_dir {folder} cannot be written: {error.strerror}"
             raise InvalidConfig(said, "response_dir") from None
@@ -76,10 +81,10 @@ class StoreLog:
     def rewrite(self, records: Iterable[Record]) -> None:
         """Replaces the file; it is the old or the new one at any moment."""
         fresh = self._path.with_suffix(".new")
-        with fresh.open("wb") as file:
+        with open(fresh, "wb", opener=_private) as file:
             for record in records:
                 file.write(pickle.dumps(record))
         os.replace(fresh, self._path)
         self._file.close()
-        self._file = self._path.open("ab", buffering=0)
+        self._file = open(self._path, "ab", buffering=0, opener=_private)
         self._size = self._path.stat().st_size

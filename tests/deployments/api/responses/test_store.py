@@ -167,6 +167,7 @@ def test_what_is_stored_outlives_its_process(tmp_path: Path) -> None:
     store.add_conversation(ConversationState("c", "", {"a": "b"}, input_items("hello")))
     store.change_conversation("c", "", {"added": input_items("you")})
     log = tmp_path / "responses.log"
+    assert log.stat().st_mode & 0o777 == 0o600
     with log.open("ab") as file:
         file.write(pickle.dumps(("forget", "done"))[:-3])
     for _ in range(2):
@@ -178,6 +179,7 @@ def test_what_is_stored_outlives_its_process(tmp_path: Path) -> None:
         with pytest.raises(NotFound):
             again.get("gone", "")
         assert len(list(StoreLog(tmp_path).records())) == 3
+        assert log.stat().st_mode & 0o777 == 0o600
     with pytest.raises(InvalidConfig, match="response_dir"):
         ResponseStore.over(str(log))
 
