@@ -177,10 +177,11 @@ def needs_auto_classes(args: EngineArgs) -> bool:
 
 
 def require_files(args: EngineArgs) -> None:
-    """Looks at the names of the files in a model's folder: what can be said at once.
+    """Looks at the small files of a model's folder and their names: what can be said at once.
 
     Raises:
-        InvalidConfig: there is no such folder, or it lacks config.json or weights.
+        InvalidConfig: there is no such folder, it lacks config.json or weights, or settings do not
+            go with it.
     """
     folder = Path(model_path(args.model, **args.hub))
     if folder.is_dir() and not (folder / "config.json").exists():
@@ -189,6 +190,8 @@ def require_files(args: EngineArgs) -> None:
         raise InvalidConfig(f"there is no folder {args.model}", "model")
     if args.load_format != "dummy":
         require_safetensors(str(folder))
+    if folder.is_dir():
+        _check_settings(args, str(folder))
 
 
 def on_hub(name: str) -> bool:

@@ -318,7 +318,7 @@ def test_what_a_runner_would_refuse_is_refused_at_once(
     (folder / "config.json").write_text(json.dumps(config))
     args = EngineArgs(model=str(folder), device="cpu", **settings)
     with pytest.raises(InvalidConfig) as refused:
-        preflight._check_settings(args, str(folder))
+        require_files(args)  # before Ray is started
     assert refused.value.param == (param or "quantization")
 
 
