@@ -33,7 +33,7 @@ def test_curl_of_vllms_quick_start(app: Any) -> None:
 
 
 def test_what_open_webui_asks(app: Any) -> None:
-    """A connection to an OpenAI API: its models, a streamed chat, a title, no Ollama."""
+    """A connection to an OpenAI API: its models, a streamed chat, a title, the tags of an Ollama."""
     with app.client() as http:
         http.headers["Authorization"] = "Bearer none"
         models = http.get("/v1/models").raise_for_status().json()
@@ -61,6 +61,8 @@ def test_what_open_webui_asks(app: Any) -> None:
         del title["stream_options"]
         reply = http.post("/v1/chat/completions", json=title).raise_for_status().json()
         assert reply["choices"][0]["message"]["content"] == ANSWER
-        for path in ("/api/version", "/api/tags", "/ollama/api/tags"):
-            refused = http.get(path)
-            assert refused.status_code == 404 and refused.json()["error"]["code"] == "unknown_url"
+        assert http.get("/api/version").raise_for_status().json()["version"]
+        tags = http.get("/api/tags").raise_for_status().json()["models"]
+        assert [tag["name"] for tag in tags] == [app.model]
+        refused = http.get("/ollama/api/tags")
+        assert refused.status_code == 404 and refused.json()["error"]["code"] == "unknown_url"

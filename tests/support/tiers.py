@@ -56,6 +56,9 @@ THOROUGH = {
     "tests/actors/runner/gpu/test_pdl.py::test_steps_of_more": (
         "tests/kernels/triton/test_pdl.py has each kernel"
     ),
+    "tests/actors/runner/gpu/test_prompt_graphs.py::test_the_tokens": (
+        "test_graphs.py has an engine's tokens, and here is what layers compute"
+    ),
     "tests/actors/runner/gpu/test_prompt_graphs.py::test_steps_with_drafts": (
         "other steps with prompts"
     ),
@@ -80,7 +83,13 @@ THOROUGH = {
     "tests/actors/runner/gpu/test_quant_shares.py::test_layers_of_every_format": (
         "tests/kernels/triton has each format"
     ),
+    "tests/actors/processes/test_worker_forks.py::test_a_ray_without_forks": (
+        "the Ray of tests/e2e has no forks"
+    ),
     "tests/benchmarks/test_compare.py::test_guided_answers": "a comparison is one of tokens",
+    "tests/benchmarks/test_compare.py::test_rayfin_and_transformers": (
+        "tests/actors/runner compares every family with transformers"
+    ),
     "tests/benchmarks/test_compare.py::test_vectors": "a comparison is one of tokens",
     "tests/deployments/cli/test_run_batch.py::test_killed": "e2e/test_batches.py kills processes",
     "tests/e2e/test_adapters.py": (
@@ -118,6 +127,8 @@ THOROUGH = {
     "tests/e2e/test_wheel.py": "builds a wheel; `make test` installs the folder",
     "tests/e2e/test_whisper.py": "tests/deployments/api/audio/test_whisper.py has the routes",
     "tests/e2e/test_wheel_aarch64.py": "compiles every kernel for another machine",
+    "tests/examples/test_demo_model.py::test_facts_are_recited_in_bfloat16": "float32 recites them",
+    "tests/examples/test_demo_model.py::test_training_never_shows": "the recipe does not change",
     "tests/examples/test_demo_model.py::test_held_out": (
         "test_rayfin_serves asks fewer of the same prompts"
     ),

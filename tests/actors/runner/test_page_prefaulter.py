@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow(reason="fills gigabytes of memory")
 
 PAGES = 4 * HUGE_BYTES // 4096
 SYSTEM_PAGE = mmap.PAGESIZE
-SOURCE = Path(__file__).parents[4] / "src"
+SOURCE = Path(__file__).parents[3] / "src"
 
 
 def resident(tensor: torch.Tensor) -> torch.Tensor:

@@ -171,8 +171,13 @@ async def test_responses_keep_their_images(client: httpx.AsyncClient, tiny: Visi
 
 
 async def test_tools_may_give_images(client: httpx.AsyncClient, tiny: VisionModel) -> None:
-    """In Anthropic's messages and in responses: the prompt has the picture in its place."""
-    prompt, _ = expected(tiny, "user: hi\nassistant: \ntool: see", picture(5), "\nassistant: ")
+    """In Anthropic's messages and in responses: the prompt has the picture in its place.
+
+    The template has none for calls and results, so they are written into messages.
+    """
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    before = f"user: hi\nassistant: {call}\nuser: <tool_response>see"
+    prompt, _ = expected(tiny, before, picture(5), "</tool_response>\nassistant: ")
     url = data_url(picture(5))
     source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
     shown = [{"type": "text", "text": "see"}, {"type": "image", "source": source}]

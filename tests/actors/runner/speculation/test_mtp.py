@@ -73,8 +73,8 @@ def with_head(
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
-        *few([(name, "auto") for name in FORMS], 4),
-        *few([(name, "reference") for name in ("llama", "glm4_moe", "qwen3_next")], 2),
+        *few([(name, "auto") for name in FORMS], 3),
+        *few([(name, "reference") for name in ("llama", "glm4_moe", "qwen3_next")], 1),
     ],
 )
 def test_drafts_are_those_of_plain_torch(
