@@ -33,7 +33,7 @@ def test_curl_of_vllms_quick_start(app: Any) -> None:
 
 
 def test_what_open_webui_asks(app: Any) -> None:
-    """A connection to an OpenAI API: its models, a streamed chat, a title, the tags of an Ollama."""
+    """A connection to an OpenAI API: its models, a streamed chat, a title, tags of an Ollama."""
     with app.client() as http:
         http.headers["Authorization"] = "Bearer none"
         models = http.get("/v1/models").raise_for_status().json()
