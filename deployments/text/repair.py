@@ -61,7 +61,8 @@ def joined(*messages: Mapping[str, Any]) -> dict[str, Any]:
             whole[name] = [part for text in [*begun, *rest] for part in as_parts(text)]
         elif texts:
             whole[name] = begun[0]
-    if calls := [call for message in messages for call in message.get("tool_calls") or ()]:
+    callers = messages if whole["role"] == "assistant" else ()  # others' calls are not checked
+    if calls := [call for message in callers for call in message.get("tool_calls") or ()]:
         whole["tool_calls"] = calls
     return whole
 

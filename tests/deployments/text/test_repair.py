@@ -139,6 +139,13 @@ def test_a_strict_template_takes_any_conversation(turns: list[list[dict[str, Any
     assert prompt.ids[: len(start) - 1] == start[:-1]
 
 
+def test_what_a_user_calls_is_not_read() -> None:
+    tokenizer, formats = mistral()
+    said = [{**USER, "tool_calls": 5}, {**USER, "tool_calls": True}]
+    prompt = render_prompt(tokenizer, said, formats, chat_template=MISTRAL)
+    assert tokenizer.decode(prompt.ids) == "user:u\nu;" and prompt.repairs == ("turns",)
+
+
 TEXTS = st.one_of(st.text("ab", max_size=2), st.just([{"type": "image"}]))
 
 
