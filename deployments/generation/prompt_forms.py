@@ -149,7 +149,9 @@ def truncated(
             "integer_above_max_value",
         )
     if most < 0:
-        most = max(1, max_model_len - (params.max_tokens or 1))
+        room = params.max_tokens or 1
+        # An answer that cannot fit is cut, too: it leaves half of the context to the prompt.
+        most = max_model_len - (room if room < max_model_len else max_model_len // 2)
     if uncut and most < len(ids):
         name = "truncate_prompt_tokens"
         raise InvalidRequest(f"A prompt with {uncut} is not truncated.", name)

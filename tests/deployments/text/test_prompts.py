@@ -88,9 +88,10 @@ def test_truncation() -> None:
     assert cut(None) == cut(20) == ids
     assert cut(3) == [7, 8, 9] and cut(3, "right") == [0, 1, 2]
     assert cut(-1, max_tokens=16) == [6, 7, 8, 9]
-    assert cut(-1, max_tokens=None) == ids and cut(-1, max_tokens=100) == [9]
+    assert cut(-1, max_tokens=None) == ids and cut(-1, max_tokens=19) == [9]
     ids *= 3
     assert len(cut(-1, max_tokens=None)) == 19  # room for one more
+    assert len(cut(-1, max_tokens=100)) == 10  # max_tokens is cut to the rest
     with pytest.raises(InvalidRequest, match="at most 20"):
         cut(21)
 
