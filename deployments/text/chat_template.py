@@ -107,8 +107,9 @@ def render_chat(
         content=history.content,
         media=media,
     )
-    conversation, listed = _written(conversation, tools, history.calls)
     extras = dict(variables or {})
+    has_tags = _holds_tag(tokenizer, conversation, extras)  # before ours are written into it
+    conversation, listed = _written(conversation, tools, history.calls)
     sent = _check_variables(extras, tokenizer)
     template = _template(tokenizer, chat_template, listed is not None)
     if add_generation_prompt and continue_final_message:
@@ -118,7 +119,6 @@ def render_chat(
         )
     conversation = _fitted(conversation, template, history.rules)
     texts = [*texts_in(conversation), *texts_in(extras)]
-    has_tags = _holds_tag(tokenizer, conversation, extras)
     inner = tokenizer.literal_inner if has_tags else tokenizer.inner
     if marked is not None:
         inner = marked.tokenizer(inner)

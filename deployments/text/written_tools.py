@@ -1,6 +1,7 @@
 """Tools and calls as text of messages, for templates that have no place for them."""
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from rayfin.deployments.text.parsing.format import ToolFormat
@@ -21,21 +22,16 @@ def write_tools(
         row: how calls are written.
     """
     messages: list[Message] = []
-    before = ""
-    for message in conversation:
-        written = _written(message, row)
-        if message["role"] == before == "tool":  # results of several calls are one message
-            messages[-1] = joined(messages[-1], written)
+    for is_result, group in groupby(conversation, lambda message: message["role"] == "tool"):
+        said = [_written(message, row) for message in group]
+        if is_result:  # those of several calls are one message
+            messages.append(joined(*said))
+        elif tools:
+            messages += [_reminded(message, row) for message in said]
         else:
-            messages.append(written)
-        before = message["role"]
+            messages += said
     if not tools:
         return messages
-    if messages and messages[-1]["role"] == "user" and before != "tool":
-        # Small models forget what the system message says.
-        mark = (*row.begins, "call")[0]
-        asked = {"content": f"\nAnswer with a {mark} if a function helps."}
-        messages[-1] = joined(messages[-1], asked)
     text: Any = tools_text(tools, row)
     if messages and messages[0]["role"] in SYSTEM:
         messages[0] = joined(messages[0], {"content": f"\n{text}"})
@@ -75,6 +71,16 @@ def _placeholder(schema: Any, required: bool) -> Any:
     if isinstance(schema, Mapping) and not required:
         return {**schema, "optional": True}
     return schema
+
+
+def _reminded(message: Message, row: ToolFormat) -> Message:
+    """A question with a sentence behind it: small models forget what the system message says.
+
+    Each has it, not the last one alone: the prompt of the next turn begins with this one's.
+    """
+    mark = (*row.begins, "call")[0]
+    asked = {"content": f"\nAnswer with a {mark} if a function helps."}
+    return joined(message, asked) if message["role"] == "user" else message
 
 
 def _written(message: Message, row: ToolFormat) -> Message:

@@ -1,10 +1,13 @@
 """Tools of templates that have no place for them."""
 
 import json
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from call_walks import byte_tokenizer
 from rayfin.deployments.text.chat_template import HistoryStyle, render_chat
 from rayfin.deployments.text.generation_prompt import render_prompt
 from rayfin.deployments.text.parsing.detect import detect
@@ -80,13 +83,25 @@ def test_the_history_is_text(byte_level: Tokenizer) -> None:
     turns = rendered(byte_level, HISTORY, tools=TOOLS).split("<|im_start|>")[2:]
     call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>'
     assert turns == [
-        "user\nWhich zebra?<|im_end|>\n",
+        "user\nWhich zebra?\n\nAnswer with a <tool_call> if a function helps.<|im_end|>\n",
         f"assistant\nI look.\n{call}\n{call}<|im_end|>\n",
         "user\n<tool_response>\nsunny\n</tool_response>\n<tool_response>\nwindy\n"
         "</tool_response><|im_end|>\n",
         "user\nAnd now?\n\nAnswer with a <tool_call> if a function helps.<|im_end|>\n",
         "assistant\n",
     ]
+
+
+def test_the_next_turn_begins_with_this_one() -> None:
+    tokenizer = byte_tokenizer(("<tool_call>", "</tool_call>"), special=False)
+    formats = detect(tokenizer, CHATML)
+    render = partial(render_prompt, tokenizer, tools=TOOLS, chat_template=CHATML)
+    turns = [render(HISTORY[:length], formats=formats).ids for length in (1, 4, 5)]
+    opening = len(tokenizer.encode("<|im_start|>assistant\n"))
+    for turn, following in pairwise(turns):
+        assert following[: len(turn) - opening] == turn[:-opening]
+    marks = tokenizer.decode(turns[-1], skip_special_tokens=False).count("<tool_call>")
+    assert turns[-1].count(tokenizer.added_ids["<tool_call>"]) == marks == 6
 
 
 def test_parameters_that_are_more_than_properties(byte_level: Tokenizer) -> None:
