@@ -49,7 +49,7 @@ class OllamaAdapter(GenerationAdapter):
         body, service, caller = self._body, self._service, Caller.of(request)
         params = body.sampling_params(service.sampling_defaults)
         if isinstance(body, OllamaGenerate) and body.raw:
-            prompt = Prompt(await text_ids(service, body.prompt or "", "prompt"), "prompt")
+            prompt = Prompt(await text_ids(service, body.raw_prompt(), "prompt"), "prompt")
             plan = await plan_text(service, body.rules(), caller.tenant)
         else:
             messages = body.chat()

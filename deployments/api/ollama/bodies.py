@@ -18,7 +18,7 @@ from rayfin.deployments.guidance.tool_choice import ToolChoice
 from rayfin.deployments.guidance.tools import DeclaredTools, declared_tools
 from rayfin.deployments.http.json_body import rename_error_params, validate
 from rayfin.deployments.text.checks import as_list, as_object, as_string, is_empty, wrong_type
-from rayfin.deployments.text.messages import MAX_MESSAGES
+from rayfin.deployments.text.messages import MAX_MESSAGES, MAX_TOOLS
 
 OPTIONS = {  # of the model's runner -> ours
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")},
@@ -116,7 +116,8 @@ class OllamaChat(OllamaBody):
 
     def chat(self) -> list[dict[str, Any]]:
         """A result answers the first call without one, or the first of its ``tool_name``."""
-        waiting: deque[tuple[str, object]] = deque()  # ids and names of calls
+        # Ids and names of calls; each result looks through them.
+        waiting: deque[tuple[str, object]] = deque(maxlen=MAX_TOOLS)
         chat = []
         for i, written in enumerate(as_list(self.messages, "messages", MAX_MESSAGES)):
             message = as_object(written, f"messages[{i}]")
@@ -130,7 +131,7 @@ class OllamaChat(OllamaBody):
                 path = f"messages[{i}].tool_calls"
                 calls: list[dict[str, Any]] = []
                 said["tool_calls"] = calls
-                for call in as_list(message["tool_calls"], path, MAX_MESSAGES):
+                for call in as_list(message["tool_calls"], path, MAX_TOOLS):
                     function = as_object(call, path).get("function")
                     name = function.get("name") if isinstance(function, Mapping) else None
                     waiting.append((f"call_{i}_{len(calls)}", name))
@@ -154,6 +155,17 @@ class OllamaGenerate(OllamaBody):
     @property
     def loads_only(self) -> bool:
         return not self.prompt
+
+    def raw_prompt(self) -> str:
+        """Returns the prompt that no template renders.
+
+        Raises:
+            InvalidRequest: what only a template has a place for.
+        """
+        for name in ("system", "images"):
+            if getattr(self, name):
+                raise unserved(name, which="beside raw ")
+        return self.prompt or ""
 
     def chat(self) -> list[dict[str, Any]]:
         message = {"role": "user", "content": self.prompt, "images": self.images}
