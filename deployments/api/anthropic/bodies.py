@@ -78,7 +78,8 @@ class PromptBody(BaseModel):
     def hosted_tools(self) -> set[str]:
         """The names of tools that are left out."""
         tools = [tool for tool in self.tools or () if isinstance(tool, Mapping)]
-        return {str(tool.get("name")) for tool in tools if tool.get("type", "custom") != "custom"}
+        hosted = (tool for tool in tools if (tool.get("type") or "custom") != "custom")
+        return {str(tool.get("name")) for tool in hosted}
 
     def ignored_fields(self) -> list[str]:
         extra = ignored_members("messages", self.model_extra)

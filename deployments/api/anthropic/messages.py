@@ -9,12 +9,7 @@ from typing import NamedTuple
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from rayfin.actors.errors import (
-    ContextLengthExceeded,
-    InvalidRequest,
-    RayfinError,
-    RequestFailed,
-)
+from rayfin.actors.errors import ContextLengthExceeded, RayfinError, RequestFailed
 from rayfin.actors.messages import Pin
 from rayfin.deployments.api.anthropic.blocks import BlockEvent, ReplyBlocks
 from rayfin.deployments.api.anthropic.bodies import OUR_NAMES, MessagesRequest, PromptBody
@@ -167,7 +162,7 @@ class MessagesAdapter(GenerationAdapter):
                 variables=template_variables(body),
                 any_length=True,
             )
-        except InvalidRequest:  # a part need not stand alone: it is not pinned
+        except RayfinError:  # a part need not stand alone, and media may be gone: it is not pinned
             return None
         return Pin(common_length(ids, part.ids), mark.seconds)
 

@@ -5,7 +5,10 @@ from typing import Any
 import httpx
 import pytest
 
+from rayfin.actors.errors import MediaUnavailable
 from rayfin.actors.messages import Pin
+from rayfin.deployments.api.anthropic import messages
+from rayfin.deployments.generation.prompts import chat_prompt
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.anyio
@@ -78,6 +81,18 @@ async def test_a_mark_on_a_tool(http: httpx.AsyncClient, engine: Any) -> None:
     tool = {"name": "f", "input_schema": {"type": "object"}}
     pin = await pinned(http, engine, body(None, tools=[{**tool, **MARK}]))
     assert pin is not None and 0 < pin.tokens < len(engine.seen[-1].prompt)
+
+
+async def test_a_part_that_cannot_be_read_again_pins_nothing(
+    http: httpx.AsyncClient, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def gone(*args: Any, **settings: Any) -> Any:
+        if settings.get("add_generation_prompt") is False:
+            raise MediaUnavailable("its server does not answer", "messages[0].content[0]")
+        return await chat_prompt(*args, **settings)
+
+    monkeypatch.setattr(messages, "chat_prompt", gone)
+    assert await pinned(http, engine, body(mark=MARK)) is None
 
 
 @pytest.mark.parametrize(

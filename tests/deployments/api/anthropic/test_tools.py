@@ -140,6 +140,13 @@ async def test_tool_choice(
     assert reply.stop_reason == ("tool_use" if kind == "tool_use" else "end_turn")
 
 
+async def test_a_tool_without_a_type_may_be_forced(http: httpx.AsyncClient, engine: Any) -> None:
+    body = {**ASKED, "max_tokens": 3, "tools": [{**TOOL, "type": None}]}
+    body["tool_choice"] = {"type": "tool", "name": "weather"}
+    assert (await http.post("/v1/messages", json=body)).is_success
+    assert engine.seen[-1].part(Guidance).grammar
+
+
 THINKING: list[tuple[dict[str, Any], str]] = [
     ({}, "assistant\n"),
     ({"thinking": {"type": "disabled"}}, "False "),
