@@ -190,7 +190,8 @@ class ChatCompletionRequest(_CompletionBody):
             return self._rules
         tools = self.declared_tools.functions
         choice = ToolChoice()
-        if tools or self.tool_choice is not None:
+        asked = self.tool_choice is not None and not self.declared_tools.left_out
+        if tools or asked:
             choice = read_tool_choice(self.tool_choice, tools, parallel=self.parallel_tool_calls)
         budget = self.thinking_token_budget
         if budget is not None and budget < -1:

@@ -546,6 +546,8 @@ async def test_a_custom_tool(
     assert json.dumps({"input": query}, ensure_ascii=False) in prompt
     hosted = await http.post(PATH, json={**body, "tools": [SQL, {"type": "web_search"}]})
     assert hosted.headers["x-rayfin-ignored-fields"] == "tools.web_search"
+    alone = {**body, "tools": [{"type": "web_search"}], "tool_choice": "auto"}
+    assert (await http.post(PATH, json=alone)).status_code == 200
     del history[1]["tool_calls"][0]["custom"]["input"]
     refused = (await http.post(PATH, json=body)).json()["error"]
     assert refused["param"] == "messages[1].tool_calls[0].custom.input"
