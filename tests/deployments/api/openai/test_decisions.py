@@ -1,5 +1,6 @@
 """/v1/decisions and /v1/systemone: the probabilities of labels, as an engine gives them."""
 
+import asyncio
 import math
 from typing import Any
 
@@ -170,3 +171,13 @@ async def test_a_model_that_thinks_first(http: httpx.AsyncClient, service: Any) 
         ending = f"{{% if add_generation_prompt %}}<|im_start|>assistant\n{opening}{{% endif %}}"
         service.chat_template = "{{ messages[0].content }}" + ending
         assert (await http.post("/v1/systemone", json=SYSTEM_ONE)).status_code == status
+
+
+async def test_they_count_as_load(http: httpx.AsyncClient, engine: Any) -> None:
+    engine.gate = asyncio.Event()
+    asking = asyncio.create_task(http.post("/v1/decisions", json=DECISION))
+    while not engine.seen:
+        await asyncio.sleep(0.001)
+    assert (await http.get("/load")).json() == {"server_load": 1}
+    engine.gate.set()
+    assert (await asking).is_success
