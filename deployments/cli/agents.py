@@ -27,7 +27,7 @@ model_context_window = $context
 name = "Rayfin"
 base_url = "$root/v1"
 wire_api = "responses"
-""",
+$env_key""",
     ),
     "OpenCode (opencode.json)": (
         "json",
@@ -62,6 +62,7 @@ aider --model openai/$model --openai-api-base $root/v1 --openai-api-key $key
         "sh",
         """\
 export OLLAMA_HOST=$root
+export OLLAMA_API_KEY=$key
 """,
     ),
 }
@@ -77,6 +78,8 @@ def settings(root: str, model: str, context: int, key: str = "none") -> str:
     """
     values = {"root": root, "model": model, "context": context, "key": key}
     values["output"] = min(8192, context // 4)
+    name = "RAYFIN_API_KEY"  # Codex does not start where it is not set
+    values["env_key"] = "" if key == "none" else f'env_key = "{name}"  # export {name}={key}\n'
     return "\n".join(
         f"### {client}\n\n```{kind}\n{Template(text).substitute(values)}```\n"
         for client, (kind, text) in SETTINGS.items()

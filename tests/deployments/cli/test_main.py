@@ -437,6 +437,7 @@ def test_agents(fake_server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     root = fake_server.url.removesuffix("/v1")
     assert f"ANTHROPIC_BASE_URL={root}\n" in out and f'base_url = "{root}/v1"' in out
     assert "ANTHROPIC_AUTH_TOKEN=K" in out and "$" not in out
+    assert 'env_key = "RAYFIN_API_KEY"  # export RAYFIN_API_KEY=K\n' in out
     page = (Path(__file__).parents[3] / "docs" / "agents.md").read_text()
     assert settings("http://127.0.0.1:8000", "demo", 131072) in page
 
