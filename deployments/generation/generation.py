@@ -38,7 +38,8 @@ from rayfin.deployments.text.output import OutputText, TextDelta
 from rayfin.deployments.text.repair import REPAIRED
 
 LOGPROB_CHARACTERS = 50  # of JSON, at least, for a log probability
-LONG_TEXT = 16 * 1024  # characters from which tokenizing leaves the event loop
+LONG_TEXT = 16 * 1024  # characters from which tokenizing leaves the event loop ...
+SHORT_TEXT = 1024  # ... and from which it lets others run first
 LEAST_TIMEOUT = 1e-3  # seconds, which an engine refuses as over; it takes none of 0
 MAX_PROMPT_LOGPROBS = 2**18  # of all prompts of one HTTP request: tens of megabytes of JSON
 
@@ -350,8 +351,15 @@ def _check_prompt_logprobs(requests: Sequence[EngineRequest]) -> None:
 
 
 async def off_loop(characters: int, work: Callable[[], T]) -> T:
-    """Returns the result of ``work``; a thread does it if the text is long."""
-    return work() if characters < LONG_TEXT else await asyncio.to_thread(work)
+    """Returns the result of ``work``; a thread does it if the text is long.
+
+    Others run before that of a text of medium length: a request may have hundreds.
+    """
+    if characters >= LONG_TEXT:
+        return await asyncio.to_thread(work)
+    if characters >= SHORT_TEXT:
+        await asyncio.sleep(0)
+    return work()
 
 
 async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
