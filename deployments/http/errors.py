@@ -1,5 +1,6 @@
 """Failures as OpenAI's error body: ``{"error": {"message", "type", "param", "code"}}``."""
 
+import json
 import logging
 import traceback
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
+from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 
 from rayfin.actors.errors import (
@@ -44,6 +46,9 @@ HTTP_CODES = {
     503: "unavailable",
 }
 
+
+OLLAMAS = "/api/"
+"""Begins the paths of Ollama's routes."""
 
 EXPECTED = (RayfinError, RequestValidationError, ValidationError, HTTPException)
 """Failures that have a status and words of their own."""
@@ -111,12 +116,15 @@ def failure_response(
     """The answer to any exception; failures of the server are logged.
 
     Args:
+        path: of the route, without a path that a proxy in front has added.
         log_stack: whether refusals are logged too, all with their stack traces.
     """
     if isinstance(error, ClientGone):
         logger.info("%s %s: %s the client left", method, path, CLIENT_CLOSED)
         return http_error_response(CLIENT_CLOSED, "The client closed the connection.")
     response = _answer(error, method, path)
+    if path.startswith(OLLAMAS):
+        response = _as_text(response)
     if not isinstance(error, EXPECTED):
         logger.error("%s %s failed", method, path, exc_info=error)
     elif log_stack:
@@ -142,11 +150,20 @@ def _answer(error: Exception, method: str, path: str) -> JSONResponse:
     return error_response(error)
 
 
+def _as_text(response: JSONResponse) -> JSONResponse:
+    """The same error as Ollama's clients read it: a message, and nothing beside it."""
+    message = json.loads(bytes(response.body))["error"]["message"]
+    written = JSONResponse({"error": message}, response.status_code)
+    kept = {name: value for name, value in response.headers.items() if name not in written.headers}
+    written.headers.update(kept)
+    return written
+
+
 def add_error_handlers(app: FastAPI, *, log_stack: bool = False) -> None:
     """Answers every exception that leaves a route of ``app``; see ``failure_response``."""
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
-        path = request.scope["path"]
+        path = get_route_path(request.scope)
         return failure_response(error, request.method, path, log_stack=log_stack)
 
     for kind in (*EXPECTED, ClientGone, Exception):

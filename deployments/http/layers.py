@@ -55,7 +55,7 @@ class ErrorResponses:
                 raise
             if isinstance(error, ClientDisconnect):
                 error = ClientGone()
-            method, path = scope.get("method", "GET"), scope["path"]
+            method, path = scope.get("method", "GET"), get_route_path(scope)
             response = failure_response(error, method, path, log_stack=self._log_stack)
             await response(scope, receive, send)
 

@@ -15,7 +15,10 @@ logger = logging.getLogger("rayfin.http")
 
 DONE = "data: [DONE]\n\n"
 COMMENT = ": waiting\n\n"
-FAILURES = (b'data: {"error"', b"event: error\n", b"event: response.failed\n")
+FAILURES = (
+    *(b'data: {"error"', b"event: error\n", b"event: response.failed\n"),
+    b'{"error"',  # a line of Ollama's
+)
 
 
 def event(data: str, event_id: str | None = None) -> str:

@@ -3,15 +3,13 @@
 import hashlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
-from functools import wraps
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from rayfin.actors.errors import InvalidRequest, ModelNotFound, RayfinError
+from rayfin.actors.errors import InvalidRequest, ModelNotFound
 from rayfin.deployments.api.ollama.adapter import OllamaAdapter, stamped
 from rayfin.deployments.api.ollama.bodies import (
     OllamaBody,
@@ -23,7 +21,6 @@ from rayfin.deployments.api.ollama.bodies import (
 from rayfin.deployments.generation.route import GenerationRoute, while_connected
 from rayfin.deployments.generation.service import OpenAIService, ServedModels
 from rayfin.deployments.http.caller import Caller
-from rayfin.deployments.http.errors import failure_response
 from rayfin.deployments.http.json_body import Body, ignored_header, read_body
 from rayfin.deployments.pooling.bodies import InputBody
 from rayfin.deployments.pooling.gather import pool
@@ -33,11 +30,10 @@ from rayfin.deployments.pooling.vectors import check_dimensions, cut
 SPOKEN = "0.12.6"  # the version of Ollama whose API this is; clients want a lowest one
 LATEST = ":latest"
 AGES = timedelta(days=365)  # until a model is unloaded
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 def add_ollama_routes(app: FastAPI, models: ServedModels) -> None:
-    """Adds the routes, whose refusals are ``{"error": message}``."""
+    """Adds the routes. Their refusals are ``{"error": message}`` (``http/errors.py``)."""
     _add_list_routes(app, models)
 
     async def generate(request: Request, body: OllamaBody) -> Response:
@@ -50,17 +46,14 @@ def add_ollama_routes(app: FastAPI, models: ServedModels) -> None:
         return await GenerationRoute(OllamaAdapter(service, body)).answer(request, headers)
 
     @app.post("/api/chat")
-    @_in_their_words
     async def chat(request: Request) -> Response:
         return await generate(request, await _read(request, OllamaChat))
 
     @app.post("/api/generate")
-    @_in_their_words
     async def complete(request: Request) -> Response:
         return await generate(request, await _read(request, OllamaGenerate))
 
     @app.post("/api/embed")
-    @_in_their_words
     async def embed(request: Request) -> Response:
         body = await _read(request, OllamaEmbed)
         return JSONResponse(await _embed(models, request, body))
@@ -92,7 +85,6 @@ def _add_list_routes(app: FastAPI, models: ServedModels) -> None:
         return {"models": loaded}
 
     @app.post("/api/show")
-    @_in_their_words
     async def show(request: Request) -> Response:
         body = await _read(request, OllamaName)
         if (name := _plain(models, body.model or body.name)) is None:
@@ -103,22 +95,6 @@ def _add_list_routes(app: FastAPI, models: ServedModels) -> None:
     @app.get("/api/version")
     async def version() -> dict[str, str]:
         return {"version": SPOKEN}
-
-
-def _in_their_words(handler: Handler) -> Handler:
-    """Returns refusals as Ollama does."""
-
-    @wraps(handler)
-    async def handled(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except RayfinError as error:
-            refusal = failure_response(error, request.method, request.scope["path"])
-            kept = ("retry-after", "connection")
-            headers = {name: refusal.headers[name] for name in kept if name in refusal.headers}
-            return JSONResponse({"error": str(error)}, refusal.status_code, headers)
-
-    return handled
 
 
 def _plain(models: ServedModels, name: str | None) -> str | None:

@@ -127,6 +127,14 @@ async def test_failures_are_told_and_forgotten(
     assert replayed(await post(http, path, stream=stream)) == [True]
 
 
+async def test_a_failed_stream_of_lines_is_forgotten(http: httpx.AsyncClient, engine: Any) -> None:
+    body = {"model": "org/tiny", "messages": HELLO}
+    engine.failure = (2, RequestFailed("no"))
+    assert b"error" in (await http.post("/api/chat", json=body, headers=KEY)).content
+    engine.failure = None
+    assert replayed(await http.post("/api/chat", json=body, headers=KEY)) == [False]
+
+
 async def test_a_tenant_has_its_own(service: OpenAIService, engine: Any) -> None:
     service.edge.keys = ApiKeys.load(["one", "two"])
     transport = httpx.ASGITransport(build_api(service))

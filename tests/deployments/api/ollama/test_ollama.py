@@ -11,6 +11,9 @@ from rayfin.actors.errors import Overloaded, RequestFailed
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import EngineInfo
 from rayfin.deployments.api.app import build_api
+from rayfin.deployments.api.ollama.bodies import OllamaChat
+from rayfin.deployments.http.keys import ApiKeys
+from rayfin.deployments.text.messages import MAX_TOOLS
 from rayfin.deployments.text.parsing.detect import Detected
 from rayfin.deployments.text.parsing.formats import find_reasoning_format, find_tool_format
 
@@ -143,6 +146,9 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ("/api/chat", {"tools": [{"type": "function"}]}, 400, "tools[0].function"),
     ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
     ("/api/generate", {"prompt": "a b " * 200}, 400, "too long"),
+    ("/api/generate", {"prompt": "a", "raw": True, "images": ["aGk="]}, 400, "images"),
+    ("/api/generate", {"prompt": "a", "raw": True, "system": "b"}, 400, "system"),
+    ("/api/chat", {"messages": [{"role": "assistant", "tool_calls": [{}] * 129}]}, 400, "128"),
     ("/api/embed", {"input": "a"}, 404, "does not support"),
     ("/api/show", {"model": "other"}, 404, "other"),
 ]
@@ -157,13 +163,35 @@ async def test_bad_bodies(http: httpx.AsyncClient, engine: Any) -> None:
     assert engine.seen == []
 
 
+def test_a_result_looks_through_few_calls() -> None:
+    """However many an adversary's assistant has made."""
+    calls = [{"function": {"name": "f", "arguments": {}}}] * MAX_TOOLS
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    result = {"role": "tool", "content": "a"}
+    *_, last = OllamaChat(model="tiny", messages=[said, said, result]).chat()
+    assert last["tool_call_id"] == "call_1_0"
+
+
 async def test_a_body_of_any_type(http: httpx.AsyncClient) -> None:
     """curl says that it sends a form, and no browser's page passes as curl."""
     body, headers = b'{"model": "tiny"}', {"content-type": "application/x-www-form-urlencoded"}
     answer = await http.post("/api/show", content=body, headers=headers)
     assert answer.status_code == 200
     headers["origin"] = "http://example.com"
-    assert (await http.post("/api/show", content=body, headers=headers)).status_code in (403, 415)
+    refused = await http.post("/api/show", content=body, headers=headers)
+    assert refused.status_code in (403, 415) and isinstance(refused.json()["error"], str)
+
+
+async def test_a_key_is_missing(service: Any) -> None:
+    """What layers before the routes refuse is said as Ollama says it."""
+    service.edge.keys = ApiKeys.load(["secret"])
+    transport = httpx.ASGITransport(build_api(service), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://rayfin") as http:
+        refused = await http.post("/api/chat", json=CHAT)
+        nothing = await http.get("/api/pull", headers={"Authorization": "Bearer secret"})
+    assert refused.status_code == 401 and refused.headers["www-authenticate"] == "Bearer"
+    assert refused.json() == {"error": "Incorrect or missing API key."}
+    assert nothing.status_code == 404 and "/api/pull" in nothing.json()["error"]
 
 
 async def test_failures(http: httpx.AsyncClient, engine: Any) -> None:
