@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 RAY_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 """Where ``ray start`` says that this machine has a Ray."""
 
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")
+"""What a machine with a GPU has; the second within Windows."""
+
 UNREACHED = {"ConnectError", "ProxyError"}
 """Errors of the HTTP libraries of huggingface_hub, which has had several, where no host answers.
 
@@ -119,7 +122,7 @@ def _check_settings(args: EngineArgs, folder: str) -> None:
 def _may_have_gpu() -> bool:
     """Whether a runner may find a GPU: here, or on another node of a Ray that runs already."""
     joined = "RAY_ADDRESS" in os.environ or RAY_CLUSTER.exists()
-    return joined or Path("/dev/nvidiactl").exists()
+    return joined or any(Path(path).exists() for path in GPU_FILES)
 
 
 def check_audio(args: EngineArgs) -> None:

@@ -334,6 +334,13 @@ def test_settings_that_run_are_left(settings: Any, folder: Path) -> None:
     preflight._check_settings(args, str(folder))
 
 
+def test_windows_has_gpus_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for file in ("/dev/nvidiactl", "/dev/dxg", "/dev/null"):
+        monkeypatch.setattr(Path, "exists", lambda path, file=file: str(path) == file)
+        assert preflight._may_have_gpu() == (file != "/dev/null")
+
+
 def test_an_unknown_split_of_a_gguf_file_is_said(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
