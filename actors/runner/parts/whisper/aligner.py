@@ -120,14 +120,17 @@ class Aligner(Observer):
 
 
 def alignment_heads(model: Any) -> dict[int, list[int]]:
-    """By layer the heads that follow the speech: all of the upper half where none are named."""
+    """By layer the heads that follow the speech: all of the upper half where none are named.
+
+    A distilled model often names those of its teacher, whose layers it lacks.
+    """
     config = model.config
     named = getattr(model.generation_config, "alignment_heads", None)
-    layers = config.decoder_layers
+    layers, every = config.decoder_layers, list(range(config.decoder_attention_heads))
     heads: dict[int, list[int]] = {}
     for layer, head in named or ():
-        heads.setdefault(int(layer), []).append(int(head))
-    every = list(range(config.decoder_attention_heads))
+        if layer < layers and head in every:
+            heads.setdefault(int(layer), []).append(int(head))
     return heads or {layer: every for layer in range(layers // 2, layers)}
 
 
