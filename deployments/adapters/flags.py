@@ -14,17 +14,18 @@ CLIENTS_MAY_LOAD = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 @dataclass(frozen=True, slots=True)
 class AdapterFlags:
-    """Where a model's adapters come from.
-
-    Raises:
-        InvalidConfig: there is no folder ``root``.
-    """
+    """Where a model's adapters come from."""
 
     modules: dict[str, str]  # paths by name, which are loaded at the start
     root: str | None  # the folder whose subfolders requests may name
     max_rank: int = 64
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Checks at the start, and on its node alone, that the folder is there.
+
+        Raises:
+            InvalidConfig: it is not.
+        """
         if self.root is not None and not Path(self.root).is_dir():
             raise InvalidConfig(f"there is no folder {self.root}", "lora_dir")
 

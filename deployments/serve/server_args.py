@@ -283,7 +283,7 @@ class ServerArgs:
             raise InvalidConfig("served_model_name must not be empty", "served_model_name")
         self.api_keys()
         self.admin_keys()
-        self.adapter_flags()
+        self.adapter_flags().check()
         for name in ("max_body_bytes", "max_grammar_bytes", "max_prompts"):
             if (value := getattr(self, name)) < 1:
                 raise InvalidConfig(f"{name} must be at least 1, got {value}", name)

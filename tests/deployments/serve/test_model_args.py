@@ -90,3 +90,14 @@ def test_the_example_is_bound_as_serve_binds_it() -> None:
     built = serve_build(build_app(args(**application.args)), name="zoo")
     names = {deployment.name for deployment in built.deployments}
     assert names == {"ingress", "engine-demo", "engine-helper"}
+
+
+def test_a_folder_of_adapters_is_looked_for_at_the_start_alone(tmp_path: Path) -> None:
+    """Ingresses may be on nodes that have none, and it may be away for a while."""
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    model = ModelArgs(ServerArgs(lora_dir=str(folder)), EngineArgs())
+    folder.rmdir()
+    assert model.adapters is not None and model.adapters.root == str(folder)
+    with pytest.raises(InvalidConfig, match="there is no folder"):
+        ServerArgs(lora_dir=str(folder))
