@@ -39,7 +39,7 @@ NORMS = {
 OUTER = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
 LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 KNOWN = re.compile(
-    r"(general|tokenizer|quantize|split)\..*|\w+\.(vocab_size|rope\.(dimension_count|freq_base)"
+    r"(general|tokenizer|quantize|split)\..*|\w+\.(vocab_size|rope\.dimension_count"
     r"|attention\.(key|value)_length)"
 )
 """Fields that a decoder with only the sizes above may have."""
@@ -66,8 +66,12 @@ def convert_plain(files: Sequence[str], folder: str) -> bool:
     header = read_header(files[0])
     if len(files) > 1 or not is_plain(header):
         return False
+    try:
+        tokenizer = make_tokenizer(header.fields)
+    except Exception:  # of the package for tokenizers; the other reading says why, and goes on
+        return False
+    tokenizer.save_pretrained(folder)
     tied = all(one.name != "output.weight" for one in header.tensors)
-    make_tokenizer(header.fields).save_pretrained(folder)
     _write_weights(header, Path(files[0]), Path(folder, "model.safetensors"))
     _write_json(Path(folder, "config.json"), _config(header, tied))
     ends = {"_from_model_config": True, "eos_token_id": end_tokens(header.fields)}
@@ -77,7 +81,7 @@ def convert_plain(files: Sequence[str], folder: str) -> bool:
 
 def is_plain(header: Header) -> bool:
     """Whether the model is no more than its architecture, with all matrices in known blocks."""
-    known = {f"{header.architecture}.{key}" for key in SIZES}
+    known = {f"{header.architecture}.{key}" for key in (*SIZES, "rope.freq_base")}
     fields_known = all(name in known or KNOWN.fullmatch(name) for name in header.fields)
     plain = header.architecture in ARCHITECTURES and known <= header.fields.keys() and fields_known
     if not plain or header.fields.get("tokenizer.ggml.model") != "gpt2":

@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, GenerationConfig
 
-from rayfin.actors.model_files.gguf_decoder import convert_plain
+from rayfin.actors.model_files.gguf_decoder import convert_plain, is_plain
+from rayfin.actors.model_files.gguf_header import read_header
 
 pytest.importorskip("gguf")
 
+import gguf_files
 from gguf_files import make_folder, mixed, write_gguf
 
 
@@ -66,6 +68,26 @@ def test_others_are_left(family: str, kind: str, more: Any, tmp_path: Path) -> N
     folder = tmp_path / "folder"
     folder.mkdir()
     assert not convert_plain([str(path)], str(folder)) and not list(folder.iterdir())
+
+
+def test_positions_without_a_base_are_left(tmp_path: Path) -> None:
+    """transformers' configurations have one of their own."""
+    header = read_header(write_gguf(tmp_path / "tiny.gguf", "q4_0"))
+    assert is_plain(header)
+    del header.fields["llama.rope.freq_base"]
+    assert not is_plain(header)
+
+
+def test_a_broken_tokenizer_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other reading goes on without one, for --tokenizer may name another."""
+    tokens = ["xy" if token == "ab" else token for token in gguf_files.TOKENS]
+    monkeypatch.setattr(gguf_files, "TOKENS", tokens)  # its merge makes no token
+    path = write_gguf(tmp_path / "tiny.gguf", "q4_0")
+    folder, whole = tmp_path / "folder", tmp_path / "whole"
+    folder.mkdir()
+    assert not convert_plain([str(path)], str(folder)) and not list(folder.iterdir())
+    make_folder([path], whole)
+    assert (whole / "model.safetensors").is_file() and not (whole / "tokenizer.json").exists()
 
 
 def test_it_imports_no_torch(tmp_path: Path) -> None:
