@@ -86,7 +86,7 @@ class InvalidRequest(RayfinError):
             self.code = code
 
     details: Mapping[str, Any] | None = None
-    """What programs read, where an API's clients expect it in the body."""
+    """Details of an error for programs, which an API's clients expect in the body."""
 
 
 class InvalidLine(InvalidRequest):

@@ -161,7 +161,7 @@ async def search(client: httpx.AsyncClient) -> None:
 
 
 def parses(text: str) -> bool:
-    """Whether a text is a patch, as its words say, read line by line."""
+    """Returns whether a text is a patch, as its words say, read line by line."""
     lines = text.removesuffix("\n").split("\n")
     if lines[0] != "*** Begin Patch" or lines[-1] != "*** End Patch" or len(lines) < 3:
         return False

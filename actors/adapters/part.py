@@ -100,5 +100,5 @@ class AdapterStats:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The labels of ``ADAPTERS_INFO``: the most adapters of a step, and names."""
+        """Returns the labels of ``ADAPTERS_INFO``: the most adapters of a step, and names."""
         return str(self.max_loras), ",".join(self.running), ",".join(self.waiting)

@@ -32,7 +32,7 @@ class MediaInput(RequestPart):
 
 @dataclass(slots=True, frozen=True)
 class Alignment(RequestPart):
-    """The request wants no tokens, but where in its clip each one of its prompt is heard.
+    """A request for no tokens, but for where in its clip each token of its prompt is heard.
 
     The prompt has a transcript behind the clip, from ``start`` on. Its vector [N + 1] has seconds:
     the begin of each of the N tokens behind the one at ``start``, then the end of the last one.

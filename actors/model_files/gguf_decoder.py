@@ -80,7 +80,7 @@ def convert_plain(files: Sequence[str], folder: str) -> bool:
 
 
 def is_plain(header: Header) -> bool:
-    """Whether the model is no more than its architecture, with all matrices in known blocks."""
+    """Returns whether the model is its architecture alone, with all matrices in known blocks."""
     known = {f"{header.architecture}.{key}" for key in (*SIZES, "rope.freq_base")}
     fields_known = all(name in known or KNOWN.fullmatch(name) for name in header.fields)
     plain = header.architecture in ARCHITECTURES and known <= header.fields.keys() and fields_known

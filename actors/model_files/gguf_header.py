@@ -48,7 +48,7 @@ class Header:
 
     @property
     def architecture(self) -> str:
-        """The model's kind, in llama.cpp's words."""
+        """Returns the model's kind, in llama.cpp's words."""
         return str(self.fields["general.architecture"])
 
     def get(self, key: str) -> Any:

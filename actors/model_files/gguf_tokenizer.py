@@ -74,7 +74,7 @@ ANY_CASE = rf"[\p{{L}}\p{{M}}]+{SHORT}?"
 
 
 class Split(NamedTuple):
-    """How a file's text is split: by each pattern in turn, into its matches and what is between."""
+    """Splits of a text: by each pattern in turn, into its matches and what is between."""
 
     patterns: tuple[str, ...]
     whole_words: bool = False  # a word that is a token is not merged

@@ -100,7 +100,7 @@ class LoadedModel:
         return next((sampler for sampler in made if sampler is not None), None)
 
     def facts(self, args: EngineArgs, available: int, share: int = 0) -> ModelFacts:
-        """What ``resolve`` must know, with ``available`` of ``share`` bytes for pages."""
+        """Returns what ``resolve`` must know, with ``available`` of ``share`` bytes for pages."""
         config = self.config
         return ModelFacts(
             architecture=(config.architectures or [type(config).__name__])[0],

@@ -41,7 +41,7 @@ def available_bytes(
 
 
 def share_bytes(device: torch.device, utilization: float | None, ranks: int = 1) -> int:
-    """The memory that a runner may take, bytes; the ``ranks`` of a group share a host's."""
+    """Returns the memory that a runner may take, bytes; the ``ranks`` of a group share a host's."""
     share = utilization or DEFAULT_MEMORY_UTILIZATION[device.type]
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1] * share)

@@ -20,7 +20,7 @@ class AdmissionGate(Protocol):
     """
 
     def may_admit(self, request: Request) -> bool:
-        """Whether the waiting request may run beside those that run now."""
+        """Returns whether the waiting request may run beside those that run now."""
         ...
 
 
@@ -36,22 +36,22 @@ class Admission:
         self._preemption = preemption
 
     def can_admit(self, request: Request, spare: int) -> bool:
-        """Whether all gates admit the request, and there is room for it."""
+        """Returns whether all gates admit the request, and there is room for it."""
         return self.passes_gates(request) and self.has_room(request, spare)
 
     def passes_gates(self, request: Request) -> bool:
-        """Whether all gates admit the request, and it overtakes none whose runner died."""
+        """Returns whether all gates admit the request, and it overtakes none whose runner died."""
         return all(gate.may_admit(request) for gate in self.gates) and not self.overtakes(request)
 
     def overtakes(self, request: Request) -> bool:
-        """Whether older requests, which ran when the runners died, still read their pages."""
+        """Returns whether requests that ran when the runners died still read their pages."""
         return any(
             own.order < request.order and own.source.background <= request.source.background
             for own in self.returning
         )
 
     def has_room(self, request: Request, spare: int) -> bool:
-        """Whether there are slots, and pages for the request's tokens and one more per beam.
+        """Returns whether there are slots, and pages for the tokens and one more per beam.
 
         ``spare`` pages must remain free. False while its fork parent computes their prompt.
         """
@@ -59,7 +59,7 @@ class Admission:
         return prefix is not None and self._fits(request, prefix, spare)
 
     def lacks_room(self, request: Request) -> bool:
-        """Whether slots or pages are all that the request waits for."""
+        """Returns whether slots or pages are all that the request waits for."""
         prefix = self.prefixes.find(request)
         return prefix is not None and not self._fits(request, prefix, 0)
 
@@ -89,7 +89,7 @@ class PartGate:
         self._limits = [(facts.of, facts.at_once) for facts in served if facts.at_once is not None]
 
     def may_admit(self, request: Request) -> bool:
-        """Whether its parts run, or one more of their kind may."""
+        """Returns whether its parts run, or one more of their kind may."""
         if not request.source.parts:
             return True
         for kind, at_once in self._limits:

@@ -120,7 +120,7 @@ class Deadlines:
 
 
 def exceeded(request: Request, now: float) -> DeadlineExceeded:
-    """The error of a request that is due."""
+    """Returns the error of a request that is due."""
     limit = f"the request's timeout of {request.source.timeout:g} s has passed"
     if request.admitted_at is None:
         waited = now - request.arrival

@@ -171,7 +171,7 @@ class Engine:
 
     @property
     def has_steps(self) -> bool:
-        """Whether it has work of which not all waits for preparation, or for pages of a disk."""
+        """Returns whether some work waits for neither preparation nor pages of a disk."""
         state, preparations, tier = (
             self.lifecycle.state,
             self.lifecycle.preparations,

@@ -21,7 +21,7 @@ class RunnerDiff:
         self._known: set[int] = set()
 
     def __contains__(self, slot: int) -> bool:
-        """Whether the slot's request was not sent to the runners yet."""
+        """Returns whether the slot's request was not sent to the runners yet."""
         return slot in self._new
 
     def enter(self, new: NewRequest) -> None:

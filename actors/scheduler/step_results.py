@@ -167,7 +167,7 @@ class StepResults:
 def ended_requests(
     running: RunningTable, slots: Int64Array, tokens: Int32Array
 ) -> list[tuple[Request, str, int | None]]:
-    """The requests of ``slots`` [N] that end with the tokens [N] just appended.
+    """Returns the requests of ``slots`` [N] that end with the tokens [N] just appended.
 
     Returns:
         (request, finish reason, stop reason) of each. A stop token takes precedence over the

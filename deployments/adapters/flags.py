@@ -31,7 +31,7 @@ class AdapterFlags:
 
     @property
     def any(self) -> bool:
-        """Whether some are given."""
+        """Returns whether some are given."""
         return bool(self.modules) or self.root is not None
 
 

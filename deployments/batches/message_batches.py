@@ -225,7 +225,7 @@ def _line(custom_id: str, result: dict[str, Any]) -> str:
 
 
 def _page(request: Request, found: list[StoredBatch]) -> MessageBatchList:
-    """A page of a list: ``limit`` batches behind ``after_id``, or before ``before_id``."""
+    """Returns a page of a list: ``limit`` batches behind ``after_id``, or before ``before_id``."""
     query = request.query_params
     limit = digits_of(query.get("limit", str(PAGE)), "limit", MAX_PAGE)
     ids = [PREFIX + batch.id.removeprefix(OURS) for batch in found]
@@ -248,5 +248,5 @@ def _page(request: Request, found: list[StoredBatch]) -> MessageBatchList:
 
 
 def _written(seconds: int | None) -> str | None:
-    """A moment in RFC 3339."""
+    """Returns a moment in RFC 3339."""
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -332,7 +332,7 @@ def add_series(
 
 
 def seconds_behind(batch: StoredBatch, now: float) -> float:
-    """How long after its window the batch ends at its pace until now; 0 if it ends in time.
+    """Returns how long after its window the batch ends at its pace until now; 0 if it ends in time.
 
     Without any answer the pace is not known: then it counts from half of the window on.
     """

@@ -168,7 +168,7 @@ class _Passage:
 
 
 class _LanePassage(_Passage):
-    """By a reply_socket."""
+    """An answer that takes a lane past Serve."""
 
     def __init__(self, send: Send, own: Lane, number: int) -> None:
         super().__init__(send)
@@ -246,7 +246,7 @@ class ProxyFlow:
 
 
 class _Landed:
-    """An answer's pieces that have come by a reply_socket."""
+    """An answer's pieces that have come by a lane."""
 
     def __init__(self) -> None:
         self.waiting: deque[tuple[int, Any]] = deque()  # to be passed on

@@ -91,7 +91,7 @@ class ParsedAnswer:
                 self.calls[event.index].finished = True
 
     def _id(self, event: Event) -> str:
-        """The same whenever the same request is answered or resumed."""
+        """Returns the same whenever the same request is answered or resumed."""
         seed = f"{self._request_id}:{event.index}"  # the engine's id has the choice's number
         number = self.plan.earlier_calls + event.index
         return make_call_id(self.plan.id_style, seed, event.name, number)

@@ -48,7 +48,7 @@ class AnswerRules:
 
     @property
     def ask_nothing(self) -> bool:
-        """Whether answers are free: no part of ``guidance/`` has to do with them."""
+        """Returns whether answers are free: no part of ``guidance/`` has to do with them."""
         return not self.tools and self.structured is None and self.budget is None
 
     @property
@@ -58,7 +58,7 @@ class AnswerRules:
 
     @property
     def form(self) -> StructuredOutputs | None:
-        """The form that the answer is held to: a call that must be made wins, as at OpenAI."""
+        """Returns the form that the answer is held to: a forced call wins, as at OpenAI."""
         if self.structured is None or self.choice.forced:
             return None
         return self.structured

@@ -188,7 +188,7 @@ class _Reader:
 
     @property
     def _next(self) -> str:
-        """The next token; "" at the end."""
+        """Returns the next token; "" at the end."""
         return self._tokens[self._at]
 
     def _take(self, *texts: str) -> str:
@@ -402,7 +402,7 @@ class _Inliner:
         return Sequence((*before, part)) if before else part
 
     def _ignored(self) -> list[Part]:
-        """What may stand before each lexeme, and at the end."""
+        """Returns what may stand before each lexeme, and at the end."""
         parts = [self._written(part, False) for part in self._reader.ignored]
         found = tuple(part for part in parts if part is not None)
         return [Repeat(OneOf(found), 0, None)] if found else []

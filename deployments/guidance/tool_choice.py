@@ -94,7 +94,7 @@ def read_tool_choice(
 
 
 def _name(value: Mapping[str, Any], path: str, tools: Sequence[Tool], flat: bool) -> str:
-    """The name of a declared tool in ``{"type": "function", ...}``."""
+    """Returns the name of a declared tool in ``{"type": "function", ...}``."""
     kind = as_choice(required(value, "type", path), NAMED, f"{path}.type")
     if not flat:
         path = f"{path}.{kind}"

@@ -132,7 +132,7 @@ def flat_tools(tools: Sequence[Any]) -> list[WrittenTool]:
 
 
 def _is_search(tool: Mapping[str, Any]) -> bool:
-    """Whether it is a search for tools that the client runs."""
+    """Returns whether it is a search for tools that the client runs."""
     return tool.get("type") == SEARCH and tool.get("execution") == "client"
 
 

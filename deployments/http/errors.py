@@ -151,7 +151,7 @@ def _answer(error: Exception, method: str, path: str) -> JSONResponse:
 
 
 def _as_text(response: JSONResponse) -> JSONResponse:
-    """The same error as Ollama's clients read it: a message, and nothing beside it."""
+    """Returns the same error as Ollama's clients read it: a message, and nothing beside it."""
     message = json.loads(bytes(response.body))["error"]["message"]
     written = JSONResponse({"error": message}, response.status_code)
     kept = {name: value for name, value in response.headers.items() if name not in written.headers}

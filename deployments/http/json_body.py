@@ -154,7 +154,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 async def read_body(request: Request, kind: type[Body], *, any_type: bool = False) -> Body:
-    """The body as a ``kind``; see :func:`read_json` and :func:`validate`."""
+    """Returns the body as a ``kind``; see :func:`read_json` and :func:`validate`."""
     return validate(await read_json(request, any_type=any_type), kind)
 
 

@@ -23,7 +23,7 @@ Place = Literal["proxy", "replica"]
 
 EXPOSED = (  # headers of answers that a web page's script may read
     *(REQUEST_ID, "retry-after", "idempotent-replayed"),
-    *("x-rayfin-ignored-fields", "x-rayfin-unenforced"),
+    *("x-rayfin-ignored-fields", "x-rayfin-unenforced", "x-rayfin-messages-repaired"),
     *(f"x-ratelimit-{name}-tokens" for name in ("limit", "remaining", "reset")),
 )
 

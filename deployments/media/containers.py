@@ -21,7 +21,7 @@ EBML = b"\x1aE\xdf\xa3"
 
 
 def container_of(data: bytes) -> Container | None:
-    """Which container a file begins as, if any."""
+    """Returns which container a file begins as, if any."""
     if data.startswith(EBML):
         return "matroska"
     return "mov" if data[4:8] == b"ftyp" else None

@@ -153,7 +153,7 @@ class MediaReader:
     async def read_speech(
         self, data: bytes, param: str, place: RecordingPlace, *, skip: bool
     ) -> Recording:
-        """A whole recording for a model that hears speech alone.
+        """Returns a whole recording for a model that hears speech alone.
 
         Args:
             place: of ``room``; when this returns it holds what the recording has.
@@ -181,7 +181,7 @@ class MediaReader:
     async def clips(
         self, windows: Iterable[Samples], param: str, place: RecordingPlace
     ) -> list[ProcessedMedia]:
-        """The clips of windows of a recording; ``place`` then holds what they have, too.
+        """Returns the clips of windows of a recording; ``place`` then holds what they have, too.
 
         Raises:
             InvalidRequest, Overloaded: as ``read_recording``.
@@ -193,7 +193,7 @@ class MediaReader:
         return await self._on_thread(read, param, place)
 
     async def clip(self, window: Samples) -> ProcessedMedia:
-        """The clip of one window, which is soon gone."""
+        """Returns the clip of one window, which is soon gone."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._recordings, self._process, window)
 

@@ -33,7 +33,7 @@ class Recording:
 
     @property
     def parts(self) -> list[tuple[int, int]]:
-        """What is to be heard: all but long silence."""
+        """Returns what is to be heard: all but long silence."""
         if self.speech is None:
             return [(0, len(self.samples))]
         merged: list[tuple[int, int]] = []

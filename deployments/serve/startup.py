@@ -193,7 +193,7 @@ def summary(
 
 
 def _context(model: ModelArgs, info: EngineInfo) -> str:
-    """How long requests may be."""
+    """Returns how long requests may be."""
     recipe = read_recipe(located(model.engine))
     if recipe is not None:
         size = recipe.cut or recipe.dimensions
@@ -207,7 +207,7 @@ def _context(model: ModelArgs, info: EngineInfo) -> str:
 
 
 def _memory(info: EngineInfo) -> str:
-    """What an engine takes at most; empty where nothing is known."""
+    """Returns what an engine takes at most; empty where nothing is known."""
     cache = info.num_pages * info.page_bytes
     pages = f"{readable(cache)} of KV cache, taken page by page" if cache else ""
     if not info.memory_bytes:

@@ -325,7 +325,7 @@ def _tool_call(call: object, path: str, as_text: bool) -> dict[str, Any]:
 
 
 def _function_call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The call of a custom tool as one of a function."""
+    """Returns the call of a custom tool as one of a function."""
     custom = as_object(required(call, "custom", path), f"{path}.custom")
     name = required(custom, "name", f"{path}.custom")
     text = as_string(custom.get(INPUT), f"{path}.custom.{INPUT}")

@@ -121,7 +121,7 @@ class TextDelta:
         )
 
     def _shows_with_its_end(self) -> bool:
-        """Whether the part of the last token has a text, and tokens of that."""
+        """Returns whether the part of the last token has a text, and tokens of that."""
         if not self.parts:
             return bool(self.text) and len(self.token_ids) > 1
         last = self.parts[-1]

@@ -74,7 +74,7 @@ def _placeholder(schema: Any, required: bool) -> Any:
 
 
 def _reminded(message: Message, row: ToolFormat) -> Message:
-    """A question with a sentence behind it: small models forget what the system message says.
+    """Adds a sentence to a question: small models forget what the system message says.
 
     Each has it, not the last one alone: the prompt of the next turn begins with this one's.
     """
@@ -84,7 +84,7 @@ def _reminded(message: Message, row: ToolFormat) -> Message:
 
 
 def _written(message: Message, row: ToolFormat) -> Message:
-    """A message without calls, and without a role that only tools have."""
+    """Returns a message without calls, and without a role that only tools have."""
     if message["role"] == "tool":
         opened = joined({"role": "user", "content": "<tool_response>"}, message)
         return joined(opened, {"content": "</tool_response>"})

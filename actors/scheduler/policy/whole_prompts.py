@@ -28,7 +28,7 @@ class WholePrompts:
         return np.zeros(0, np.int64), self._admit()
 
     def longest_chunk(self, request: Request) -> int:
-        """A whole step: prompts are not split."""
+        """Returns a whole step: prompts are not split."""
         return self._limits.max_batch_tokens
 
     def observe(self, info: SchedulerInfo, result: StepResult) -> None:

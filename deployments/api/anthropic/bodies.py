@@ -59,7 +59,7 @@ class PromptBody(BaseModel):
 
     @cached_property
     def offered_tools(self) -> DeclaredTools:
-        """Those that may be called: a deferred one where the conversation refers to it."""
+        """Returns those that may be called: a deferred one where the conversation refers to it."""
         every = self.declared_tools
         if not any(tool.deferred for tool in every.functions):
             return every
@@ -76,7 +76,7 @@ class PromptBody(BaseModel):
 
     @property
     def hosted_tools(self) -> set[str]:
-        """The names of tools that are left out."""
+        """Returns the names of tools that are left out."""
         tools = [tool for tool in self.tools or () if isinstance(tool, Mapping)]
         hosted = (tool for tool in tools if (tool.get("type") or "custom") != "custom")
         return {str(tool.get("name")) for tool in hosted}

@@ -100,7 +100,7 @@ class TranscriptionAdapter(GenerationAdapter):
         caller: Caller,
         search: BeamSearchParams | None = None,
     ) -> Generation:
-        """The requests for the transcripts of clips."""
+        """Returns the requests for the transcripts of clips."""
         salt = self._form.cache_salt
         with rename_error_params({"max_tokens": "max_completion_tokens"}):
             return await Generation.prepare(
@@ -131,7 +131,7 @@ class TranscriptionAdapter(GenerationAdapter):
         return self._answer(self._heard.text, self._heard.language)
 
     def _answer(self, text: str, language: str | None) -> str:
-        """The whole answer; ``language`` is what the model has heard."""
+        """Returns the whole answer; ``language`` is what the model has heard."""
         form = self._form
         if form.response_format == "text":
             return text

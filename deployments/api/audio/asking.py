@@ -48,7 +48,7 @@ class Asker:
         self._count = 0
 
     def caller(self) -> Caller:
-        """The client, with what is left of its timeout."""
+        """Returns the client, with what is left of its timeout."""
         now = time.monotonic()
         self._begun = now if self._begun is None else self._begun
         if self._caller.timeout is None:
@@ -78,7 +78,7 @@ class Asker:
         return choice
 
     async def language(self, clip: ProcessedMedia) -> str:
-        """The code of the language of a clip; cancelling it aborts the request.
+        """Returns the code of the language of a clip; cancelling it aborts the request.
 
         Raises:
             RayfinError: the request cannot run, or has failed.
@@ -94,7 +94,7 @@ class Asker:
         raise RequestFailed("The model named no language.")
 
     async def no_speech(self, ids: list[int], clip: ProcessedMedia) -> float:
-        """The probability that there is no speech in a clip.
+        """Returns the probability that there is no speech in a clip.
 
         Args:
             ids: that ask for its transcript.

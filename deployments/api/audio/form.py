@@ -75,7 +75,7 @@ class Listening:
 
     @property
     def needs_turns(self) -> str | None:
-        """The field that makes windows follow one another, where nothing else does."""
+        """Returns the field that makes windows follow one another, where nothing else does."""
         if self.condition_on_previous_text:
             return "condition_on_previous_text"
         return "beam_size" if (self.beam_size or 1) > 1 else None
@@ -101,7 +101,7 @@ class AudioForm:
 
     @property
     def wants_words(self) -> bool:
-        """Whether the answer has the times of words."""
+        """Returns whether the answer has the times of words."""
         return any(asked == "word" for _, asked in self.granularities)
 
     @property
@@ -148,7 +148,7 @@ class AudioForm:
                 )
 
     def check_listening(self) -> Listening:
-        """How a Whisper model is to listen.
+        """Returns how a Whisper model is to listen.
 
         Raises:
             InvalidRequest: a stream is to have what windows that run side by side have not.

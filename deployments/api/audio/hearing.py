@@ -34,7 +34,7 @@ class Heard:
 
     @property
     def spoken(self) -> list[int]:
-        """The tokens of its whole sentences, those of times among them."""
+        """Returns the tokens of its whole sentences, those of times among them."""
         return [token for span in self.whole.spans for token in span.tokens]
 
     @property
@@ -44,12 +44,12 @@ class Heard:
         return len(written) / len(zlib.compress(written))
 
     def good(self, listening: Listening) -> bool:
-        """Whether it need not be tried again."""
+        """Returns whether it need not be tried again."""
         likely = self.avg_logprob >= listening.log_prob_threshold
         return likely and self.compression_ratio <= listening.compression_ratio_threshold
 
     def silent(self, listening: Listening) -> bool:
-        """Whether it was made up out of silence."""
+        """Returns whether it was made up out of silence."""
         unlikely = self.avg_logprob < listening.log_prob_threshold
         return unlikely and self.no_speech_prob > listening.no_speech_threshold
 
@@ -64,7 +64,7 @@ def read_answer(
     *,
     times: bool,
 ) -> Heard:
-    """A choice as the transcript of the window at ``begin`` of ``length`` seconds.
+    """Returns a choice as the transcript of the window at ``begin`` of ``length`` seconds.
 
     Args:
         times: it was asked for times; if not, it is one sentence.
@@ -85,14 +85,14 @@ def read_answer(
 
 
 def text_of(tokens: Sequence[int], speech: "SpeechPrompts", tokenizer: Tokenizer) -> str:
-    """The text of tokens without those for times."""
+    """Returns the text of tokens without those for times."""
     return tokenizer.decode([token for token in tokens if speech.seconds(token) is None])
 
 
 def segments(
     answers: Sequence[Heard], speech: "SpeechPrompts", tokenizer: Tokenizer
 ) -> list[Segment]:
-    """The segments of a recording in order; those without text are left out."""
+    """Returns the segments of a recording in order; those without text are left out."""
     made: list[Segment] = []
     for heard in answers:
         for span in heard.whole.spans:

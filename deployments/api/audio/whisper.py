@@ -193,7 +193,7 @@ class WhisperAdapter(TranscriptionAdapter):
         before: Sequence[int],
         choice: Choice | None,
     ) -> Heard:
-        """The best transcript of a window.
+        """Returns the best transcript of a window.
 
         Args:
             before: tokens of what was said before, as a hint.
@@ -255,7 +255,7 @@ class WhisperAdapter(TranscriptionAdapter):
         return ChatPrompt(*self._media.place(ids, [clip], FILE))
 
     async def _ids(self, before: Sequence[int] = ()) -> list[int]:
-        """The tokens that ask for a transcript behind those of the one before."""
+        """Returns the tokens that ask for a transcript behind those of the one before."""
         # It takes milliseconds for a long hint.
         return await asyncio.to_thread(self._ask, self._form.prompt, before, times=self._in_turn)
 

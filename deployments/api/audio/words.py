@@ -19,7 +19,7 @@ class Word(BaseModel):
 def words_of(
     tokens: Sequence[int], times: Sequence[float], begin: float, tokenizer: Tokenizer
 ) -> list[Word]:
-    """The words of a window's text.
+    """Returns the words of a window's text.
 
     A word ends before a space; in scripts that have none between words, before each token with a
     letter.

@@ -44,7 +44,7 @@ class OllamaBody(BaseModel):
 
     @property
     def loads_only(self) -> bool:
-        """Whether the client only wants the model to be loaded."""
+        """Returns whether the client only wants the model to be loaded."""
         raise NotImplementedError
 
     @cached_property
@@ -115,7 +115,7 @@ class OllamaChat(OllamaBody):
         return declared_tools(self.tools)
 
     def chat(self) -> list[dict[str, Any]]:
-        """A result answers the first call without one, or the first of its ``tool_name``."""
+        """Gives each result the first call that has none, or the first of its ``tool_name``."""
         # Ids and names of calls; each result looks through them.
         waiting: deque[tuple[str, object]] = deque(maxlen=MAX_TOOLS)
         chat = []

@@ -125,7 +125,7 @@ async def _embed(models: ServedModels, request: Request, body: OllamaEmbed) -> d
 
 
 def _names(models: ServedModels) -> list[str]:
-    """The names of all models and adapters."""
+    """Returns the names of all models and adapters."""
     adapters = [ref.name for each in models.services for ref in models.adapters_of(each)]
     return [*models.names, *adapters]
 

@@ -98,7 +98,7 @@ class DecidedAnswer:
 
     @property
     def confidence(self) -> float:
-        """The best option's probability among all tokens."""
+        """Returns the best option's probability among all tokens."""
         return self.shares[self.best] * self.mass
 
     @property
@@ -115,7 +115,7 @@ class _AskedBody(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def subject(self) -> str:
-        """What all questions are about."""
+        """Returns what all questions are about."""
         raise NotImplementedError
 
     def asked(self) -> list[Question]:
@@ -245,7 +245,7 @@ class DecisionAdapter(GenerationAdapter):
         )
 
     def _tokens_of(self, question: Question) -> dict[str, list[int]]:
-        """The tokens of each label; ``Yes`` counts as ``yes``.
+        """Returns the tokens of each label; ``Yes`` counts as ``yes``.
 
         Raises:
             InvalidRequest: a label is no single token.
@@ -314,7 +314,7 @@ class DecisionAdapter(GenerationAdapter):
 def _decision(
     head: dict[str, Any], answers: list[DecidedAnswer], tokens: dict[str, int]
 ) -> dict[str, Any]:
-    """A reply in OpenAI's form."""
+    """Returns a reply in OpenAI's form."""
     written = []
     for answer in answers:
         question = answer.question
@@ -344,7 +344,7 @@ def _decision(
 def _system_one(
     head: dict[str, Any], answers: list[DecidedAnswer], tokens: dict[str, int]
 ) -> dict[str, Any]:
-    """A reply in TypeSafe's form."""
+    """Returns a reply in TypeSafe's form."""
     written, diagnostics = {}, {}
     for answer in answers:
         question = answer.question
@@ -375,5 +375,5 @@ def _system_one(
 
 
 def _written(value: object) -> str:
-    """A text as it is, anything else as JSON."""
+    """Returns a text as it is, anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

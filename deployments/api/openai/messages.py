@@ -68,7 +68,7 @@ def _is_custom(choice: Choice, call: AnswerCall) -> bool:
 def _call(
     choice: Choice, call: AnswerCall, arguments: str | None = None
 ) -> ToolCall | CustomToolCall:
-    """A call with these arguments; None: its own."""
+    """Returns a call with these arguments; None: its own."""
     given = call.arguments if arguments is None else arguments
     if _is_custom(choice, call):
         return CustomToolCall(id=call.id, custom=CalledCustom(name=call.name, input=given))

@@ -192,7 +192,7 @@ def _add(turn: dict[str, Any], item: Item) -> None:
 
 
 def _function(item: CallItem) -> dict[str, str]:
-    """A call as one of a function of a chat."""
+    """Returns a call as one of a function of a chat."""
     match item:
         case FunctionCallItem():
             return {"name": flat_name(item.name, item.namespace), "arguments": item.arguments}
@@ -204,7 +204,7 @@ def _function(item: CallItem) -> dict[str, str]:
 
 
 def _result(item: CallOutput) -> Any:
-    """What a call gave, as a chat has it; of a search, the tools as templates read them."""
+    """Returns what a call gave, as a chat has it; of a search, the tools as templates read them."""
     if isinstance(item, ToolSearchOutput):
         tools = declared_tools(item.tools, flat_tools).shown or ()
         return json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
@@ -244,7 +244,7 @@ def _search_call(item: Mapping[str, Any], path: str) -> ToolSearchCallItem:
 
 
 def _called(item: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The call's id, and the name of its tool."""
+    """Returns the call's id, and the name of its tool."""
     names = {"name": required(item, "name", path), "namespace": item.get("namespace") or None}
     for name, value in names.items():
         if value is not None:
@@ -265,7 +265,7 @@ def _custom_output(item: Mapping[str, Any], path: str) -> CustomToolCallOutput:
 
 
 def _search_output(item: Mapping[str, Any], path: str) -> ToolSearchOutput:
-    """The tools that a search has found, checked as those of a request."""
+    """Returns the tools that a search has found, checked as those of a request."""
     tools = required(item, "tools", path)
     with renamed_paths("tools", f"{path}.tools"):
         declared_tools(tools, flat_tools)
@@ -333,7 +333,7 @@ def _id(item: Mapping[str, Any], path: str, prefix: str) -> str:
 
 
 def _short(given: object, path: str) -> str:
-    """An id, which the sizes of stores leave out."""
+    """Returns an id, which the sizes of stores leave out."""
     text = as_string(given, path)
     if len(text) > MAX_ID:
         said = f"'{path}' may have at most {MAX_ID} characters, got {len(text)}."

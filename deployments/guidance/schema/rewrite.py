@@ -508,14 +508,14 @@ def _inner(value: int, is_least: bool) -> float:
 
 
 def _joins(schema: Mapping[str, Any]) -> bool:
-    """Whether a schema holds a value to several schemas, which llguidance makes one of."""
+    """Returns whether a schema holds a value to several schemas, which llguidance makes one of."""
     if len(schema.get("allOf", ())) > 1 or schema.keys() >= {"properties", "patternProperties"}:
         return True
     return bool(schema.keys() & APPLICATORS) and len(schema.keys() - _SILENT) > 1
 
 
 def _is_passed(bound: float, is_least: bool, kind: Any) -> bool:
-    """Whether llguidance may let a bound itself through that is exclusive.
+    """Returns whether llguidance may let a bound itself through that is exclusive.
 
     It does so with whole ones that are nearer to 0 than another bound less than 1 away.
     """
@@ -529,7 +529,7 @@ def _step_from(bound: float) -> float:
 
 
 def _is_small(count: int) -> bool:
-    """Whether an automaton can hold a number to multiples of a whole one."""
+    """Returns whether an automaton can hold a number to multiples of a whole one."""
     return count <= MAX_FACTOR or (count <= MAX_TENS and len(str(count).rstrip("0")) == 1)
 
 

@@ -136,7 +136,7 @@ class TemplateProbe:
 
     @property
     def shows_tools(self) -> bool:
-        """The template has a place for tools, or shows nothing of what is asked."""
+        """Returns the template has a place for tools, or shows nothing of what is asked."""
         rendered = [self.begun, self.write([_system(ANSWER), self._user], generation=True)]
         parts = {"role": "user", "content": [{"type": "text", "text": QUESTION}]}
         asked = [self.render([], tools=False), self.write([parts], tools=False)]

@@ -78,7 +78,7 @@ class Aligner(Observer):
                 self._slots[new.handle] = Aligned(alignment)
 
     def begin(self, inputs: StepInputs, step: SplitStep) -> AlignedStep | None:
-        """What to watch in a step; None: nothing."""
+        """Returns what to watch in a step; None: nothing."""
         if not self._slots or inputs.slots is None or step.own is None or step.across is None:
             return None
         own, rows = step.own, []
@@ -105,7 +105,7 @@ class Aligner(Observer):
         self._slots.clear()
 
     def _times(self, aligned: Aligned) -> Float32Array:
-        """The begin of each token [N + 1]; the last one is an end."""
+        """Returns the begin of each token [N + 1]; the last one is an end."""
         chunks = sorted({position for _, position in aligned.weights})
         whole = torch.cat(
             [
