@@ -1,6 +1,7 @@
 """Shared by all tests: quiet libraries, no network, tiny models that are built once per session.
 
-``pytest --fast`` is the tier of `make check`: no test marked ``slow``, three architectures, a few
+``pytest --fast`` is the tier of `make check`: no test marked ``slow``, no file that takes long by
+tests/durations.json (a path that is named is run all the same), three architectures, a few
 examples of each property. ``pytest --all`` is that of `make test-all`: tests marked ``thorough``
 or ``real`` too, and all cases and examples. Without either it is that of `make test`: of a test
 with several parameters each pair of values once, and a quarter of a property's examples.
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from run_order import FileDurations, sort_by_duration
+from run_order import FileDurations, seconds_of_files, sort_by_duration
 from tiers import why_thorough, without_repeated_pairs
 
 # Here, not in a hook: conftest.py files further down import transformers before hooks run.
@@ -41,6 +42,8 @@ SLOW_FOLDERS = {
     "k8s": "validates every manifest",
     "tools": "waits for recorded loads",
 }
+FAST_FILE_SECONDS = 0.6  # of a whole run; longer files are left to `make test`
+FAST_FILES = {"tests/test_house.py"}  # longer, and what a change of any room breaks first
 FAST_ARCHITECTURES = ("llama", "gemma3_text", "mixtral")
 FAST_EXAMPLES = 10
 FEWER = 4  # of a property's examples `make test` takes one in so many, and no fewer than fast
@@ -110,9 +113,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The fast tier does not import slow folders: their packages take seconds."""
-    slow = config.getoption("--fast") and _slow_folder(collection_path / "_") is not None
-    return True if slow else None
+    """The fast tier does not import slow folders and files: their packages take seconds."""
+    if not config.getoption("--fast"):
+        return None
+    file = collection_path.relative_to(TESTS.parent).as_posix()
+    slow = file not in FAST_FILES and seconds_of_files().get(file, 0.0) > FAST_FILE_SECONDS
+    return True if slow or _slow_folder(collection_path / "_") is not None else None
 
 
 def _slow_folder(path: Path) -> str | None:

@@ -3,6 +3,7 @@
 ``tests/durations.json`` has the seconds of each file in the last run with ``--keep-durations``.
 """
 
+import functools
 import json
 from collections import Counter
 from pathlib import Path
@@ -16,6 +17,7 @@ GREW = 1.5  # times what durations.json says
 GREW_SECONDS = 5.0
 
 
+@functools.cache
 def seconds_of_files() -> dict[str, float]:
     """Reads the seconds that each file took."""
     return json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
