@@ -10,6 +10,7 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Literal
 
 from rayfin.actors.errors import InvalidRequest
@@ -40,6 +41,27 @@ UNSERVED = {  # fields of vLLM's, and what is near
     "skip_reading_prefix_cache": "cache_salt of a prompt",
 }
 WHOLE_VOCABULARY = -1  # as a number of log probabilities
+
+
+class RequestOutputKind(Enum):
+    """What each output of ``AsyncLLM.generate`` holds; the names and numbers are vLLM's."""
+
+    CUMULATIVE = 0  # all of a choice so far
+    DELTA = 1  # what is new
+    FINAL_ONLY = 2  # one output, at the end
+
+    @classmethod
+    def of(cls, value: Any) -> "RequestOutputKind":
+        """Returns the kind of a value: None, one of these, a number, or one of vLLM's.
+
+        Raises:
+            InvalidRequest: it is none.
+        """
+        try:
+            return cls.CUMULATIVE if value is None else cls(getattr(value, "value", value))
+        except ValueError:
+            message = f"output_kind must be 0, 1 or 2, got {str(value)[:LONGEST_SHOWN]}."
+            raise InvalidRequest(message, "output_kind") from None
 
 
 @dataclass(slots=True)
@@ -91,8 +113,8 @@ class SamplingParams:
     use_beam_search: bool = False
     prompt_logprob_token_ids: Sequence[int] | None = None
     skip_reading_prefix_cache: bool | None = None
-    # vLLM's fields without effect: ``LLM`` gives whole outputs, and changes no one's settings
-    output_kind: Any = None
+    output_kind: Any = None  # a RequestOutputKind, of ``AsyncLLM``; ``LLM`` gives whole outputs
+    # vLLM's fields without effect: no one's settings are changed
     stream_interval: int | None = None
     skip_clone: bool = False
 

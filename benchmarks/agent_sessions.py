@@ -213,7 +213,8 @@ async def patches(client: httpx.AsyncClient, count: int, biases: dict[str, float
 
 async def run(folder: Path, count: int) -> None:
     from rayfin.actors.config import EngineArgs
-    from rayfin.deployments.offline.local_app import LocalApp
+    from rayfin.deployments.offline.async_engines import InlineModel
+    from rayfin.deployments.offline.async_llm import AsyncLLM
     from rayfin.deployments.serve.model_args import ModelArgs
     from rayfin.deployments.serve.server_args import ServerArgs
     from rayfin.deployments.text.tokenizer import Tokenizer
@@ -222,8 +223,8 @@ async def run(folder: Path, count: int) -> None:
     server = ServerArgs(served_model_name=["m"], tool_call_parser="hermes")
     encode = Tokenizer.load(str(folder)).encode
     biases = {str(encode(text, False)[0]): LIKELIER for text in ("\\", "n", "*", '"')}
-    async with LocalApp(ModelArgs(server, engine)) as local:
-        transport = httpx.ASGITransport(local.app)
+    async with AsyncLLM(InlineModel(ModelArgs(server, engine))) as llm:
+        transport = httpx.ASGITransport(await llm.asgi_app())
         async with httpx.AsyncClient(
             transport=transport, base_url="http://rayfin", timeout=None
         ) as client:

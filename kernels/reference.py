@@ -224,7 +224,7 @@ def low_rank(
     of_row: Sequence[int],  # [T] which adapter, or -1
     outputs: int,
 ) -> torch.Tensor:
-    """What LoRA adapters (Hu et al., 2021) add to a linear layer: scale * B (A x), [T, outputs]."""
+    """What adapters (Hu et al., 2021) add to a linear layer: scale * B (A x), [T, outputs]."""
     out = torch.zeros(len(x), outputs)
     for row, number in enumerate(of_row):
         own = adapters[number] if number >= 0 else None

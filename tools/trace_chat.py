@@ -15,7 +15,8 @@ from types import FrameType
 import httpx
 
 from rayfin.actors.config import EngineArgs
-from rayfin.deployments.offline.local_app import LocalApp
+from rayfin.deployments.offline.async_engines import InlineModel
+from rayfin.deployments.offline.async_llm import AsyncLLM
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.server_args import ServerArgs
 
@@ -84,8 +85,8 @@ def trace_chat(model: str = "demo") -> list[str]:
 
 async def _chat_twice(model: str, tracer: Tracer) -> None:
     arguments = ModelArgs(ServerArgs(served_model_name="demo"), EngineArgs(model=model))
-    async with LocalApp(arguments) as local:
-        transport = httpx.ASGITransport(local.app)
+    async with AsyncLLM(InlineModel(arguments)) as llm:
+        transport = httpx.ASGITransport(await llm.asgi_app())
         async with httpx.AsyncClient(transport=transport, base_url="http://chat") as client:
             for tracer.on in (False, True):
                 answer = await client.post("/v1/chat/completions", json=BODY, timeout=600)

@@ -1,4 +1,4 @@
-"""What an engine knows and counts of the LoRA adapters in its runner and in its requests."""
+"""What an engine knows and counts of the adapters in its runner and in its requests."""
 
 from collections.abc import Iterable
 

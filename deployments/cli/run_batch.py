@@ -167,14 +167,15 @@ async def _local(
     from transformers.utils import logging
 
     from rayfin.deployments.batches.sender import NO_TIMEOUT
-    from rayfin.deployments.offline.local_app import LocalApp
+    from rayfin.deployments.offline.async_engines import InlineModel
+    from rayfin.deployments.offline.async_llm import AsyncLLM
     from rayfin.deployments.serve.model_args import ModelArgs
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     sys.setswitchinterval(THREAD_SWITCH_SECONDS)
     _say(f"Loading {engine.model} ...")
-    async with LocalApp(ModelArgs(server, engine)) as local:
-        transport = httpx.ASGITransport(local.app)
+    async with AsyncLLM(InlineModel(ModelArgs(server, engine))) as llm:
+        transport = httpx.ASGITransport(await llm.asgi_app())
         async with httpx.AsyncClient(
             transport=transport, base_url="http://rayfin", timeout=NO_TIMEOUT
         ) as client:

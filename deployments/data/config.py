@@ -4,11 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
-from rayfin.deployments.client.engine_names import ENGINE
-from rayfin.deployments.serve.model_args import ModelArgs, several_models
-from rayfin.deployments.serve.server_args import ServerArgs
+from rayfin.deployments.serve.model_args import ModelArgs, one_model
 
 Task = Literal["generate", "embed", "classify", "score"]
 
@@ -33,8 +30,8 @@ class RayfinConfig:
         row_id: a column that tells equal rows apart, for their seeds.
         url: a running server answers, and the actors hold no engine.
         api_key: of that server.
-        application: the name of a running application with ``--batch-dir`` answers, in the
-            background of its other requests.
+        application: the engines of a running application of that name answer, in the background
+            of its other requests.
 
     Raises:
         InvalidConfig: a value is unknown or out of its range.
@@ -95,5 +92,4 @@ def model_args(config: RayfinConfig) -> ModelArgs:
     settings = {"model": config.model, **config.engine}
     if not config.num_gpus:
         settings.setdefault("threads", max(1, int(actor_cpus(config))))
-    (made,) = several_models(ServerArgs(), EngineArgs(), [settings])
-    return ModelArgs(made.server, made.engine, ENGINE)
+    return one_model(settings)

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rayfin.actors.errors import EngineUnavailable
-from rayfin.actors.timing import BATCH_PATIENCE_SECONDS, BATCH_PAUSE_SECONDS
+from rayfin.actors.runner.parallel.rank import group_size
+from rayfin.actors.timing import BATCH_PATIENCE_SECONDS
 from rayfin.deployments.batches.answers import LineAnswer
 from rayfin.deployments.batches.lines import Line
 from rayfin.deployments.batches.sender import NO_TIMEOUT, LineSender
@@ -15,7 +15,7 @@ from rayfin.deployments.data.config import RayfinConfig, model_args
 from rayfin.deployments.data.rows import Row, RowReader
 
 if TYPE_CHECKING:
-    from ray.serve.handle import DeploymentHandle
+    from rayfin.deployments.offline.async_llm import AsyncLLM
 
 T = TypeVar("T")
 
@@ -83,9 +83,6 @@ class RowEngine:
 @asynccontextmanager
 async def _connection(config: RayfinConfig) -> AsyncIterator[Send]:
     batch = str(config.seed)
-    if config.application is not None:
-        yield ApplicationSender(config.application, batch).send
-        return
     import httpx
 
     if config.url is not None:
@@ -97,45 +94,26 @@ async def _connection(config: RayfinConfig) -> AsyncIterator[Send]:
         async with httpx.AsyncClient(**settings, limits=limits) as client:
             yield LineSender(client, batch=batch, patience=BATCH_PATIENCE_SECONDS).send
         return
-    from rayfin.deployments.offline.local_app import LocalApp
-
-    async with LocalApp(model_args(config)) as local:
-        transport = httpx.ASGITransport(local.app)
+    async with await _model(config) as llm:
+        patience = 0.0 if config.application is None else BATCH_PATIENCE_SECONDS
+        transport = httpx.ASGITransport(await llm.asgi_app(), raise_app_exceptions=False)
         async with httpx.AsyncClient(
             transport=transport, base_url="http://rayfin", timeout=NO_TIMEOUT
         ) as client:
-            yield LineSender(client, batch=batch, patience=0.0).send
+            yield LineSender(client, batch=batch, patience=patience).send
 
 
-class ApplicationSender:
-    """Sends lines to the worker of batches of a running application.
+async def _model(config: RayfinConfig) -> "AsyncLLM":
+    if config.application is not None:
+        from rayfin.deployments.offline.connect import connect
 
-    Args:
-        batch: what seeds are made of, beside the line's custom_id.
-    """
+        try:
+            return await connect(config.application, config.model, background=True)
+        except ValueError:  # no such model: if there is the application, its rows say so
+            return await connect(config.application, background=True)
+    from rayfin.deployments.offline.async_engines import ActorModel, InlineModel
+    from rayfin.deployments.offline.async_llm import AsyncLLM
 
-    def __init__(self, application: str, batch: str) -> None:
-        from ray import serve
-
-        self._batch = batch
-        self._handle: DeploymentHandle[Any] = serve.get_deployment_handle("batches", application)
-
-    async def send(self, line: Line) -> LineAnswer:
-        """Returns the line's answer; a worker that dies is waited for.
-
-        Raises:
-            EngineUnavailable: no worker has answered for ten minutes.
-        """
-        from ray.exceptions import RayError
-
-        clock = asyncio.get_running_loop().time
-        began, pause = clock(), BATCH_PAUSE_SECONDS[0]
-        while True:
-            try:
-                answer: LineAnswer = await self._handle.answer.remote(line, self._batch)
-                return answer
-            except RayError as error:
-                if clock() - began > BATCH_PATIENCE_SECONDS:
-                    raise EngineUnavailable(f"the application does not answer: {error}") from error
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, BATCH_PAUSE_SECONDS[1])
+    model = model_args(config)
+    several = group_size(model.engine) > 1
+    return AsyncLLM(ActorModel(model) if several else InlineModel(model))

@@ -150,7 +150,7 @@ class LLM:
             folder=path,
             domains=hosts,
         )
-        self._media = OfflineMedia(located(args), media, remote=executor == "ray")
+        self._media = OfflineMedia.load(located(args), media, remote=executor == "ray")
         self._chat_template = chat_template or self._media.template(self._tokenizer)
         self._detect = partial(
             detect,

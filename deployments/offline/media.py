@@ -42,17 +42,22 @@ BATCH = 4  # dimensions of an array that holds several images
 class OfflineMedia:
     """Puts images or clips of prompts in place; those that a model does not read are refused."""
 
-    def __init__(self, args: EngineArgs, settings: MediaSettings, *, remote: bool) -> None:
+    def __init__(self, media: MediaReader | None, embeds: EmbedsReader | None) -> None:
+        self.media = media
+        self._embeds = embeds
+
+    @classmethod
+    def load(cls, args: EngineArgs, settings: MediaSettings, *, remote: bool) -> "OfflineMedia":
+        """Loads the model's processor, if it has one."""
         processor = load_processor(args)
-        self.media: MediaReader | None = None
         put = None
         if remote:
             import ray
 
             put = ray.put
-        self._embeds = EmbedsReader(put) if args.enable_prompt_embeds else None
-        if processor is not None:
-            self.media = MediaReader(processor, settings, put)
+        embeds = EmbedsReader(put) if args.enable_prompt_embeds else None
+        media = None if processor is None else MediaReader(processor, settings, put)
+        return cls(media, embeds)
 
     def tokens(
         self,

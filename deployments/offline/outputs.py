@@ -1,13 +1,15 @@
 """The outputs of ``LLM``, under vLLM's names, and how an engine's tokens become them."""
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rayfin.actors.errors import RayfinError
 from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
-from rayfin.actors.sampling_params import SamplingParams
+from rayfin.actors.sampling_params import WHOLE_VOCABULARY, SamplingParams
 from rayfin.deployments.generation.best_of import Likelihood, likeliest
-from rayfin.deployments.generation.choice import ParsedAnswer, name_cause
+from rayfin.deployments.generation.choice import Choice, ParsedAnswer, name_cause
 from rayfin.deployments.generation.plan import NO_PLAN, OutputPlan
 from rayfin.deployments.offline.lora import LoRARequest
 from rayfin.deployments.text.logprobs import Logprob, by_token, of_prompt, total
@@ -147,3 +149,100 @@ class PreparedPrompt:
             outputs = [replace(self.choices[i].output, index=n) for n, i in enumerate(best)]
             self.result.outputs = outputs
         return self.result
+
+
+class OutputWriter:
+    """The outputs of one request whose choices come as text; each is an object of its own.
+
+    Args:
+        prompt: the text to show, and its ids.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        request_id: str,
+        prompt: tuple[str | None, list[int]],
+        lora_request: LoRARequest | None,
+    ) -> None:
+        self._params = params
+        self._tokenizer = tokenizer
+        self.request_id = request_id
+        self._prompt, self._ids = prompt
+        self._lora = lora_request
+        self._logprobs: dict[int, list[dict[int, Logprob]]] = {}  # by key of a choice's request
+
+    def delta(self, choice: Choice, new: TextDelta, finished: bool) -> RequestOutput:
+        """Returns what is new of one choice, and whether the request has ended with it."""
+        thought = "".join(event.text for event in new.events if event.kind == "reasoning")
+        output = self._output(choice, new.text, list(new.token_ids), thought)
+        if output.logprobs is not None:
+            output.logprobs = self._by_token(choice, new.token_ids, new.logprobs)
+        return self._of([output], [choice], finished)
+
+    def so_far(self, choice: Choice, new: TextDelta, finished: bool) -> RequestOutput:
+        """Returns all of one choice up to now, ``new`` included."""
+        return self._of([self._whole(choice)], [choice], finished)
+
+    def whole(self, choices: Sequence[Choice]) -> RequestOutput:
+        """Returns all choices, which have ended."""
+        return self._of([self._whole(choice) for choice in choices], choices, True)
+
+    def _whole(self, choice: Choice) -> CompletionOutput:
+        output = self._output(
+            choice, "".join(choice.text), list(choice.token_ids), choice.reasoning
+        )
+        if output.logprobs is not None:
+            known = self._logprobs.setdefault(choice.request.key, [])
+            place = len(known)
+            known += self._by_token(choice, choice.token_ids[place:], choice.logprobs[place:])
+            output.logprobs = [*known]
+        return output
+
+    def _output(
+        self, choice: Choice, text: str, ids: list[int], reasoning: str
+    ) -> CompletionOutput:
+        scored = self._params.logprobs is not None or bool(choice.request.sampling.logprob_ids)
+        ended = choice.finish_reason is not None
+        return CompletionOutput(
+            choice.index,
+            text,
+            ids,
+            choice.finish_reason,
+            choice.last.stop_reason,
+            cumulative_logprob=total(choice.logprobs) if scored else None,
+            logprobs=[] if scored else None,
+            reasoning=reasoning or None,
+            tool_calls=[call.as_openai() for call in choice.parsed.whole_calls] if ended else [],
+            lora_request=self._lora,
+        )
+
+    def _by_token(
+        self, choice: Choice, ids: Sequence[int], entries: Sequence[TokenLogprob]
+    ) -> list[dict[int, Logprob]]:
+        sampling = choice.request.sampling
+        count = len(sampling.logprob_ids) or sampling.logprobs or 0
+        return [
+            by_token(token, entry, count, self._tokenizer)
+            for token, entry in zip(ids, entries, strict=True)
+        ]
+
+    def _of(
+        self, outputs: list[CompletionOutput], choices: Sequence[Choice], finished: bool
+    ) -> RequestOutput:
+        first = choices[0]
+        result = RequestOutput(
+            self.request_id,
+            self._prompt,
+            self._ids,
+            outputs,
+            finished,
+            first.cached_tokens,
+            lora_request=self._lora,
+        )
+        if (asked := self._params.prompt_logprobs) is not None and finished:
+            count = sys.maxsize if asked == WHOLE_VOCABULARY else asked
+            scores = first.prompt.scores
+            result.prompt_logprobs = of_prompt(self._ids, scores, count, self._tokenizer)
+        return result

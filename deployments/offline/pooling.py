@@ -121,27 +121,9 @@ class OfflinePooling:
         self, prompts: Sequence[WrittenPrompt], params: PoolingParams
     ) -> tuple[list[PoolingInput], list[str]]:
         """The inputs' tokens, and their paths for errors."""
-        recipe = self.recipe()
         context = self._engine.info.max_model_len
-        limit = Cut(params.truncate_prompt_tokens, params.truncation_side).limit(context)
-        prefix = instruction(recipe, params.prompt_name)
-        made = []
-        for prompt in prompts:
-            if prompt.text is None:
-                ids = list(prompt.ids or ())
-                if limit is not None:
-                    ids = ids[:limit] if params.truncation_side == "right" else ids[-limit:]
-                made.append(PoolingInput(ids))
-            else:
-                made.append(
-                    text_input(
-                        *(self._tokenizer(), recipe, prompt.text),
-                        prefix=prefix,
-                        limit=limit,
-                        side=params.truncation_side,
-                    )
-                )
-        return made, [prompt.param for prompt in prompts]
+        inputs = pooling_inputs(self._tokenizer, self.recipe(), context, prompts, params)
+        return inputs, [prompt.param for prompt in prompts]
 
     def run(
         self,
@@ -245,6 +227,35 @@ class OfflinePooling:
             )
             for place, score in enumerate(found.scores(vectors))
         ]
+
+
+def pooling_inputs(
+    tokenizer: Callable[[], Tokenizer],
+    recipe: PoolingRecipe,
+    context: int,
+    prompts: Sequence[WrittenPrompt],
+    params: PoolingParams,
+) -> list[PoolingInput]:
+    """Returns the tokens of each prompt; at most ``context`` of them, if ``params`` cut."""
+    limit = Cut(params.truncate_prompt_tokens, params.truncation_side).limit(context)
+    prefix = instruction(recipe, params.prompt_name)
+    inputs = []
+    for prompt in prompts:
+        if prompt.text is None:
+            ids = list(prompt.ids or ())
+            if limit is not None:
+                ids = ids[:limit] if params.truncation_side == "right" else ids[-limit:]
+            inputs.append(PoolingInput(ids))
+        else:
+            inputs.append(
+                text_input(
+                    *(tokenizer(), recipe, prompt.text),
+                    prefix=prefix,
+                    limit=limit,
+                    side=params.truncation_side,
+                )
+            )
+    return inputs
 
 
 def _outputs(

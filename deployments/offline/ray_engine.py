@@ -29,10 +29,7 @@ class RayEngine:
     """An engine on this process' Ray cluster, or on a new local one."""
 
     def __init__(self, args: EngineArgs) -> None:
-        self._started_ray = not ray.is_initialized()
-        if self._started_ray:
-            set_ray_environment()
-            ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
+        self._started_ray = start_ray()
         number = next(_engine_numbers)
         self._client = f"offline-{os.getpid()}-{number}"
         self._renewal: Renewal | None = None
@@ -95,6 +92,15 @@ class RayEngine:
         self._supervisor.stop()
         if self._started_ray:
             ray.shutdown()
+
+
+def start_ray() -> bool:
+    """Starts a local Ray if this process has none; returns whether it did."""
+    if ray.is_initialized():
+        return False
+    set_ray_environment()
+    ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
+    return True
 
 
 def _wait_for(work: Coroutine[Any, Any, T]) -> T:

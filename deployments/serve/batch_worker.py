@@ -21,10 +21,9 @@ from rayfin.actors.metrics.ledger import CounterReport
 from rayfin.actors.processes.environment import lower_priority
 from rayfin.actors.processes.logs import set_up
 from rayfin.deployments.api.app import build_api
-from rayfin.deployments.batches.answers import LineAnswer
 from rayfin.deployments.batches.folder import BatchFolder
-from rayfin.deployments.batches.lines import MAX_LINE_BYTES, Line
-from rayfin.deployments.batches.sender import NO_TIMEOUT, LineSender
+from rayfin.deployments.batches.lines import MAX_LINE_BYTES
+from rayfin.deployments.batches.sender import NO_TIMEOUT
 from rayfin.deployments.batches.worker import TENANT, BatchWorker, add_series
 from rayfin.deployments.generation.reply_settings import ReplySettings
 from rayfin.deployments.generation.service import ServedModels
@@ -36,7 +35,6 @@ from rayfin.deployments.serve.server_args import ServerArgs
 from rayfin.deployments.telemetry.load import Load
 
 SLOTS = 64  # of an engine whose settings do not say
-CALLS = 65536  # rows of datasets in flight; those that send them have their own limits
 
 
 @serve.deployment(
@@ -44,7 +42,6 @@ CALLS = 65536  # rows of datasets in flight; those that send them have their own
     num_replicas=1,
     ray_actor_options={"num_cpus": 0},
     graceful_shutdown_timeout_s=5,
-    max_ongoing_requests=CALLS,
 )
 class BatchDeployment:
     """Runs the batches of ``server.batch_dir``; a new replica goes on where an earlier one died."""
@@ -91,15 +88,6 @@ class BatchDeployment:
         """
         if self._task.done():
             raise EngineUnavailable("the worker of batches has ended")
-
-    async def answer(self, line: Line, batch: str) -> LineAnswer:
-        """Answers a line of no batch of the folder: a row of ``rayfin.data``.
-
-        Args:
-            batch: what its seed is made of, beside its custom_id.
-        """
-        headers = {TENANT: ""}
-        return await LineSender(self._client, batch=batch, headers=headers).send(line)
 
     async def __del__(self) -> None:  # Serve awaits it at the end
         if (task := getattr(self, "_task", None)) is not None:

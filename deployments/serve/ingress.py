@@ -62,6 +62,7 @@ class IngressDeployment:
 
         set_up(models[0].engine.log_format, models[0].engine.log_level)
         lower_priority()
+        self._models = models
         replica = serve.get_replica_context().replica_id.unique_id
         shared: dict[str, Any] = {
             "load": Load(),
@@ -96,6 +97,10 @@ class IngressDeployment:
             service.checker.close()
             if service.tracing is not None:
                 await asyncio.to_thread(service.tracing.close)
+
+    async def served_models(self) -> list[ModelArgs]:
+        """What other processes need to use the engines (offline/connect.py), without keys."""
+        return self._models
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         # Here, as in __init__.

@@ -1,5 +1,6 @@
 """The models of an application, each with its own settings."""
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,7 +14,9 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
 from rayfin.deployments.adapters.flags import AdapterFlags
 from rayfin.deployments.client.engine_names import ENGINE
+from rayfin.deployments.serve.preflight import DEMO
 from rayfin.deployments.serve.server_args import OF_MODEL, ModelSettings, ServerArgs, words
+from rayfin.deployments.vllm.settings import BY_NAME, engine_settings
 
 SECRETS = ("api_key", "api_key_file", "admin_api_key")
 
@@ -75,6 +78,33 @@ def several_models(
         made.append(replace(model, deployment=f"{ENGINE}-{_word(model.names[0])}"))
     _check_apart(made)
     return made
+
+
+def read_engine_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's settings by Rayfin's names, of those by vLLM's names or Rayfin's.
+
+    Raises:
+        InvalidConfig: Rayfin lacks what one asks for, nothing has a name, or two are one.
+    """
+    known = ModelSettings.model_fields
+    settings = engine_settings(kwargs, known)
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, [*known, *BY_NAME], 1)
+            hint = f"; near it is {near[0]}" if near else ""
+            raise InvalidConfig(f"there is no setting {name}{hint}", name)
+    return settings
+
+
+def one_model(kwargs: Mapping[str, Any]) -> ModelArgs:
+    """The only model of a program, of settings as :func:`read_engine_kwargs` takes them.
+
+    Raises:
+        InvalidConfig: a setting that is none, or a value that is none.
+    """
+    settings = {"model": DEMO} | read_engine_kwargs(kwargs)
+    (model,) = several_models(ServerArgs(), EngineArgs(), [settings])
+    return ModelArgs(model.server, model.engine)
 
 
 def read_models(server: ServerArgs, engine: EngineArgs, files: Sequence[str]) -> list[ModelArgs]:

@@ -94,7 +94,8 @@ async def model_service(
     """
     server = model.server
     name, context = model.names[0], serve.get_replica_context()
-    client = _engine_pool(model, engines, context.app_name, context.replica_id.unique_id)
+    caller = f"ingress-{context.replica_id.unique_id}-{os.getpid()}"
+    client = engine_pool(caller, model, engines, context.app_name)
     text = await asyncio.to_thread(load_text, model)
     logger.info("%s: %s", name, text.formats.why)
     tracing = start_tracing(server.otlp_traces_endpoint, name)
@@ -121,7 +122,7 @@ async def model_service(
     metered = MeteredEngineClient(client, counts, name, link, server.metrics_alias, tracing)
     service = OpenAIService(
         client=metered,
-        adapters=await _adapters(context.app_name, model, client),
+        adapters=await adapter_names(context.app_name, model, client),
         counts=counts,
         model_names=model.names,
         max_model_len=info.max_model_len,
@@ -143,7 +144,8 @@ async def model_service(
     return service
 
 
-async def _adapters(app: str, model: ModelArgs, client: EnginePool) -> AdapterNames | None:
+async def adapter_names(app: str, model: ModelArgs, client: EnginePool) -> AdapterNames | None:
+    """The adapters of a served model, which all processes of an application know by their names."""
     flags = model.adapters
     if flags is None:
         return None
@@ -152,12 +154,13 @@ async def _adapters(app: str, model: ModelArgs, client: EnginePool) -> AdapterNa
     return await AdapterNames.of(flags, registry, client.prepare)
 
 
-def _engine_pool(
-    model: ModelArgs, engines: DeploymentHandle[Any], app: str, replica: str
+def engine_pool(
+    caller: str, model: ModelArgs, engines: DeploymentHandle[Any], app: str
 ) -> EnginePool:
+    """The engines of a served model, for a process that calls itself ``caller``."""
     server, args = model.server, model.engine
     return EnginePool(
-        f"ingress-{replica}-{os.getpid()}",
+        caller,
         partial(find_engines, app, model.deployment),
         patience=Patience(
             server.cold_start_timeout if model.from_zero else server.engine_timeout,

@@ -1,6 +1,7 @@
 """Arguments and attributes of vLLM's ``LLM`` that Rayfin lacks, and what is near."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from rayfin.actors.errors import InvalidRequest
 
@@ -27,6 +28,17 @@ ATTRIBUTES = {
     "from_engine_args": "LLM(model, ...)",
 }
 
+ASYNC_METHODS = {
+    "collective_rpc": "the settings of AsyncEngineArgs",
+    "pause_generation": "sleep(), which keeps requests until wake_up()",
+    "resume_generation": "wake_up()",
+    "init_weight_transfer_engine": "another AsyncLLM, with the new weights",
+    "update_weights": "another AsyncLLM, with the new weights",
+    "start_profile": "do_log_stats(), or /metrics of a server",
+    "stop_profile": "do_log_stats(), or /metrics of a server",
+    "scale_elastic_ep": "rayfin serve --max-engines",
+}
+
 
 def refuse(**arguments: Any) -> None:
     """Refuses arguments that ask for something.
@@ -46,3 +58,18 @@ def no_attribute(name: str) -> AttributeError:
     """Makes the error for an attribute that ``LLM`` lacks."""
     near = f". Near it is {ATTRIBUTES[name]}" if name in ATTRIBUTES else ""
     return AttributeError(f"LLM has no {name!r}{near}")
+
+
+def no_async_method(name: str) -> Callable[..., NoReturn]:
+    """Makes the method for one of vLLM's that ``AsyncLLM`` lacks.
+
+    Raises:
+        AttributeError: vLLM has none of that name either.
+    """
+    if name not in ASYNC_METHODS:
+        raise AttributeError(f"AsyncLLM has no {name!r}")
+
+    def lacking(*args: object, **settings: object) -> NoReturn:
+        raise NotImplementedError(f"AsyncLLM has no {name}. What works is {ASYNC_METHODS[name]}")
+
+    return lacking

@@ -161,10 +161,8 @@ def _sample(demo: Any, pattern: str) -> float:
     return max(map(float, found), default=-1.0)
 
 
-def test_rows_of_a_dataset_are_answered_by_the_application(
-    demo: Any, solo: LLM, eventually: Callable[..., Any]
-) -> None:
-    """The actors hold no engine; a worker that is killed costs no row."""
+def test_rows_of_a_dataset_are_answered_by_the_application(demo: Any, solo: LLM) -> None:
+    """The actors hold no engine; a scheduler that is killed costs no row."""
     data = pytest.importorskip("ray.data", reason="an extra")
     context = data.DataContext.get_current()
     context.enable_progress_bars = False
@@ -175,11 +173,11 @@ def test_rows_of_a_dataset_are_answered_by_the_application(
         **{"batch_size": 8, "concurrent_batches": 2},
     )
     processor = build_processor(config, preprocess=lambda row: {"messages": _messages(row["id"])})
-    worker = eventually(lambda: _pids(demo, "batches"), "there is a worker")
+    engine = ray.get(demo.scheduler().process.remote())
     rows = []
     for row in processor(data.range(ROWS, override_num_blocks=4)).iter_rows():
         if not rows:
-            os.kill(worker[0], signal.SIGKILL)
+            os.kill(engine.pid, signal.SIGKILL)
         rows.append(row)
     assert sorted(row["id"] for row in rows) == list(range(ROWS))
     assert {row["error"] for row in rows} == {None}
@@ -191,7 +189,7 @@ def test_rows_of_a_dataset_are_answered_by_the_application(
     assert {row["id"]: row["token_ids"] for row in rows} == {
         i: list(own.token_ids) for i, own in expected.items()
     }
-    assert eventually(lambda: _pids(demo, "batches"), "there is a worker again") != worker
+    assert ray.get(demo.scheduler().process.remote()) != engine
 
 
 def test_a_row_that_the_application_refuses_has_an_error(demo: Any) -> None:

@@ -5,14 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ray import serve
-from ray.exceptions import RayActorError
 
 from pooling_models import TEXTS, make_encoder
 from rayfin import LLM, SamplingParams
 from rayfin.actors.errors import InvalidConfig
-from rayfin.deployments.batches.answers import LineAnswer
-from rayfin.deployments.batches.lines import Line
 from rayfin.deployments.data.config import RayfinConfig
 from rayfin.deployments.data.row_engine import RowEngine
 
@@ -71,31 +67,3 @@ def test_vectors_and_scores_are_those_of_llm(tmp_path: Path) -> None:
 def test_a_model_that_is_not_there_is_said_at_once() -> None:
     with pytest.raises(InvalidConfig):
         RowEngine(RayfinConfig(model="/nowhere/at/all"))
-
-
-def test_an_application_that_loses_its_worker_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[tuple[str, str]] = []
-
-    class Handle:
-        """Serve's, of a replica that dies once."""
-
-        answer = property(lambda self: self)
-
-        async def remote(self, line: Line, batch: str) -> LineAnswer:
-            asked.append((line.url, batch))
-            if len(asked) == 1:
-                raise RayActorError()
-            body = {"data": [{"score": 0.5}], "usage": {"prompt_tokens": 3}}
-            return LineAnswer(line.custom_id, line.number, 200, "", body)
-
-    monkeypatch.setattr(serve, "get_deployment_handle", lambda *names: handles[names])
-    handles = {("batches", "site"): Handle()}
-    engine = RowEngine(RayfinConfig(application="site", task="score", seed=4))
-    try:
-        (row,) = asyncio.run(engine.answer([{"text_1": "a", "text_2": "b"}]))
-    finally:
-        engine.close()
-    assert row == {"score": 0.5, "num_input_tokens": 3, "error": None}
-    assert asked == [("/score", "4")] * 2
