@@ -25,8 +25,8 @@ from rayfin.kernels.attention.chosen import read_slots, slots_of
 from rayfin.kernels.attention.write_kv import write_kv
 from rayfin.kernels.shapes import PagedBatch
 
-ARGUMENTS = {"hidden_states", "q_resid", "position_embeddings", "attention_mask", "past_key_values"}
-"""Of an indexer's forward."""
+ARGUMENTS = {"hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids"}
+"""Of an indexer's forward; behind them is the cache, which transformers has renamed in 5.24."""
 
 SCORES_AT_ONCE = 1 << 24
 """Scores that an indexer computes at once, of all its heads."""
@@ -89,6 +89,7 @@ def _redirect(indexer: Any, config: Any, name: str, layer: str) -> None:
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor,
         position_ids: torch.Tensor | None = None,
+        cache: Any = None,
         past_key_values: Any = None,
     ) -> torch.Tensor:
         if config._attn_implementation != name:
@@ -98,7 +99,7 @@ def _redirect(indexer: Any, config: Any, name: str, layer: str) -> None:
                 position_embeddings,
                 attention_mask,
                 position_ids,
-                past_key_values=past_key_values,
+                past_key_values if cache is None else cache,
             )
             return own
         pages: IndexLayer = getattr(self, layer)
@@ -151,7 +152,7 @@ def index_keys(
 ) -> torch.Tensor:
     """The keys [T, D] that an indexer makes of the tokens."""
     taker = _KeyTaker()
-    forward(hidden, query, rotary, NO_MASK[:, 0].to(hidden.device), None, past_key_values=taker)
+    forward(hidden, query, rotary, NO_MASK[:, 0].to(hidden.device), None, taker)
     return taker.keys[0]
 
 
@@ -195,7 +196,7 @@ class PagedIndex:
                 mask = seen[:context] <= batch.positions[tokens].unsqueeze(-1)  # [N, L, C]
                 parts = [part[0, tokens] for part in (hidden, query, *rotary)]  # [N, L, ...]
                 giver = _KeyGiver(past[:, :context])
-                best = forward(*parts[:2], tuple(parts[2:]), mask, None, past_key_values=giver)
+                best = forward(*parts[:2], tuple(parts[2:]), mask, None, giver)
                 chosen[0, tokens] = best.to(chosen.dtype)
         return chosen
 
