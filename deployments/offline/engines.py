@@ -1,5 +1,6 @@
 """The engine of an ``LLM``: in this process or as Ray actors, with the same tokens."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
@@ -8,6 +9,7 @@ from rayfin.actors.config import EngineArgs, resolve
 from rayfin.actors.errors import InvalidConfig, RayfinError
 from rayfin.actors.messages import Command, Ended, EngineInfo, EngineRequest, TokenDeltas
 from rayfin.actors.metrics.engine_stats import EngineStats
+from rayfin.actors.processes.environment import set_ray_environment
 from rayfin.actors.runner.parallel.rank import group_size
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.executor import Executor
@@ -130,6 +132,8 @@ def start_engine(executor: str, args: EngineArgs) -> OfflineEngine:
     if executor == "inline":
         return InlineEngine(args)
     if executor == "ray":
+        if "ray" not in sys.modules:  # some of its variables are read as it is imported
+            set_ray_environment()
         from rayfin.deployments.offline.ray_engine import (
             RayEngine,  # imports Ray
         )
