@@ -5,7 +5,6 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
@@ -38,6 +37,7 @@ from rayfin.deployments.serve.preflight import (
     generation_config_path,
     located,
     needs_auto_classes,
+    read_template,
     tokenizer_path,
 )
 from rayfin.deployments.serve.server_args import ServerArgs
@@ -221,7 +221,7 @@ def load_text(model: ModelArgs) -> TextSide:
         ends=end_tokens(*settings, args),
         **args.tokenizer_hub,
     )
-    template = _template(server.chat_template)
+    template = read_template(server.chat_template)
     processor = load_processor(located(args))
     if processor is not None and template is None and not tokenizer.inner.chat_template:
         template = processor.chat_template
@@ -257,10 +257,3 @@ async def _first_info(client: EnginePool) -> EngineInfo:
             return await client.info()
         except EngineUnavailable:
             continue
-
-
-def _template(value: str | None) -> str | None:
-    """A template is given as text or as a file."""
-    if value is not None and "{" not in value:
-        return Path(value).read_text(encoding="utf-8")
-    return value

@@ -351,6 +351,13 @@ def located(args: EngineArgs) -> EngineArgs:
     return replace(args, model=model_path(args.model, **args.hub), tokenizer=tokenizer)
 
 
+def read_template(value: str | None) -> str | None:
+    """Returns a chat template that is given as text or as a file."""
+    if value is not None and "{" not in value:
+        return Path(value).read_text(encoding="utf-8")
+    return value
+
+
 def generation_config_path(setting: str, args: EngineArgs) -> str | None:
     """Where generation_config.json is: the model's place, a folder, or None if it is not read."""
     if setting == "auto":

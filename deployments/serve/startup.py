@@ -14,16 +14,26 @@ from typing import Any
 import ray
 
 from rayfin import __version__
+from rayfin.actors.config import EngineArgs
 from rayfin.actors.media.part import MediaFacts
 from rayfin.actors.messages import EngineInfo
+from rayfin.actors.model_files.files import read_object
 from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.timing import START_SHOWN_SECONDS, START_TOLD_SECONDS
 from rayfin.deployments.client.engine_names import find_engine
 from rayfin.deployments.edge.listen_options import ListenOptions
 from rayfin.deployments.serve.model_args import ModelArgs
-from rayfin.deployments.serve.preflight import located, on_hub, place
+from rayfin.deployments.serve.preflight import (
+    located,
+    on_hub,
+    place,
+    read_template,
+    tokenizer_path,
+)
+from rayfin.deployments.text.parsing.formats import NONE
 
 SHOWN = 12  # columns of a name in the summary
+NO_PLACE = "written into the system message: the chat template has no place for them"
 
 
 class StartUp:
@@ -180,6 +190,7 @@ def summary(
         if info is not None:
             rows.append((model.names[0] if len(models) > 1 else "context", _context(model, info)))
             rows += [("memory", memory)] if (memory := _memory(info)) else []
+            rows += [("tools", NO_PLACE)] if _writes_tools(model) else []
     if server.ui:
         rows.append(("page", f"{address}/ui"))
     rows.append(("docs", f"{address}/docs"))
@@ -190,6 +201,36 @@ def summary(
     rows.append(("version", __version__))
     key = ' -H "Authorization: Bearer $KEY"' if server.api_keys() else ""
     return rows, _example(models[0], infos[0], f"{more}{address}/v1", key)
+
+
+def _writes_tools(model: ModelArgs) -> bool:
+    """Whether the model has a chat template that does not name tools, so that none can be in it.
+
+    An ingress tells more by rendering it, and says so in its log.
+    """
+    server, args = model.server, model.engine
+    if server.tool_call_parser == NONE or read_recipe(located(args)) is not None:
+        return False
+    template = read_template(server.chat_template)
+    if template is None and (path := _local(args, "chat_template.jinja")) is not None:
+        template = path.read_text(encoding="utf-8")
+    if template is None and (path := _local(args, "tokenizer_config.json")) is not None:
+        found = read_object(str(path.parent), path.name).get("chat_template")
+        template = str(found) if found else None  # of several names, a list
+    return bool(template) and "tools" not in str(template)
+
+
+def _local(args: EngineArgs, name: str) -> Path | None:
+    """A file of the tokenizer on this machine: no Hub is asked."""
+    folder = tokenizer_path(args)
+    if not on_hub(folder):
+        path = Path(folder) / name
+        return path if path.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    revision = args.tokenizer_hub["revision"]
+    found = try_to_load_from_cache(folder, name, cache_dir=args.download_dir, revision=revision)
+    return Path(found) if isinstance(found, str) else None
 
 
 def _context(model: ModelArgs, info: EngineInfo) -> str:

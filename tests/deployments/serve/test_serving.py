@@ -1,10 +1,12 @@
 """What ``serve`` says: its stages, and the summary."""
 
 import io
+import json
 import re
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +82,25 @@ def test_summary_says_how_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         "KV cache, taken page by page"
     )
     assert memory(replace(info, page_bytes=0)) is None
+
+
+def test_summary_says_that_tools_have_no_place(tmp_path: Path) -> None:
+    def said(template: object, **settings: Any) -> str | None:
+        config = {} if template is None else {"chat_template": template}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        models = [ModelArgs(ServerArgs(**settings), EngineArgs(model=str(tmp_path)))]
+        infos = [EngineInfo("engine", 2048, 300, 64, 16)]
+        return dict(summary(models, "127.0.0.1", 1, PLAIN, infos)[0]).get("tools")
+
+    line = "written into the system message: the chat template has no place for them"
+    assert said("{{ messages }}") == line
+    assert said("{{ messages }}", tool_call_parser="none") is None
+    assert said("{{ tools }}{{ messages }}") is None
+    assert said([{"name": "tool_use", "template": "{{ tools }}"}]) is None
+    assert said(None) is None
+    assert said("{{ tools }}", chat_template="{{ messages }}") == line
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert said("{{ tools }}") == line
 
 
 @pytest.mark.parametrize(
