@@ -21,6 +21,8 @@ from rayfin.deployments.text.markers import Marked
 from rayfin.deployments.text.messages import PlainTools, has_parts, is_part, media_of
 from rayfin.deployments.text.repair import NO_RULES
 
+_KIMI_EFFORTS = {"minimal": "low", "xhigh": "max"}
+
 
 def thinking_variables(
     variables: Mapping[str, Any] | None,
@@ -39,6 +41,8 @@ def thinking_variables(
         for name in ("enable_thinking", "thinking"):
             chosen.setdefault(name, chosen.get("enable_thinking", thinks))
         chosen.setdefault("reasoning_effort", effort)
+        if thinks:  # Kimi K3's name
+            chosen.setdefault("thinking_effort", _KIMI_EFFORTS.get(effort, effort))
     return chosen
 
 

@@ -22,13 +22,15 @@ class AnswerWriter:
         """Returns the expression of calls without a text beside them."""
         if self._row.syntax == "channels":
             return self._messages(self._call_message(callees), several, '"analysis"')
-        return self._calls.calls(callees, several=several)
+        calls = self._calls.calls(callees, several=several)
+        opening, closing = map(self._lark.mark, self._row.frame)
+        return f"(({opening})? {closing})? {calls}" if closing else calls
 
     def only_text(self) -> str:
         """Returns the expression of a text without a call."""
         if self._row.syntax == "channels":
             return self._messages(self._text_message(), False)
-        return self._lark.free(*(mark for mark in self._text_marks()))
+        return self._framed(self._lark.free(*self._text_marks()))
 
     def text_and_calls(self, callees: Sequence[Callee], *, several: bool) -> str:
         """Returns the expression of messages that may hold calls."""
@@ -64,11 +66,16 @@ class AnswerWriter:
     def around(self, answer: str) -> str:
         """Returns the expression of an answer of its own form, with what the row writes around."""
         if self._row.syntax != "channels":
-            return answer
+            return self._framed(answer)
         mark = self._lark.mark
         return self._messages(
             f"{mark('<|channel|>')} {literal('final')} {mark('<|message|>')} {answer}", False
         )
+
+    def _framed(self, text: str) -> str:
+        """A text with the marks that the row may have around it."""
+        opening, closing = map(self._lark.mark, self._row.frame)
+        return f"({opening})? ({text}) ({closing})?" if closing else text
 
     def _text_marks(self) -> list[str]:
         """Those of them that hold no token."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rayfin.deployments.guidance.elements import Elements
 from rayfin.deployments.guidance.lark import BLANK, LarkWriter, escaped, literal
 from rayfin.deployments.guidance.literals import Literals
 from rayfin.deployments.guidance.schema_facts import (
@@ -15,7 +16,7 @@ from rayfin.deployments.guidance.schema_facts import (
     within,
 )
 from rayfin.deployments.guidance.string_terms import string_terms
-from rayfin.deployments.text.parsing.format import ToolFormat
+from rayfin.deployments.text.parsing.format import TYPE, ToolFormat
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _COLON = f'{BLANK} ":" {BLANK}'
@@ -45,6 +46,7 @@ class CallWriter:
         self._lark = lark
         self._row = row
         self._literals = Literals(lark, row.quote)
+        self._elements = Elements(lark, row)
 
     def can_hold(self, callee: Callee) -> bool:
         """Whether the schema can be held to in this syntax."""
@@ -141,7 +143,7 @@ class CallWriter:
 
     def _body(self, names: Sequence[str], schema: Mapping[str, Any] | None, begun: bool) -> str:
         row = self._row
-        if row.syntax == "tagged":
+        if row.syntax in ("tagged", "elements"):
             return self._tagged(names, schema, begun)
         if row.syntax in ("braces", "python"):
             opening, closing = ("{", "}") if row.quote else ("(", ")")
@@ -177,9 +179,13 @@ class CallWriter:
             return self._joined(
                 opening, '"functions."?', self._alternatives(names), "/:[0-9]{1,3}/", closing
             )
-        number = _IDS.get(row.id_style, _ANY_ID)
-        ids = f"({self._lark.mark(row.id_mark)} {number})?" if row.id_mark else ""
-        return self._joined(opening, self._alternatives(names), ids, closing)
+        return self._joined(opening, self._alternatives(names), self._id_behind(), closing)
+
+    def _id_behind(self) -> str:
+        """The id that may stand behind a name outside of JSON."""
+        row = self._row
+        number = "/[0-9]{1,3}/" if row.numbered else _IDS.get(row.id_style, _ANY_ID)
+        return f"({self._lark.mark(row.id_mark)} {number})?" if row.id_mark else ""
 
     def _inner(self, schema: Mapping[str, Any] | None) -> str:
         """The arguments of ``N(k=v)`` or ``N{k:v}``."""
@@ -193,22 +199,26 @@ class CallWriter:
         row = self._row
         opening, closing = map(self._lark.mark, row.function)
         opening = "" if begun else opening
-        if schema is None:
+        if schema is None and row.syntax == "elements":
+            inner = f"{self._elements.any()}*"
+        elif schema is None:
             key = self._lark.terminal(_KEY)
             inner = f"({self._joined(self._lark.mark(row.key[0]), key, self._loose_value())})*"
         else:
             members = self._members(schema) or []
             inner = " ".join(part if needed else f"({part})?" for part, needed in members)
         end = self._lark.mark(row.arguments[1])
-        return self._joined(opening, self._alternatives(names), closing, inner, end)
+        names_and_id = self._joined(self._alternatives(names), self._id_behind())
+        return self._joined(opening, names_and_id, closing, inner, end)
 
     def _loose_value(self) -> str:
         row = self._row
-        text = self._free_text(row.key[1] + row.value[0])
-        if not row.json_key_end:
-            return text
-        other = self._json_value(row.json_key_end + row.value[0], True, {})
-        return f"({text} | {other})"
+        parts = [self._free_text(row.key[1] + row.value[0])]
+        for kind, end in row.json_key_ends.items() if self._names_types else ():
+            parts.append(self._json_value(end + row.value[0], {"type": kind}, {}))
+        if row.json_key_end and not self._names_types:
+            parts.append(self._json_value(row.json_key_end + row.value[0], True, {}))
+        return f"({' | '.join(parts)})" if parts[1:] else parts[0]
 
     def _free_text(self, before: str) -> str:
         return self._joined(self._lark.mark(before.rstrip()), self._lark.until(self._row.value[1]))
@@ -236,11 +246,15 @@ class CallWriter:
 
     def _member(self, key: str, schema: Schema, root: Mapping[str, Any]) -> str | None:
         row = self._row
+        if row.syntax == "elements":
+            return self._elements.element(key, schema, root)
         if row.syntax != "tagged":
             value = self._literals.value(schema, root)
             equals = ":" if row.quote else "="
             return None if value is None else f"{literal(key + equals)} {value}"
-        before = row.key[0] + key
+        before = row.key[0] + row.write_key(key)
+        if self._names_types:
+            return self._by_type(before, schema, root)
         text, json_end = row.key[1] + row.value[0], row.json_key_end + row.value[0]
         types = types_of(schema, root)
         if not types:
@@ -254,6 +268,31 @@ class CallWriter:
             return f"({free} | {self._json_value(before + json_end, schema, root)})"
         end = json_end if row.json_key_end else text
         return self._json_value(before + end, schema, root)
+
+    @property
+    def _names_types(self) -> bool:
+        """Whether a key's mark names the JSON type of its value."""
+        return TYPE in self._row.json_key_end
+
+    def _by_type(self, before: str, schema: Schema, root: Mapping[str, Any]) -> str | None:
+        """A value behind the mark of its type: an alternative for each."""
+        row, found = self._row, resolved(schema, root)
+        if found is None:
+            return None
+        plain = found if isinstance(found, Mapping) else {}
+        if keywords(plain) == {"anyOf"}:
+            parts = [self._by_type(before, part, root) for part in plain["anyOf"]]
+        else:
+            types, parts = types_of(found, root), []
+            if "string" in types:
+                parts.append(self._string(before + row.key[1], {**plain, "type": "string"}, root))
+            for kind, end in row.json_key_ends.items():
+                integers = kind == "number" and "integer" in types and kind not in types
+                if kind in types or integers:
+                    typed = {**plain, "type": "integer" if integers else kind}
+                    parts.append(self._json_value(before + end, typed, root))
+        known = [part for part in parts if part is not None]
+        return f"({' | '.join(known)})" if known and len(known) == len(parts) else None
 
     def _string(self, before: str, schema: Schema, root: Mapping[str, Any]) -> str | None:
         found = resolved(schema, root)

@@ -121,7 +121,7 @@ class _RuleMaker:
     def without_calls(self, has_tools: bool) -> CallRules:
         """The model sees the tools and may call none."""
         if self._answer is not None:  # no trigger is in its form
-            around = self._row.syntax == "channels"
+            around = self._row.syntax == "channels" or self._row.frame[1]
             return CallRules(self._whole_answer() if around else self._answer.text)
         triggers = self._triggers()
         if has_tools and not triggers and not self._row.bare:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rayfin.deployments.guidance.json_text import WHITESPACE, JsonStyle, json_rule
@@ -148,29 +148,35 @@ class LarkWriter:
         return found + [text[start:]] * (start < len(text))
 
     def mark(self, text: str, *, exact: bool = False) -> str:
-        """Returns the expression of a mark; blanks at the edges of its texts are free if not exact.
+        """Returns the expression of a mark; blanks at its edges are free if not exact.
 
         Of no text it is "".
         """
+        return self._joined(self.parts(text), exact)
+
+    def _joined(self, parts: Sequence[str | int], exact: bool, *, inside: bool = False) -> str:
+        """The parts of a mark; ``inside``: they stand behind another one."""
+        last = len(parts) - 1
         return " ".join(
-            special(part) if isinstance(part, int) else self._text(part, exact)
-            for part in self.parts(text)
+            special(part)
+            if isinstance(part, int)
+            else self._text(part, exact, before=not (inside or at), after=at == last)
+            for at, part in enumerate(parts)
         )
 
-    def _text(self, text: str, exact: bool) -> str:
-        core = text.strip()
-        if exact or not core:
+    def _text(self, text: str, exact: bool, *, before: bool, after: bool) -> str:
+        """A text of a mark; ``before``, ``after``: it is at this edge of the mark."""
+        if exact or not text.strip():
             return (literal(text) if exact else BLANK) if text else ""
-        before = BLANK if text[0].isspace() else ""
-        after = BLANK if text[-1].isspace() else ""
-        return " ".join(filter(None, (before, literal(core), after)))
+        blank = text[0].isspace() and before, text[-1].isspace() and after
+        core = text.lstrip() if blank[0] else text
+        core = core.rstrip() if blank[1] else core
+        return " ".join(filter(None, (BLANK * blank[0], literal(core), BLANK * blank[1])))
 
     def until(self, close: str) -> str:
         """Returns the expression of any text up to and with a mark, which is not in the text."""
         first, *rest = self.parts(close) or [""]
-        tail = " ".join(
-            special(part) if isinstance(part, int) else self._text(part, False) for part in rest
-        )
+        tail = self._joined(rest, False, inside=True)
         if isinstance(first, int):
             return f"{self.terminal('/(?s:.+)/')}? <[{first}]> {tail}".rstrip()
         if rest:

@@ -57,6 +57,7 @@ def render_prompt(
         given: the prompt's ids: the messages are checked, and not rendered.
         media, marked: as in :func:`render_chat`.
     """
+    variables = formats.switch.added(variables or {})
     render = partial(
         render_chat,
         tokenizer,

@@ -323,6 +323,85 @@ GLM = (
     *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )
 
+_KIMI3 = """
+{%- macro attribute(value) %}{{- value | string | replace('&', '&amp;') | replace('"', '&quot;') }}
+{%- endmacro %}
+{%- macro kind(value) %}
+  {%- if value is boolean %}boolean{% elif value is none %}null{% elif value is number %}number
+  {%- elif value is string %}string{% elif value is mapping %}object{% else %}array{% endif %}
+{%- endmacro %}
+{%- set thinking = thinking | default(true) %}
+{%- if tools %}{{- '<|open|>message role="system"<|sep|>' + tools | tojson }}
+  {{- '<|close|>message<|sep|><|end_of_msg|>' }}
+{%- endif %}
+{%- for message in messages %}
+  {{- '<|open|>message role="' + message.role + '"<|sep|>' }}
+  {%- if message.role != 'assistant' %}{{- message.content }}
+  {%- else %}
+    {%- if thinking %}
+      {{- '<|open|>think<|sep|>' + (message.reasoning or '') + '<|close|>think<|sep|>' }}
+    {%- endif %}
+    {{- '<|open|>response<|sep|>' + (message.content or '') + '<|close|>response<|sep|>' }}
+    {%- if message.tool_calls %}
+      {{- '<|open|>tools<|sep|>' }}
+      {%- for call in message.tool_calls %}
+        {{- '<|open|>call tool="' + attribute(call.function.name) + '" index="' }}
+        {{- loop.index | string + '"<|sep|>' }}
+        {%- for key, value in call.function.arguments | items %}
+          {{- '<|open|>argument key="' + attribute(key) + '" type="' + kind(value) + '"<|sep|>' }}
+          {{- value if value is string else value | tojson }}{{- '<|close|>argument<|sep|>' }}
+        {%- endfor %}
+        {{- '<|close|>call<|sep|>' }}
+      {%- endfor %}
+      {{- '<|close|>tools<|sep|>' }}
+    {%- endif %}
+  {%- endif %}
+  {{- '<|close|>message<|sep|><|end_of_msg|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+  {{- '<|open|>message role="assistant"<|sep|><|open|>' + ('think' if thinking else 'response') }}
+  {{- '<|sep|>' }}
+{%- endif %}
+"""
+KIMI3 = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+
+_HY = """
+{%- set z = ':opensource' %}{%- set effort = reasoning_effort | default('high') %}
+{{- '<|hy_begin|>' }}
+{%- if tools %}{{- tools | tojson + '<|hy_sys|>' }}{%- endif %}
+{%- for message in messages %}
+  {%- if message.role == 'assistant' %}{{- '<|hy_assistant|>' }}
+    {%- if effort != 'no_think' %}{{- '<think' + z + '>' + (message.reasoning_content or '') }}
+      {{- '</think' + z + '>' }}{%- endif %}
+    {{- message.content or '' }}
+    {%- if message.tool_calls %}
+      {{- '<tool_calls' + z + '>BREAK' }}
+      {%- for call in message.tool_calls %}
+        {{- '<tool_call' + z + '>' + call.function.name + SEPARATOR }}
+        {%- for key, value in call.function.arguments | items %}
+          {{- '<arg_key' + z + '>' + key + '</arg_key' + z + '>BREAK<arg_value' + z + '>' }}
+          {{- value if value is string else value | tojson }}{{- '</arg_value' + z + '>BREAK' }}
+        {%- endfor %}
+        {{- '</tool_call' + z + '>BREAK' }}
+      {%- endfor %}
+      {{- '</tool_calls' + z + '>' }}
+    {%- endif %}
+    {{- '<|hy_eos|>' }}
+  {%- else %}{{- '<|hy_user|>' + message.content }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|hy_assistant|>' }}
+  {%- if effort != 'no_think' %}{{- '<think' + z + '>' }}{%- endif %}
+{%- endif %}
+"""
+HY = (
+    *("<|hy_begin|>", "<|hy_sys|>", "<|hy_user|>", "<|hy_assistant|>", "<|hy_eos|>"),
+    *(
+        f"<{slash}{tag}:opensource>"
+        for tag in ("think", "tool_calls", "tool_call", "tool_sep", "arg_key", "arg_value")
+        for slash in ("", "/")
+    ),
+)
+
 _MINIMAX = (
     "{%- if tools %}{{- ']~!b[]~b]system\\n' }}{%- for tool in tools %}{{- tool | tojson }}"
     "{%- endfor %}{{- '[e~[\\n' }}{%- endif %}{%- for message in messages %}"
@@ -341,6 +420,42 @@ _MINIMAX = (
     "{%- endfor %}{%- if add_generation_prompt %}{{- ']~b]ai\\n<think>\\n' }}{%- endif %}"
 )
 MINIMAX = ("]~!b[", "]~b]", "[e~[", "<minimax:tool_call>", "</minimax:tool_call>")
+
+_M3 = """
+{%- set ns = ']<]minimax[>[' %}
+{%- macro written(value) %}
+  {%- if value is mapping %}
+    {%- for key, item in value | items %}{{- ns + '<' + key + '>' + written(item) }}
+      {{- ns + '</' + key + '>' }}{%- endfor %}
+  {%- elif value is iterable and value is not string %}
+    {%- for item in value %}{{- ns + '<item>' + written(item) + ns + '</item>' }}{%- endfor %}
+  {%- else %}{{- value if value is string else value | tojson }}{%- endif %}
+{%- endmacro %}
+{%- set mode = thinking_mode | default('adaptive') %}
+{%- if tools %}{{- ']~!b[]~b]developer\n' + tools | tojson + '[e~[\n' }}{%- endif %}
+{%- for message in messages %}
+  {%- if message.role == 'assistant' %}{{- ']~b]ai\n' }}
+    {%- if message.reasoning_content %}
+      {{- '<mm:think>' + message.reasoning_content + '</mm:think>' }}
+    {%- endif %}
+    {{- message.content or '' }}
+    {%- if message.tool_calls %}
+      {{- ns + '<tool_call>\n' }}
+      {%- for call in message.tool_calls %}
+        {{- ns + '<invoke name="' + call.function.name + '">' }}
+        {{- written(call.function.arguments) + ns + '</invoke>\n' }}
+      {%- endfor %}
+      {{- ns + '</tool_call>' }}
+    {%- endif %}
+    {{- '[e~[\n' }}
+  {%- else %}{{- ']~b]user\n' + message.content + '[e~[\n' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- ']~b]ai\n' }}
+  {%- if mode == 'enabled' %}{{- '<mm:think>' }}{%- endif %}
+  {%- if mode == 'disabled' %}{{- '</mm:think>' }}{%- endif %}
+{%- endif %}
+"""
+M3 = ("]~!b[", "]~b]", "[e~[", "]<]minimax[>[", "<mm:think>", "</mm:think>")
 
 _GEMMA = (
     "{%- macro braced(value) %}{%- if value is string %}{{- '<|\"|>' + value + '<|\"|>' }}"
@@ -515,11 +630,50 @@ CASES: dict[str, Case] = {
         "deepseek_v32",
         "deepseek_r1",
     ),
+    "deepseek v4.1": Case(
+        deepseek(
+            _CUT
+            + _V32.replace("function_calls", " calls")
+            .replace("｜invoke", "｜ invoke")
+            .replace("｜parameter", "｜ parameter")
+        ),
+        (*DEEPSEEK, "｜DSML｜"),
+        "deepseek_v41",
+        "deepseek_r1",
+    ),
     "kimi k2": Case(_KIMI, KIMI, "kimi_k2"),
+    "kimi k3": Case(_KIMI3, KIMI3, "kimi_k3", "kimi_k3", inside=True),
+    "hunyuan 3": Case(
+        _HY.replace("BREAK", "\\n").replace("SEPARATOR", "'<tool_sep' + z + '>\\n'"),
+        HY,
+        "hy_v3",
+        "hy_v4",
+        inside=True,
+    ),
+    "hunyuan 4": Case(
+        _HY.replace("BREAK", "").replace("SEPARATOR", "''"), HY, "hy_v4", "hy_v4", inside=True
+    ),
     "gpt-oss": Case(_HARMONY, HARMONY, "openai", "openai_gptoss", as_text=True),
     "glm 4.5": Case(_GLM.replace("BREAK", "\\n"), GLM, "glm45", "think"),
     "glm 4.7": Case(_GLM.replace("BREAK", ""), GLM, "glm47", "think"),
     "minimax m2": Case(_MINIMAX, MINIMAX, "minimax_m2", "think", inside=True),
+    "minimax m3": Case(_M3, M3, "minimax_m3", "minimax_m3"),
+    "ling 3": Case(
+        chatml(
+            "{{- '<think>' + (message.reasoning_content or '') + '</think>' }}"
+            + calls(
+                text("<tool_call>")
+                + "{{- f.name }}"
+                + parameters("<arg_key>", "</arg_key><arg_value>", "</arg_value>")
+                + text("</tool_call>")
+            ),
+            text("<think>"),
+        ),
+        GLM,
+        "glm47",
+        "think",
+        inside=True,
+    ),
     "gemma 4": Case(_GEMMA, GEMMA, "gemma4", "gemma4"),
     "granite": Case(_GRANITE, GRANITE, "granite", "granite"),
     "phi 4 mini": Case(_PHI, (*PHI, *PHI_CALLS), "phi4_mini_json", as_text=True),

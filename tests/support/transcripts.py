@@ -288,6 +288,24 @@ QWEN_ARGUMENTS = {
     "limit": None,
     "score": 2.5,
 }
+NS = "]<]minimax[>["
+M3_CALL = (
+    f'{NS}<tool_call>\n{NS}<invoke name="get_weather">{NS}<city>Rome{NS}</city>'
+    f'{NS}<days>3{NS}</days>{NS}</invoke>\n{NS}<invoke name="search">\n'
+    f"{NS}<query>a <b> ] c{NS}</query>{NS}<filters>{NS}<place>{NS}<x>1.5{NS}</x>{NS}</place>"
+    f"{NS}<tag>a{NS}</tag>{NS}<tag>b{NS}</tag>{NS}</filters>"
+    f"{NS}<tags>{NS}<item>x{NS}</item>{NS}<item>7{NS}</item>{NS}</tags>"
+    f"{NS}<exact>true{NS}</exact>{NS}<limit>null{NS}</limit>{NS}<other>{NS}</other>\n"
+    f'{NS}</invoke>\n{NS}<invoke name="get_time">{NS}</invoke>\n{NS}</tool_call>'
+)
+M3_ARGUMENTS = {
+    "query": "a <b> ] c",
+    "filters": {"place": {"x": 1.5}, "tag": ["a", "b"]},
+    "tags": ["x", "7"],
+    "exact": True,
+    "limit": None,
+    "other": "",
+}
 TAGGED_ROWS = (
     T("qwen3_coder", QWEN_CALL, (("search", QWEN_ARGUMENTS),)),
     T(
@@ -335,6 +353,83 @@ TAGGED_ROWS = (
         (TIME,),
     ),
     T(
+        "deepseek_v41",
+        "Paris.</think>Let me check.\n\n<｜DSML｜ calls>\n"
+        '<｜DSML｜ invoke name="get_weather">\n'
+        '<｜DSML｜ parameter name="city" string="true">Rome</｜DSML｜ parameter>\n'
+        '<｜DSML｜ parameter name="days" string="false">3</｜DSML｜ parameter>\n'
+        '</｜DSML｜ invoke>\n<｜DSML｜ invoke name="get_time">\n\n</｜DSML｜ invoke>\n'
+        "</｜DSML｜ calls>",
+        (ROME, TIME),
+        "Let me check.",
+        "Paris.",
+        "deepseek_v41",
+        True,
+    ),
+    T(
+        "hy_v3",
+        "<tool_calls>\n<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n"
+        "<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n"
+        "</tool_call>\n<tool_call>get_time<tool_sep>\n</tool_call>\n</tool_calls>",
+        (ROME, TIME),
+    ),
+    T(
+        "hy_v4",
+        "Rome.</think>sure!<tool_calls><tool_call>get_weather<arg_key>city</arg_key>"
+        "<arg_value>Rome</arg_value><arg_key>days</arg_key><arg_value>3</arg_value></tool_call>"
+        "<tool_call>get_time</tool_call></tool_calls>",
+        (ROME, TIME),
+        "sure!",
+        "Rome.",
+        "hy_v4",
+        True,
+    ),
+    T(
+        "kimi_k3",
+        "Rome.<|close|>think<|sep|><|open|>response<|sep|>Let me look.<|close|>response<|sep|>"
+        '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
+        '<|open|>argument key="city" type="string"<|sep|>Rome<|close|>argument<|sep|>'
+        '<|open|>argument key="days" type="number"<|sep|>3<|close|>argument<|sep|>'
+        '<|close|>call<|sep|><|open|>call tool="get_time" index="2"<|sep|><|close|>call<|sep|>'
+        "<|close|>tools<|sep|><|close|>message<|sep|>",
+        (ROME, TIME),
+        "Let me look.",
+        "Rome.",
+        "kimi_k3",
+        True,
+    ),
+    T(
+        "kimi_k3",
+        '<|open|>tools<|sep|><|open|>call tool="search" index="1"<|sep|>'
+        '<|open|>argument key="query" type="string"<|sep|>a < b &amp;\n<|x|>'
+        "<|close|>argument<|sep|>"
+        '<|open|>argument key="a &quot;&amp;amp;&quot;" type="null"<|sep|>null'
+        "<|close|>argument<|sep|>"
+        '<|open|>argument key="filters" type="object"<|sep|>{"a":[1]}<|close|>argument<|sep|>'
+        '<|open|>argument key="tags" type="array"<|sep|>["x"]<|close|>argument<|sep|>'
+        '<|open|>argument key="exact" type="boolean"<|sep|>true<|close|>argument<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|>",
+        (
+            (
+                "search",
+                {
+                    "query": "a < b &amp;\n<|x|>",
+                    'a "&amp;"': None,
+                    "filters": {"a": [1]},
+                    "tags": ["x"],
+                    "exact": True,
+                },
+            ),
+        ),
+    ),
+    T(
+        "kimi_k3",
+        "Hello<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>",
+        (),
+        "Hello",
+        thinks="kimi_k3",
+    ),
+    T(
         "glm45",
         "<think>Rome.</think>\n<tool_call>get_weather\n<arg_key>city</arg_key>\n"
         "<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n"
@@ -355,6 +450,20 @@ TAGGED_ROWS = (
         '\n<parameter name="days">3</parameter>\n</invoke>\n<invoke name="get_time">\n</invoke>\n'
         "</minimax:tool_call>",
         (ROME, TIME),
+    ),
+    T(
+        "minimax_m3",
+        "<mm:think>Rome.</mm:think>I will look.\n" + M3_CALL,
+        (ROME, ("search", M3_ARGUMENTS), TIME),
+        "I will look.",
+        "Rome.",
+        "minimax_m3",
+    ),
+    T(
+        "dots",
+        '<dots_function_call>\n<invoke name="get_weather">\n'
+        '<parameter name="city">Paris</parameter>\n</invoke>\n</dots_function_call>',
+        (PARIS,),
     ),
     T(
         "minicpm5",

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from rayfin.deployments.text.parsing.element_calls import ElementCalls
 from rayfin.deployments.text.parsing.events import EventKind, EventWriter
 from rayfin.deployments.text.parsing.format import ToolFormat
 from rayfin.deployments.text.parsing.json_calls import JsonCalls
@@ -29,7 +30,8 @@ class CallReader:
         self._row = row
         self._forced = forced
         self._json = JsonCalls(feed, writer, row)
-        self._tagged = TaggedCalls(feed, writer, row)
+        tags = ElementCalls if row.syntax == "elements" else TaggedCalls
+        self._tagged = tags(feed, writer, row)
         self._python = PythonCalls(feed, writer)
         self._braces = BracesCalls(feed, writer, row)
         marks = feed.markers.marks
@@ -69,7 +71,7 @@ class CallReader:
             if not further:
                 break
             mark = further
-        if self._row.syntax == "tagged":
+        if self._row.syntax in ("tagged", "elements"):
             return (yield from self._tagged.read(mark))
         if self._row.syntax == "python":
             return (yield from self._python.read(bool(mark)))

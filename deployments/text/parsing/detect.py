@@ -10,6 +10,7 @@ from rayfin.deployments.text.parsing.format import (
     ReasoningFormat,
     ToolFormat,
     ToolGuidance,
+    with_suffix,
 )
 from rayfin.deployments.text.parsing.formats import (
     AUTO,
@@ -18,10 +19,17 @@ from rayfin.deployments.text.parsing.formats import (
     check_parsers,
     find_reasoning_format,
     find_tool_format,
+    suffix_of,
+    tool_rows,
 )
-from rayfin.deployments.text.parsing.template_probe import TemplateProbe
+from rayfin.deployments.text.parsing.template_probe import FIRST, TemplateProbe, called
 from rayfin.deployments.text.parsing.template_rules import find_rules
-from rayfin.deployments.text.parsing.thoughts import ThoughtsFound, find_reasoning
+from rayfin.deployments.text.parsing.thoughts import (
+    ThinkingSwitch,
+    ThoughtsFound,
+    find_reasoning,
+    find_switch,
+)
 from rayfin.deployments.text.parsing.trials import CallTrials
 from rayfin.deployments.text.repair import NO_RULES, TemplateRules
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -44,6 +52,7 @@ class Detected:
     tool_guidance: ToolGuidance = "json"
     reasoning_field: ReasoningField = "both"  # of chat completions
     rules: TemplateRules = NO_RULES  # of the template, which messages are repaired for
+    switch: ThinkingSwitch = ThinkingSwitch()
 
     @property
     def names(self) -> tuple[str | None, str | None]:
@@ -79,45 +88,55 @@ def detect(
         InvalidConfig: there is no row of this name.
     """
     check_parsers(tool_parser, reasoning_parser)
+    suffix = suffix_of(tokenizer.added_ids)
     found = ThoughtsFound([], "the model has no chat template")
     content: ContentFormat = "string" if content_format == "auto" else content_format
-    rules = NO_RULES
+    rules, switch = NO_RULES, ThinkingSwitch()
     without_place = False
     if chat_template is None and not tokenizer.inner.chat_template:
-        tools = None if tool_parser in (AUTO, NONE) else find_tool_format(tool_parser)
+        tools = _named_tools(tool_parser, suffix)
         as_text, why = False, found.why
     else:
         probe = TemplateProbe(tokenizer, chat_template)
-        found = find_reasoning(tokenizer, probe)
+        written = probe.render([called([FIRST], False, "")]) or ""
+        suffix = suffix_of((written, *tokenizer.added_ids))
+        found, switch = find_reasoning(tokenizer, probe, suffix), find_switch(probe)
         both = [CallTrials(tokenizer, probe, found.best(None), text) for text in (False, True)]
         content = probe.content_format() if content_format == "auto" else content_format
         without_place = not probe.shows_tools
-        tools, as_text, why = _find_tools(tokenizer, both, tool_parser, without_place)
+        rows = [row for row in tool_rows(suffix) if row.name != FOR_ANY]
+        tools, as_text, why = _find_tools(tokenizer, both, rows, tool_parser, without_place)
         rules = find_rules(probe, as_text)
     reasoning = found.best(tools)
     if reasoning_parser != AUTO:
-        reasoning = None if reasoning_parser == NONE else find_reasoning_format(reasoning_parser)
+        named = find_reasoning_format(reasoning_parser)
+        reasoning = None if named is None else with_suffix(named, suffix)
     thoughts_why = found.why if reasoning_parser == AUTO else "as set"
     writes = without_place and tools is not None
     if writes:
         why = f"{why}; it has no place for tools: they are written into the system message"
     settings = (tool_guidance, reasoning_field)
-    detected = Detected(tools, reasoning, as_text, content, writes, "", *settings, rules)
+    detected = Detected(tools, reasoning, as_text, content, writes, "", *settings, rules, switch)
     names = [name or NONE for name in detected.names]
     text = f"tool calls: {names[0]} ({why}); reasoning: {names[1]} ({thoughts_why})"
     return replace(detected, why=text)
 
 
 def _find_tools(
-    tokenizer: Tokenizer, both: list[CallTrials], name: str, without_place: bool
+    tokenizer: Tokenizer,
+    both: list[CallTrials],
+    rows: list[ToolFormat],
+    name: str,
+    without_place: bool,
 ) -> tuple[ToolFormat | None, bool, str]:
     """Returns the row, whether arguments are given to the template as text, and what shows it."""
-    named = find_tool_format(name) if name not in (AUTO, NONE) else None
-    rows = [row for row in TOOL_FORMATS.values() if row.name != FOR_ANY]
+    known, row = rows, find_tool_format(name)  # no row is named auto or none
+    named = next((each for each in rows if row is not None and each.name == row.name), row)
     if named is not None:  # vLLM has one name for both of Mistral's formats
-        rows = [row for row in rows if row is named or row.name.startswith(f"{named.name}_")]
+        family = f"{named.name}_"
+        rows = [each for each in rows if each is named or each.name.startswith(family)]
     why = "the chat template writes calls so" if name == AUTO else "as set"
-    for trials in both:
+    for trials in both if rows else ():
         scores = [trials.score(row) for row in rows]
         best = max(range(len(rows)), key=lambda i: (scores[i], -i))
         if scores[best][0]:
@@ -130,15 +149,20 @@ def _find_tools(
             return row, trials.as_text, "derived from the calls of the chat template"
     text = TOOL_FORMATS[FOR_TEXT] if without_place else None
     if not any(trials.shows_a_call for trials in both):
-        row = _by_tokens(tokenizer)
+        row = _by_tokens(tokenizer, known)
         if row is not None:
             return row, False, "its marks are tokens, and the chat template writes no calls"
         return text, False, "the chat template writes no calls"
     return text, False, "no format reads the calls of the chat template"
 
 
-def _by_tokens(tokenizer: Tokenizer) -> ToolFormat | None:
+def _named_tools(name: str, suffix: str) -> ToolFormat | None:
+    row = find_tool_format(name)  # no row is named auto or none
+    return None if row is None else with_suffix(row, suffix)
+
+
+def _by_tokens(tokenizer: Tokenizer, rows: list[ToolFormat]) -> ToolFormat | None:
     """Returns the only row of which a trigger is a token of this model, or None."""
     added = tokenizer.added_ids
-    rows = [row for row in TOOL_FORMATS.values() if any(mark in added for mark in row.triggers)]
+    rows = [row for row in rows if any(mark in added for mark in row.triggers)]
     return rows[0] if len(rows) == 1 else None

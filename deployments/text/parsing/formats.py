@@ -1,7 +1,10 @@
 """The formats of public models, by vLLM's names."""
 
+import re
+from collections.abc import Iterable
+
 from rayfin.actors.errors import InvalidConfig
-from rayfin.deployments.text.parsing.format import ReasoningFormat, ToolFormat
+from rayfin.deployments.text.parsing.format import ReasoningFormat, ToolFormat, with_suffix
 
 AUTO, NONE = "auto", "none"
 """Instead of a name: the row is looked for, or there is none."""
@@ -19,7 +22,7 @@ _HARMONY = (
 _OBJECTS = (
     ToolFormat(
         name="hermes",
-        aliases=("granite4", "ernie45", "qwen", "qwen25"),
+        aliases=("granite4", "ernie45", "qwen", "qwen25", "qwen3_json"),
         syntax="json",
         call=("<tool_call>\n", "\n</tool_call>"),
         separator="\n",
@@ -206,7 +209,7 @@ _NAMED = (
 _TAGGED = (
     ToolFormat(
         name="qwen3_coder",
-        aliases=("qwen3_xml", "step3p5", "mimo"),
+        aliases=("qwen3_xml", "step3p5", "step5", "mimo"),
         syntax="tagged",
         call=("<tool_call>\n", "\n</tool_call>"),
         separator="\n",
@@ -254,7 +257,21 @@ _TAGGED = (
         triggers=("｜DSML｜",),
     ),
     ToolFormat(
+        name="deepseek_v41",
+        syntax="tagged",
+        section=("<｜DSML｜ calls>\n", "\n</｜DSML｜ calls>"),
+        separator="\n",
+        function=('<｜DSML｜ invoke name="', '">\n'),
+        key=('<｜DSML｜ parameter name="', '" string="true">'),
+        json_key_end='" string="false">',
+        value=("", "</｜DSML｜ parameter>\n"),
+        arguments=("", "</｜DSML｜ invoke>"),
+        tokens=("｜DSML｜",),
+        triggers=("｜DSML｜",),
+    ),
+    ToolFormat(
         name="glm45",
+        aliases=("poolside_v1",),
         syntax="tagged",
         call=("<tool_call>", "</tool_call>"),
         separator="\n",
@@ -265,12 +282,51 @@ _TAGGED = (
     ),
     ToolFormat(
         name="glm47",
+        aliases=("ling3",),
         syntax="tagged",
         call=("<tool_call>", "</tool_call>"),
         function=("", ""),
         key=("<arg_key>", "</arg_key>"),
         value=("<arg_value>", "</arg_value>"),
         triggers=("<tool_call>",),
+    ),
+    ToolFormat(
+        name="hy_v3",
+        syntax="tagged",
+        section=("<tool_calls>\n", "\n</tool_calls>"),
+        call=("<tool_call>", "</tool_call>"),
+        separator="\n",
+        function=("", "<tool_sep>\n"),
+        key=("<arg_key>", "</arg_key>\n"),
+        value=("<arg_value>", "</arg_value>\n"),
+        suffixed=True,
+        triggers=("<tool_call>",),
+    ),
+    ToolFormat(
+        name="hy_v4",
+        syntax="tagged",
+        section=("<tool_calls>", "</tool_calls>"),
+        call=("<tool_call>", "</tool_call>"),
+        function=("", ""),
+        key=("<arg_key>", "</arg_key>"),
+        value=("<arg_value>", "</arg_value>"),
+        suffixed=True,
+        triggers=("<tool_call>",),
+    ),
+    ToolFormat(
+        name="kimi_k3",
+        syntax="tagged",
+        section=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
+        function=('<|open|>call tool="', '"<|sep|>'),
+        id_mark='" index="',
+        numbered=True,
+        key=('<|open|>argument key="', '" type="string"<|sep|>'),
+        json_key_end='" type="TYPE"<|sep|>',
+        escapes_keys=True,
+        value=("", "<|close|>argument<|sep|>"),
+        arguments=("", "<|close|>call<|sep|>"),
+        frame=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+        tokens=("<|open|>", "<|close|>", "<|sep|>"),
     ),
     ToolFormat(
         name="minimax_m2",
@@ -282,6 +338,29 @@ _TAGGED = (
         value=("", "</parameter>\n"),
         arguments=("", "</invoke>"),
         triggers=("<minimax:tool_call>",),
+    ),
+    ToolFormat(
+        name="minimax_m3",
+        syntax="elements",
+        section=("]<]minimax[>[<tool_call>\n", "\n]<]minimax[>[</tool_call>"),
+        separator="\n",
+        function=(']<]minimax[>[<invoke name="', '">'),
+        key=("]<]minimax[>[<", ">"),
+        value=("", "]<]minimax[>[</"),
+        arguments=("", "]<]minimax[>[</invoke>"),
+        tokens=("]<]minimax[>[", "<tool_call>", "</tool_call>"),
+        triggers=("]<]minimax[>[",),
+    ),
+    ToolFormat(
+        name="dots",
+        syntax="tagged",
+        section=("<dots_function_call>\n", "\n</dots_function_call>"),
+        separator="\n",
+        function=('<invoke name="', '">\n'),
+        key=('<parameter name="', '">'),
+        value=("", "</parameter>\n"),
+        arguments=("", "</invoke>"),
+        triggers=("<dots_function_call>",),
     ),
     ToolFormat(
         name="minicpm5",
@@ -359,7 +438,10 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     for row in (
         ReasoningFormat(
             name="think",
-            aliases=("qwen3", "kimi_k2", "glm45", "glm47", "minimax_m2", "mimo", "nemotron_v3"),
+            aliases=(
+                *("qwen3", "kimi_k2", "glm45", "glm47", "ling3", "minimax_m2", "mimo"),
+                *("nemotron_v3", "granite_thinking_parser"),
+            ),
             open=("<think>",),
             close=("</think>",),
             ends_at_call=True,
@@ -367,8 +449,9 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
         ReasoningFormat(
             name="deepseek_r1",
             aliases=(
-                *("deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4"),
-                *("minimax_m2_append_think", "olmo3", "holo2", "step3", "step3p5"),
+                *("deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "deepseek_v41"),
+                *("minimax_m2_append_think", "olmo3", "holo2", "step3", "step3p5", "step5"),
+                "poolside_v1",
             ),
             open=("<think>",),
             close=("</think>",),
@@ -386,6 +469,24 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
             ends_at_call=True,
             dropped=("<response>", "</response>"),
         ),
+        ReasoningFormat(
+            name="hy_v4",
+            aliases=("hy_v3",),
+            open=("<think>",),
+            close=("</think>",),
+            suffixed=True,
+        ),
+        ReasoningFormat(
+            name="kimi_k3",
+            open=("<|open|>think<|sep|>",),
+            close=("<|close|>think<|sep|>",),
+            dropped=(
+                *("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+                *("<|end_of_msg|>", "<|close|>message<|sep|>"),
+            ),
+            tokens=("<|open|>", "<|close|>", "<|sep|>"),
+        ),
+        ReasoningFormat(name="minimax_m3", open=("<mm:think>",), close=("</mm:think>",)),
         ReasoningFormat(name="mistral", open=("[THINK]",), close=("[/THINK]",)),
         ReasoningFormat(name="seed_oss", open=("<seed:think>",), close=("</seed:think>",)),
         ReasoningFormat(name="longcat", open=("<longcat_think>",), close=("</longcat_think>",)),
@@ -421,6 +522,21 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
         ),
     )
 }
+
+
+def suffix_of(texts: Iterable[str]) -> str:
+    """Returns what the tags of Hunyuan end with in texts, such as ``:opensource``, or ""."""
+    return next((found[1] for text in texts if (found := _SUFFIXED.search(text))), "")
+
+
+def tool_rows(suffix: str = "") -> list[ToolFormat]:
+    """Returns the rows of tools, whose tags have this suffix where they may have one."""
+    return [with_suffix(row, suffix) for row in TOOL_FORMATS.values()]
+
+
+def reasoning_rows(suffix: str = "") -> list[ReasoningFormat]:
+    """Returns the rows of thoughts, whose tags have this suffix where they may have one."""
+    return [with_suffix(row, suffix) for row in REASONING_FORMATS.values()]
 
 
 def find_tool_format(name: str) -> ToolFormat | None:
@@ -463,5 +579,6 @@ def _resolve(name: str, names: dict[str, str]) -> str:
     return names.get(_plain(name), "")
 
 
+_SUFFIXED = re.compile(r"<(?:think|tool_calls?)(:[\w.+-]+)>")
 _TOOL_NAMES = _names(TOOL_FORMATS)
 _REASONING_NAMES = _names(REASONING_FORMATS)

@@ -147,24 +147,26 @@ class AnswerReader:
         begins = tools.begins if tools is not None else ()
         ends = (*tools.ends, tools.arguments[1].strip()) if tools is not None else ()
         row = reasoning or ReasoningFormat(name="none")
-        self._row, self._begins, self._dropped = row, set(begins), set(row.dropped)
+        frame = tools.frame if tools is not None else ()
+        dropped = tuple(dict.fromkeys(filter(None, (*row.dropped, *frame))))
+        self._row, self._begins, self._dropped = row, set(begins), dropped
         self._last_mark = (tools.section[1] or tools.call[1]).strip() if tools is not None else ""
-        self._first = marks(*row.open, *begins, *row.dropped)
+        self._first = marks(*row.open, *begins, *dropped)
         # Of text, and of text behind a broken call.
-        self._stops = [marks(*begins, *row.dropped), marks(*begins, *row.dropped, *ends)]
+        self._stops = [marks(*begins, *dropped), marks(*begins, *dropped, *ends)]
         self._is_broken = False
         calling = begins if ends_thoughts is None else tuple(ends_thoughts)
         self._stops_of_thought = marks(*row.close, *(calling if row.ends_at_call else ()))
         # A sentence that closes a thought may also begin another one.
         closing = [mark for mark in row.close if not mark[0].isalpha()]
-        self._closing = marks(*closing, *row.dropped[1::2])
+        self._closing = marks(*closing, *dropped[1::2])
         self._at_start = True  # of the answer, or behind a thought or a call
 
     def drop_closes(self) -> None:
         """A thought has ended without its mark, or may: the mark is no content from now on."""
         row, marks, tools = self._row, self._feed.markers.marks, self._tools
-        self._first = marks(*row.open, *self._begins, *row.dropped, *row.close)
-        free = (*self._begins, *row.dropped, *row.close)
+        self._first = marks(*row.open, *self._begins, *self._dropped, *row.close)
+        free = (*self._begins, *self._dropped, *row.close)
         ends = () if tools is None else (*tools.ends, tools.arguments[1].strip())
         self._stops = [marks(*free), marks(*free, *ends)]
 

@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 
 from rayfin.deployments.text.parsing.format import ToolFormat
 
+ITEM = "item"
+"""The name of the elements of a list."""
+
 _PYTHON_WORDS = {True: "True", False: "False", None: "None"}
 
 
@@ -45,9 +48,11 @@ def _object(row: ToolFormat, call: WrittenCall) -> dict[str, Any]:
 
 
 def _body(row: ToolFormat, call: WrittenCall, index: int) -> str:
-    if row.syntax == "tagged":
-        written = "".join(_tagged(row, key, value) for key, value in call.arguments.items())
-        return f"{row.function[0]}{call.name}{row.function[1]}{written}{row.arguments[1]}"
+    if row.syntax in ("tagged", "elements"):
+        write = _tagged if row.syntax == "tagged" else _element
+        written = "".join(write(row, key, value) for key, value in call.arguments.items())
+        name = f"{call.name}{row.id_mark}{index + 1}" if row.numbered else call.name
+        return f"{row.function[0]}{name}{row.function[1]}{written}{row.arguments[1]}"
     if row.syntax == "braces":
         return f"{row.function[0]}{call.name}{row.function[1]}{_braced(row, call.arguments)}"
     if row.layout == "object":
@@ -62,9 +67,27 @@ def _body(row: ToolFormat, call: WrittenCall, index: int) -> str:
 
 def _tagged(row: ToolFormat, key: str, value: object) -> str:
     is_text = isinstance(value, str)
-    end = row.json_key_end if row.json_key_end and not is_text else row.key[1]
+    end = row.key[1] if is_text else row.json_key_ends.get(_json_type(value), row.key[1])
     text = value if is_text else json_text(value)
-    return f"{row.key[0]}{key}{end}{row.value[0]}{text}{row.value[1]}"
+    return f"{row.key[0]}{row.write_key(key)}{end}{row.value[0]}{text}{row.value[1]}"
+
+
+def _element(row: ToolFormat, key: str, value: object) -> str:
+    if isinstance(value, Mapping):
+        text = "".join(_element(row, name, item) for name, item in value.items())
+    elif isinstance(value, list):
+        text = "".join(_element(row, ITEM, item) for item in value)
+    else:
+        text = value if isinstance(value, str) else json_text(value)
+    return f"{row.key[0]}{key}{row.key[1]}{text}{row.value[1]}{key}{row.key[1]}"
+
+
+def _json_type(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if isinstance(value, int | float):
+        return "number"
+    return "object" if isinstance(value, Mapping) else "array"
 
 
 def _braced(row: ToolFormat, value: object) -> str:

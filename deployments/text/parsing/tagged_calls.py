@@ -48,7 +48,8 @@ class TaggedCalls:
         self._longest_name = max(map(len, writer.functions), default=0) + AROUND_A_NAME
         self._next = marks(self._key, body_end)
         self._stop = marks(*ends)
-        self._key_ends = marks(key_end, row.json_key_end.strip())
+        self._json_ends = {end.strip() for end in row.json_key_ends.values()}
+        self._key_ends = marks(key_end, *sorted(self._json_ends))
         self._value_open = marks(value_open)
         self._value_end = marks(self._close)
 
@@ -62,7 +63,10 @@ class TaggedCalls:
                 return False
         yield from feed.skip()
         text = yield from feed.until(self._name_ends, self._longest_name)
-        name = None if text is None else writer.find(feed.markers.decode(text).strip())
+        written = feed.markers.decode(text or "")
+        if self._row.id_mark:
+            written = written.partition(self._row.id_mark)[0]
+        name = None if text is None else writer.find(written.strip())
         if name is None:
             return False
         if name_end := self._row.function[1].strip():
@@ -102,7 +106,7 @@ class TaggedCalls:
         text = yield from feed.until(self._key_ends, MAX_NAME)
         if text is None:
             return False
-        key = feed.markers.decode(text).strip()
+        key = row.read_key(feed.markers.decode(text).strip())
         ending = yield from feed.match(self._key_ends)
         if row.value[0].strip():
             yield from feed.skip()
@@ -115,7 +119,7 @@ class TaggedCalls:
         types = types_of_parameter(writer.functions[name], key)
         is_text = types == {"string"}
         if row.json_key_end:
-            is_text = ending != row.json_key_end.strip()
+            is_text = ending not in self._json_ends
         return (yield from (self._read_text() if is_text else self._read_json(types)))
 
     def _read_text(self) -> Steps[bool]:
@@ -167,17 +171,18 @@ def to_json(text: str, types: frozenset[str]) -> str:
 
 def types_of_parameter(schema: Mapping[str, Any], key: str) -> frozenset[str]:
     """Returns the JSON types that a function's parameter may have; all if the schema is silent."""
-    target = _resolve(schema, schema)
+    target = resolve(schema, schema)
     properties = target.get("properties") if isinstance(target, Mapping) else None
     if isinstance(properties, Mapping) and key in properties:
-        return _types(properties[key], schema, 0)
+        return types_of(properties[key], schema)
     if isinstance(target, Mapping) and isinstance(target.get("additionalProperties"), Mapping):
-        return _types(target["additionalProperties"], schema, 0)
+        return types_of(target["additionalProperties"], schema)
     return ALL_TYPES
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
-    schema = _resolve(schema, root)
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """Returns the JSON types that a schema within ``root`` allows; all where it is silent."""
+    schema = resolve(schema, root)
     if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
         return ALL_TYPES
     types = ALL_TYPES
@@ -190,15 +195,15 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
         types &= frozenset().union(*map(_types_of_value, values))
     for word in ("anyOf", "oneOf"):
         if isinstance(schema.get(word), list) and schema[word]:
-            types &= frozenset().union(*(_types(x, root, depth + 1) for x in schema[word]))
+            types &= frozenset().union(*(types_of(x, root, depth + 1) for x in schema[word]))
     for part in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
-        types &= _types(part, root, depth + 1)
+        types &= types_of(part, root, depth + 1)
     if schema.get("nullable") is True:
         types |= {"null"}
     return types or ALL_TYPES
 
 
-def _resolve(schema: Any, root: Mapping[str, Any]) -> Any:
+def resolve(schema: Any, root: Mapping[str, Any]) -> Any:
     """Follows references within a schema."""
     for _ in range(_MAX_REFERENCES):
         path = schema.get("$ref") if isinstance(schema, Mapping) else None

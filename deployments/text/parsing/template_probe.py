@@ -153,7 +153,8 @@ class TemplateProbe:
     def segments(self, text: str) -> list[str]:
         """Returns the assistant's turn within ``text`` by several guesses, the shortest first.
 
-        Each begins where an answer, or the turn, begins; what ends the turn is cut off.
+        Each begins where an answer, or the turn, begins; what ends the turn is cut off, but of the
+        last one.
         """
         starts: list[int] = []
         for other in (self.begun, self.render([]), self._plain):
@@ -164,7 +165,9 @@ class TemplateProbe:
             tail = self._plain.partition(ANSWER)[2]
             end -= len(_same_end(text, tail))
         ordered = sorted(set(starts), reverse=True)
-        return [text[start:end] for start in ordered if start < end]
+        # Turns may end with a part of what ends a call, so the last guess keeps all.
+        whole = [text[start:] for start in ordered[:1]]
+        return [*(text[start:end] for start in ordered if start < end), *whole]
 
 
 def _system(text: str) -> Message:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from rayfin.deployments.text.parsing.format import ReasoningFormat, ToolFormat
-from rayfin.deployments.text.parsing.formats import REASONING_FORMATS
+from rayfin.deployments.text.parsing.formats import reasoning_rows
 from rayfin.deployments.text.parsing.template_probe import (
     ANSWER,
     FIRST,
@@ -20,7 +20,39 @@ SWITCHES: tuple[Mapping[str, Any], ...] = (
 )
 """Template variables that turn thinking on or off."""
 
+_WAYS: tuple[tuple[Mapping[str, Any], Mapping[str, Any]], ...] = (
+    ({"enable_thinking": True, "thinking": True}, {"enable_thinking": False, "thinking": False}),
+    ({"thinking_mode": "enabled"}, {"thinking_mode": "disabled"}),
+    ({"thinking_mode": "thinking"}, {"thinking_mode": "chat"}),
+    ({"reasoning_effort": "high"}, {"reasoning_effort": "no_think"}),
+)
+"""Variables that turn thinking on, and off: all templates get the first ones."""
+
 _THOUGHTS = {"reasoning_content": THOUGHT, "reasoning": THOUGHT, "thinking": THOUGHT}
+
+
+class ThinkingSwitch(NamedTuple):
+    """Variables by which a template thinks or does not, beside those that all templates get."""
+
+    on: Mapping[str, Any] = {}
+    off: Mapping[str, Any] = {}
+
+    def added(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a request's variables with its own, which may name the effort "none"."""
+        thinks = variables.get("enable_thinking", variables.get("thinking"))
+        if thinks is None:
+            return dict(variables)
+        given = {name: value for name, value in variables.items() if value != "none"}
+        return {**variables, **(self.on if thinks else self.off), **given}
+
+
+def find_switch(probe: TemplateProbe) -> ThinkingSwitch:
+    """Returns the variables that what the template puts into the model's mouth depends on."""
+    for way in _WAYS:
+        on, off = map(probe.opening, way)
+        if on != off:
+            return ThinkingSwitch() if way is _WAYS[0] else ThinkingSwitch(*way)
+    return ThinkingSwitch()
 
 
 class ThoughtsFound(NamedTuple):
@@ -41,8 +73,12 @@ class ThoughtsFound(NamedTuple):
         return min(self.rows, key=rank, default=None)
 
 
-def find_reasoning(tokenizer: Tokenizer, probe: TemplateProbe) -> ThoughtsFound:
-    """Returns the rows whose marks the template or the vocabulary shows."""
+def find_reasoning(tokenizer: Tokenizer, probe: TemplateProbe, suffix: str = "") -> ThoughtsFound:
+    """Returns the rows whose marks the template or the vocabulary shows.
+
+    Args:
+        suffix: of tags that may have one.
+    """
     history = _histories(probe)
     openings = [probe.opening(switch) for switch in SWITCHES]
     prompts = [
@@ -50,6 +86,7 @@ def find_reasoning(tokenizer: Tokenizer, probe: TemplateProbe) -> ThoughtsFound:
         for switch in SWITCHES
     ]
     added = tokenizer.added_ids
+    known = reasoning_rows(suffix)
     shows: list[tuple[str, Callable[[ReasoningFormat], bool]]] = [
         ("written in the history", lambda row: any(_holds(row, text) for text in history)),
         ("answers begin with it", lambda row: any(_has(row.open, text) for text in openings)),
@@ -58,7 +95,7 @@ def find_reasoning(tokenizer: Tokenizer, probe: TemplateProbe) -> ThoughtsFound:
         ("its marks are tokens", lambda row: _has_tokens(row, added)),
     ]
     for why, is_shown in shows:
-        rows = [row for row in REASONING_FORMATS.values() if is_shown(row)]
+        rows = [row for row in known if is_shown(row)]
         if rows:
             return ThoughtsFound(rows, why, "".join(history))
     return ThoughtsFound([], "no marks of thoughts")

@@ -8,6 +8,7 @@ import pytest
 from call_walks import byte_tokenizer
 from chat_templates import CASES, Case
 from rayfin.actors.errors import InvalidConfig
+from rayfin.deployments.generation.prompts import thinking_variables
 from rayfin.deployments.serve.preflight import DEMO_FOLDER
 from rayfin.deployments.text.parsing.detect import Detected, detect
 from rayfin.deployments.text.parsing.events import Piece
@@ -114,6 +115,28 @@ def test_settings_are_kept() -> None:
         reasoning_field="reasoning",
     )
     assert (detected.tool_guidance, detected.reasoning_field) == ("off", "reasoning")
+
+
+@pytest.mark.parametrize(
+    "name, on, off",
+    [
+        ("minimax m3", {"thinking_mode": "enabled"}, {"thinking_mode": "disabled"}),
+        ("hunyuan 4", {"reasoning_effort": "high"}, {"reasoning_effort": "no_think"}),
+        ("kimi k3", {}, {}),
+        ("qwen3", {}, {}),
+    ],
+)
+def test_a_template_has_its_own_switch_of_thoughts(
+    name: str, on: dict[str, str], off: dict[str, str]
+) -> None:
+    switch = found(CASES[name]).switch
+    assert (switch.on, switch.off) == (on, off)
+    thinks, not_at_all = thinking_variables(None, "low"), thinking_variables(None, "none")
+    assert switch.added(thinks) == {**on, **thinks}
+    assert switch.added(not_at_all) == {**not_at_all, **off}
+    assert switch.added({"x": "none"}) == {"x": "none"}
+    mine = {"enable_thinking": False, "thinking_mode": "mine", "reasoning_effort": "high"}
+    assert switch.added(mine) == mine
 
 
 BROKEN = [

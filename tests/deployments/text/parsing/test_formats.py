@@ -11,16 +11,18 @@ from rayfin.deployments.text.parsing.formats import (
 )
 
 VLLM_TOOLS = """
-    deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 cohere_command3 cohere_command4
-    ernie45 glm45 glm47 granite-20b-fc granite granite4 hermes hunyuan_a13b internlm jamba lfm2
+    deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 deepseek_v41 cohere_command3 cohere_command4
+    ernie45 glm45 glm47 ling3 hy_v3 hy_v4 kimi_k3 minimax_m3 poolside_v1 step5 qwen3_json dots
+    granite-20b-fc granite granite4 hermes hunyuan_a13b internlm jamba lfm2
     kimi_k2 llama3_json llama4_json llama4_pythonic longcat mimo minimax minimax_m2 minicpm5
     mistral olmo3 openai phi4_mini_json pythonic qwen3_coder qwen3_xml seed_oss step3 step3p5 xlam
     gigachat3 functiongemma gemma4
 """.split()
 VLLM_REASONING = """
-    deepseek_r1 deepseek_v3 deepseek_v4 cohere_command3 cohere_command4 ernie45 gemma4 glm45 glm47
-    openai_gptoss granite holo2 hunyuan_a13b kimi_k2 mimo minimax_m2 minimax_m2_append_think
-    mistral nemotron_v3 olmo3 qwen3 seed_oss step3 step3p5
+    deepseek_r1 deepseek_v3 deepseek_v4 deepseek_v41 cohere_command3 cohere_command4 ernie45
+    gemma4 glm45 glm47 openai_gptoss granite holo2 hunyuan_a13b kimi_k2 mimo minimax_m2
+    minimax_m2_append_think mistral nemotron_v3 olmo3 qwen3 seed_oss step3 step3p5 step5 ling3
+    hy_v3 hy_v4 kimi_k3 minimax_m3 poolside_v1 granite_thinking_parser
 """.split()
 
 
