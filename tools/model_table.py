@@ -98,6 +98,7 @@ TYPES = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")
 
 _MIXED = ["mamba", "attention"] * (LAYERS // 2)
 SPECIAL: dict[str, dict[str, Any]] = {
+    "apertus1p5_text": {"output_vocab_size": VOCABULARY - 8},
     "bailing_hybrid": {"num_group": 1, "num_expert_group": 1},
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
@@ -113,9 +114,19 @@ SPECIAL: dict[str, dict[str, Any]] = {
         **{"indexer_budget": 8, "indexer_compress_ratio": 4},
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
+    "dory": {
+        **{"num_hidden_layers": LAYERS, "n_input_layers": 1, "n_recurrent_layers": 2},
+        **{"n_output_layers": 1, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    },
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
     "granitemoehybrid": {"layer_types": _MIXED},
+    "inkling2_loop_text": {
+        "loop_layer_index_start": 2,
+        "loop_layer_index_end": LAYERS,
+        "n_layers_per_attn_res_block": 2,
+        "unpadded_vocab_size": VOCABULARY,
+    },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "mamba2": {"num_heads": 8, "head_dim": 8, "hidden_size": 32, "expand": 2},
