@@ -41,8 +41,10 @@ class TenantStore(Generic[T]):
         max_bytes: int,
         max_age: float,
         clock: Callable[[], float] = time.monotonic,
+        dropped: Callable[[str], None] = lambda item_id: None,
     ) -> None:
         self.max_bytes = max_bytes
+        self._dropped = dropped  # gets the ids of what bounds have removed
         self._max_items = max_items
         self._max_age = max_age  # seconds
         self._clock = clock
@@ -109,7 +111,11 @@ class TenantStore(Generic[T]):
         old = itertools.takewhile(lambda pair: pair[1] <= limit, self._births.items())
         for item in [self._items[item_id] for item_id, _ in old]:
             if item.done:
-                self.remove(item)
+                self._drop(item)
+
+    def _drop(self, item: T) -> None:
+        self.remove(item)
+        self._dropped(item.id)
 
     def _make_room(self, more: int, size: int) -> None:
         done = self._done_by_weight()
@@ -117,7 +123,7 @@ class TenantStore(Generic[T]):
             victim = next(done, None)
             if victim is None:
                 return
-            self.remove(victim)
+            self._drop(victim)
 
     def _done_by_weight(self) -> Iterator[T]:
         """Items that may be dropped, in the order in which they go."""

@@ -55,7 +55,7 @@ class CompactAdapter(ResponseAdapter):
         continues = body.input is None and (body.previous_response_id or body.conversation)
         return [*([] if continues else input_items(body.input)), ask]
 
-    async def _keep(self, state: ResponseState) -> None:
+    async def _keep(self, ended: ResponseState) -> None:
         """The conversation stays as it is: its client puts the summary into its place."""
 
     def reply(self, generation: Generation) -> str:

@@ -88,8 +88,15 @@ def add_conversation_routes(app: FastAPI, store: Any) -> None:
     """Adds the routes; ``store`` is a ``ResponseStoreClient``."""
 
     async def find(request: Request, conversation_id: str) -> ConversationState:
-        found: ConversationState = await store.conversation(conversation_id, tenant_of(request))
+        found: ConversationState = await store.call(
+            "conversation", conversation_id, tenant_of(request)
+        )
         return found
+
+    async def change(request: Request, conversation_id: str, **changes: Any) -> ConversationReply:
+        tenant = tenant_of(request)
+        changed = await store.call("change_conversation", conversation_id, tenant, changes)
+        return ConversationReply.of(changed)
 
     @app.post(ROUTE)
     async def create(request: Request) -> ConversationReply:
@@ -98,7 +105,7 @@ def add_conversation_routes(app: FastAPI, store: Any) -> None:
         state = ConversationState(
             item_id("conv"), tenant_of(request), body.metadata or {}, body.new_items()
         )
-        await store.add_conversation(state)
+        await store.call("add_conversation", state)
         return ConversationReply.of(state)
 
     @app.get(ROUTE + "/{conversation_id}")
@@ -109,14 +116,11 @@ def add_conversation_routes(app: FastAPI, store: Any) -> None:
     async def update(request: Request, conversation_id: str) -> ConversationReply:
         body = await read_body(request, ConversationRequest)
         check_metadata(body.metadata or {})
-        changes = {"metadata": body.metadata or {}}
-        return ConversationReply.of(
-            await store.change_conversation(conversation_id, tenant_of(request), changes)
-        )
+        return await change(request, conversation_id, metadata=body.metadata or {})
 
     @app.delete(ROUTE + "/{conversation_id}")
     async def delete(request: Request, conversation_id: str) -> DeletedConversation:
-        await store.remove_conversation(conversation_id, tenant_of(request))
+        await store.call("remove_conversation", conversation_id, tenant_of(request))
         return DeletedConversation(id=conversation_id)
 
     @app.get(ROUTE + "/{conversation_id}/items")
@@ -128,21 +132,18 @@ def add_conversation_routes(app: FastAPI, store: Any) -> None:
         added = (await read_body(request, ConversationRequest)).new_items()
         if not added:
             raise InvalidRequest("'items' must not be empty.", "items", "empty_array")
-        await store.change_conversation(conversation_id, tenant_of(request), {"added": added})
+        await change(request, conversation_id, added=added)
         first, last = added[0].id, added[-1].id
         return ItemList(data=added, first_id=first, last_id=last, has_more=False)
 
     @app.get(ROUTE + "/{conversation_id}/items/{item}")
     async def retrieve_item(request: Request, conversation_id: str, item: str) -> Item:
-        state = await find(request, conversation_id)
-        return _item_of(state, item)
+        return _item_of(await find(request, conversation_id), item)
 
     @app.delete(ROUTE + "/{conversation_id}/items/{item}")
     async def delete_item(request: Request, conversation_id: str, item: str) -> ConversationReply:
         _item_of(await find(request, conversation_id), item)
-        return ConversationReply.of(
-            await store.change_conversation(conversation_id, tenant_of(request), {"removed": item})
-        )
+        return await change(request, conversation_id, removed=item)
 
 
 def _item_of(state: ConversationState, item: str) -> Item:

@@ -24,6 +24,7 @@ from rayfin.deployments.api.responses.replies import (
     RawMessage,
     Response,
     ResponseStreamEvent,
+    Status,
 )
 from rayfin.deployments.api.responses.state import ResponseState
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
@@ -66,7 +67,6 @@ class ResponseAdapter(GenerationAdapter):
         self._model = service.name
         self._id = f"resp_{uuid.uuid4().hex}"
         self._sent = 0  # events
-        self._is_kept = False  # its conversation has its items
         self.streamed = bool(body.stream)
 
     async def start(self, request: Request, headers: dict[str, str]) -> HttpResponse:
@@ -91,26 +91,19 @@ class ResponseAdapter(GenerationAdapter):
 
     def run(self, generation: Generation) -> Deltas:
         parsed = self._plan.make_parser is not None
-        settle = self._settle
         raw = self._raw_messages if self._body.enable_response_messages else None
-        return drive(self._state, generation.run(), settle, self._writer(), raw, parsed=parsed)
+        deltas, settle = generation.run(), self._store.settle
+        return drive(self._state, deltas, settle, self._keep, self._writer(), raw, parsed=parsed)
 
-    async def _settle(self, state: ResponseState) -> None:
-        """Reports the end of the response."""
-        await self._store.settle(state)
-        await self._keep(state)
-
-    async def _keep(self, state: ResponseState) -> None:
-        """Adds the response to its conversation, once."""
-        ended = state.status in ("completed", "incomplete")
-        conversation = state.created.conversation
-        if ended and conversation is not None and not self._is_kept:
-            self._is_kept = True
-            added = {"added": state.conversation()[len(state.history) :]}
-            try:
-                await self._store.change_conversation(conversation.id, self._tenant, added)
-            except RayfinError as error:
-                logger.warning("The conversation %s does not go on: %s", conversation.id, error)
+    async def _keep(self, ended: ResponseState) -> None:
+        """Adds the response to its conversation."""
+        if (conversation := ended.created.conversation) is None:
+            return
+        added = {"added": ended.conversation()[len(ended.history) :]}
+        try:
+            await self._store.call("change_conversation", conversation.id, self._tenant, added)
+        except RayfinError as error:
+            logger.warning("The conversation %s does not go on: %s", conversation.id, error)
 
     def reply(self, generation: Generation) -> str:
         return self._state.response().model_dump_json()
@@ -251,6 +244,7 @@ async def drive(
     state: ResponseState,
     deltas: Deltas,
     ended: Callable[[ResponseState], Awaitable[None]],
+    keep: Callable[[ResponseState], Awaitable[None]],
     writer: LogprobsWriter | None = None,
     raw: Callable[[Choice], list[RawMessage]] | None = None,
     *,
@@ -259,7 +253,8 @@ async def drive(
     """Yields ``deltas`` after it has added each of them to ``state``.
 
     Closing it early aborts the generation and cancels the response. A failure is kept in the state,
-    then raised. ``ended`` is awaited at the end in any case, and before the last delta is yielded.
+    then raised. ``ended`` is awaited at the end in any case, and before the last delta is yielded;
+    ``keep`` before a whole response can be seen to have ended, with a copy that has.
     With a ``writer`` the state gets log probabilities, with ``raw`` its messages at the end. Deltas
     that are ``parsed`` have events.
     """
@@ -281,8 +276,13 @@ async def drive(
                     raise RequestFailed("The engine aborted this response.")
                 if delta.finish_reason is not None:
                     state.raw = [] if raw is None else raw(choice)
-                    length = delta.finish_reason == "length"
-                    state.finish("incomplete" if length else "completed")
+                    status: Status = (
+                        "incomplete" if delta.finish_reason == "length" else "completed"
+                    )
+                    whole = state.snapshot()
+                    whole.finish(status)
+                    await keep(whole)
+                    state.finish(status)
                     await ended(state)  # the client's next request may reach another replica
                 yield choice, delta
     except Exception as error:

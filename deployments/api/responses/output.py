@@ -1,6 +1,5 @@
 """The output of a response while it grows: items in order, each of them piece by piece."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from rayfin.deployments.api.responses.replies import (
 from rayfin.deployments.generation.logprobs import ChatTokenLogprob
 from rayfin.deployments.guidance.tools import Tool, ToolKind
 from rayfin.deployments.text.parsing.events import Event
+from rayfin.deployments.text.parsing.json_text import read_object
 
 OutputKind = Literal[
     "reasoning", "message", "function_call", "custom_tool_call", "tool_search_call"
@@ -91,9 +91,8 @@ class OutputItem:
 
     def _call(self, fields: dict[str, Any]) -> Item:
         if self.kind == "tool_search_call":
-            return ToolSearchCallItem(
-                **fields, arguments=json.loads(self.text) if self.ended else {}
-            )
+            given = read_object(self.text) if self.ended else None
+            return ToolSearchCallItem(**fields, arguments=given or {})
         fields |= {"name": self.name, "namespace": self.namespace or None}
         if self.kind == "custom_tool_call":
             return CustomToolCallItem(**fields, input=self.text)
@@ -113,11 +112,11 @@ class OutputItem:
         return empty
 
 
+@dataclass(slots=True)
 class ResponseOutput:
     """The items of an output; only the last one may be open."""
 
-    def __init__(self, items: Sequence[OutputItem] = ()) -> None:
-        self.items = list(items)
+    items: list[OutputItem] = field(default_factory=list)
 
     def copy(self) -> "ResponseOutput":
         return ResponseOutput([item.copy() for item in self.items])

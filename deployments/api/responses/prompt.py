@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.api.responses.bodies import ResponsePromptBody
+from rayfin.deployments.api.responses.conversations import ConversationState
 from rayfin.deployments.api.responses.items import chat_messages
 from rayfin.deployments.api.responses.replies import (
     CallItem,
@@ -28,7 +29,10 @@ async def history_of(
         InvalidRequest: the previous response has not ended yet.
     """
     if conversation_id := body.conversation_id():
-        return (await store.conversation(conversation_id, tenant, "conversation")).items
+        known: ConversationState = await store.call(
+            "conversation", conversation_id, tenant, "conversation"
+        )
+        return known.items
     if not body.previous_response_id:
         return []
     param = "previous_response_id"

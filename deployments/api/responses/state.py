@@ -8,7 +8,9 @@ import time
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import ConfigDict, Field
 
 from rayfin.actors.errors import Overloaded
 from rayfin.deployments.api.responses.items import addresses_of, texts_of
@@ -43,6 +45,8 @@ GROWS = (
     *("version", "status", "started", "error", "ended_at", "raw"),
     *("output_tokens", "reasoning_tokens", "cached_tokens"),
 )
+T = TypeVar("T")
+Unsaved = Annotated[T, Field(exclude=True)]
 Progress = dict[str, Any]
 """Fields that change while a response runs: its output, and those that GROWS names."""
 
@@ -53,6 +57,8 @@ class ResponseState:
 
     Only its methods change it, in the event loop of its ingress.
     """
+
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
 
     created: Response  # as it was when it was created
     tenant: str
@@ -70,11 +76,12 @@ class ResponseState:
     raw: list[RawMessage] = field(default_factory=list)  # prompt and output, if asked for
     error: ResponseError | None = None
     ended_at: int | None = None  # seconds since 1970
-    task: "asyncio.Task[None] | None" = None  # that runs it in the background
-    _changed: asyncio.Event | None = None
+    task: Unsaved[asyncio.Task[None] | None] = None  # that runs it in the background
+    _changed: Unsaved[asyncio.Event | None] = None
 
     def __post_init__(self) -> None:
-        self.status = self.created.status
+        if not self.version:
+            self.status = self.created.status
 
     @property
     def id(self) -> str:

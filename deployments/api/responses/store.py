@@ -45,13 +45,11 @@ class ResponseStore:
         log: StoreLog | None = None,
         alone: bool = False,
     ) -> None:
-        self._states: TenantStore[ResponseState] = TenantStore(
-            max_responses, max_bytes, max_age, clock
-        )
-        self._conversations: TenantStore[ConversationState] = TenantStore(
-            max_responses, max_bytes, max_age, clock
-        )
+        bounds = (max_responses, max_bytes, max_age, clock, self._record_forgotten)
+        self._states: TenantStore[ResponseState] = TenantStore(*bounds)
+        self._conversations: TenantStore[ConversationState] = TenantStore(*bounds)
         self._clock = clock
+        self._since = time.time()
         self._owners: dict[str, _Owner] = {}
         self._owner_of: dict[str, str] = {}  # of each response that runs
         self._log: StoreLog | None = None
@@ -72,17 +70,17 @@ class ResponseStore:
 
     def _restore(self, log: StoreLog, since: float, alone: bool) -> None:
         """Takes over what another process has recorded. What has ended with it has failed."""
-        for method, value in log.records():
-            if method == "forget":
-                self._forget(value)
-            elif method == "add_conversation":
-                if value.changed_at >= since:
-                    self.add_conversation(value)
-            else:
-                owner, state = value
-                self._forget(state.id)
-                if state.created_at >= since and self._states.add(state) and not state.done:
-                    self._owner_of[state.id] = owner
+        for record in log.records():
+            match record:
+                case ("forget", item_id):
+                    self._forget(item_id)
+                case ("converse", conversation):
+                    if conversation.changed_at >= since:
+                        self.add_conversation(conversation)
+                case ("keep", owner, state):
+                    self._forget(state.id)
+                    if state.created_at >= since and self._states.add(state) and not state.done:
+                        self._owner_of[state.id] = owner or ""
         for state in self._states:
             if not state.done and alone:
                 self._seen(self._owner_of[state.id])  # or soon to be gone
@@ -93,14 +91,17 @@ class ResponseStore:
 
     def _records(self) -> Iterator[Record]:
         yield from map(self._kept, self._states)
-        yield from (("add_conversation", state) for state in self._conversations)
+        yield from (("converse", state) for state in self._conversations)
 
     def _kept(self, state: ResponseState) -> Record:
-        return "keep", (self._owner_of.get(state.id), state.snapshot())
+        return "keep", self._owner_of.get(state.id), state.snapshot()
 
-    def _record(self, method: str, value: object) -> None:
+    def _record(self, record: Record) -> None:
         if self._log is not None:
-            self._log.append((method, value), self._records)
+            self._log.append(record, self._records)
+
+    def _record_forgotten(self, item_id: str) -> None:
+        self._record(("forget", item_id))
 
     def _forget(self, item_id: str) -> None:
         if (state := self._states.find(item_id)) is not None:
@@ -118,23 +119,31 @@ class ResponseStore:
         return await answer if inspect.isawaitable(answer) else answer
 
     def add(self, owner: str, state: ResponseState) -> None:
-        """Adds a response that its owner is about to run.
+        """Adds a response that its owner is about to run, or has run while another store began.
 
         Raises:
             InvalidRequest: the response alone is larger than the store.
             Overloaded: the store is full of responses that still run.
         """
+        if self._states.find(state.id) is not None:
+            return
         if state.size() > self._states.max_bytes:
             raise InvalidRequest("The conversation is too large to store.", "store")
         if not self._states.add(state):
             raise Overloaded("Too many stored responses are in progress.")
-        self._owner_of[state.id] = owner
         self._seen(owner)
-        if state.created.background:
-            self._record(*self._kept(state))
+        if not state.done:
+            self._owner_of[state.id] = owner
+        if state.done or state.created.background:
+            self._record(self._kept(state))
 
-    def grow(self, response_id: str, tenant: str, progress: Progress) -> None:
-        """Takes over what the owner reports; ignores a response that was deleted."""
+    def grow(self, response_id: str, tenant: str, progress: Progress) -> float | None:
+        """Takes over what the owner reports.
+
+        Returns:
+            None, or of a response that is not here the seconds since 1970 at which this store
+            began: one that began before that was not deleted.
+        """
         state = self._states.get(response_id, tenant)
         if state is not None:
             state.apply(progress)
@@ -142,7 +151,8 @@ class ResponseStore:
             self._owner_of.pop(response_id, None)
         if state is not None and state.done:
             self._states.settle(state)
-            self._record(*self._kept(state))
+            self._record(self._kept(state))
+        return self._since if state is None else None
 
     def get(self, response_id: str, tenant: str, param: str = "response_id") -> ResponseState:
         """Returns a copy of a response.
@@ -170,7 +180,7 @@ class ResponseStore:
         if state is None:
             return
         self._states.remove(state)
-        self._record("forget", response_id)
+        self._record_forgotten(response_id)
         self._end(response_id)
         self._owner_of.pop(response_id, None)
         state.finish("cancelled")  # wakes those who wait for changes
@@ -195,7 +205,7 @@ class ResponseStore:
         if (known := self._conversations.get(state.id, state.tenant)) is not None:
             self._conversations.remove(known)
         self._conversations.add(state)
-        self._record("add_conversation", state)
+        self._record(("converse", state))
 
     def conversation(
         self, conversation_id: str, tenant: str, param: str = "conversation_id"
@@ -229,7 +239,7 @@ class ResponseStore:
         NotFound: the tenant has no such conversation.
         """
         self._conversations.remove(self.conversation(conversation_id, tenant))
-        self._record("forget", conversation_id)
+        self._record_forgotten(conversation_id)
 
     async def unwanted(self, owner: str) -> list[str]:
         """Returns the ids of an owner's responses that are to end; waits a while for some."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from rayfin.actors.errors import RayfinError
 from rayfin.actors.timing import RESPONSE_STORE_RETRY_SECONDS
-from rayfin.deployments.api.responses.conversations import ConversationState
 from rayfin.deployments.api.responses.events import events_from
 from rayfin.deployments.api.responses.replies import ResponseStreamEvent
 from rayfin.deployments.api.responses.state import ResponseState
@@ -83,7 +82,7 @@ class ResponseStoreClient:
         running = self._running.get(response_id)
         if running is not None and running.tenant == tenant:
             return running
-        copy: ResponseState = await self._call("get", response_id, tenant, param)
+        copy: ResponseState = await self.call("get", response_id, tenant, param)
         return copy
 
     async def follow(
@@ -110,9 +109,7 @@ class ResponseStoreClient:
         if (report := self._reports.pop(state.id, None)) is not None:
             report.cancel()
         try:
-            await self._call("grow", state.id, state.tenant, state.progress())
-        except RayfinError as error:
-            logger.warning("The response %s could not be stored: %s", state.id, error)
+            await self._grow(state)
         finally:
             self._running.pop(state.id, None)
 
@@ -120,52 +117,26 @@ class ResponseStoreClient:
         """Ends a background response on any replica, and brings ``state`` up to date."""
         if self._running.get(state.id) is state:
             return await self._cancel(state)
-        await self._call("cancel", state.id, state.tenant)
+        await self.call("cancel", state.id, state.tenant)
         while not state.done:
             await self._read(state)
 
     async def remove(self, state: ResponseState) -> None:
         """Deletes a response, and ends it if it runs."""
-        await self._call("remove", state.id, state.tenant)
+        await self.call("remove", state.id, state.tenant)
         self._drop(state.id)
 
-    async def add_conversation(self, state: ConversationState) -> None:
-        """Raises:
-        InvalidRequest: it is larger than the store.
-        """
-        await self._call("add_conversation", state)
+    async def call(self, method: str, *args: object) -> Any:
+        """Returns what a method of the store returns: of conversations, which none runs.
 
-    async def conversation(
-        self, conversation_id: str, tenant: str, param: str = "conversation_id"
-    ) -> ConversationState:
-        """Returns a copy.
+        The call completes even if its caller is cancelled.
 
         Raises:
-            NotFound: the tenant has no such conversation.
+            RayfinError: the method's own error, or the store does not answer.
         """
-        copy: ConversationState = await self._call("conversation", conversation_id, tenant, param)
-        return copy
-
-    async def change_conversation(
-        self, conversation_id: str, tenant: str, changes: dict[str, Any]
-    ) -> ConversationState:
-        """Changes a conversation by ``ConversationState.changed``, and returns a copy.
-
-        Raises:
-            NotFound: the tenant has no such conversation.
-        """
-        copy: ConversationState = await self._call(
-            "change_conversation", conversation_id, tenant, changes
-        )
-        return copy
-
-    async def remove_conversation(self, conversation_id: str, tenant: str) -> None:
-        """Deletes a conversation.
-
-        Raises:
-            NotFound: the tenant has no such conversation.
-        """
-        await self._call("remove_conversation", conversation_id, tenant)
+        if self._local is not None:
+            return await self._remote(method, *args)
+        return await asyncio.shield(self._send(method, *args))
 
     def forget(self, state: ResponseState) -> None:
         """As ``remove``, of a response that ran here; does not wait."""
@@ -184,17 +155,23 @@ class ResponseStoreClient:
         """Sends snapshots on the way, with pauses: each one is the whole output."""
         while True:
             changed, began = state.changed(), time.monotonic()
-            try:
-                await self._remote("grow", state.id, state.tenant, state.progress())
-            except RayfinError as error:
-                logger.warning("The response %s could not be stored: %s", state.id, error)
+            await self._grow(state)
             took = time.monotonic() - began
             await asyncio.sleep(min(9 * took, RESPONSE_STORE_RETRY_SECONDS))
             await changed.wait()
 
+    async def _grow(self, state: ResponseState) -> None:
+        """Reports how a response stands: all of it to a store that began after it."""
+        try:
+            since = await self.call("grow", state.id, state.tenant, state.progress())
+            if since is not None and state.created_at + 1 <= since:
+                await self.call("add", self._owner, state.snapshot())
+        except RayfinError as error:
+            logger.warning("The response %s could not be stored: %s", state.id, error)
+
     async def _read(self, copy: ResponseState) -> None:
         """Brings a copy up to date when its response has changed, or after a while."""
-        copy.apply(await self._call("progress", copy.id, copy.tenant, copy.version))
+        copy.apply(await self.call("progress", copy.id, copy.tenant, copy.version))
 
     async def _cancel(self, state: ResponseState) -> None:
         await _cancel_task(state)
@@ -221,12 +198,6 @@ class ResponseStoreClient:
             report.cancel()
         if state is not None and state.task is not None:
             state.task.cancel()
-
-    async def _call(self, method: str, *args: object) -> Any:
-        """Returns the answer; the call completes even if its caller is cancelled."""
-        if self._local is not None:
-            return await self._remote(method, *args)
-        return await asyncio.shield(self._send(method, *args))
 
     def _send(self, method: str, *args: object) -> "asyncio.Task[Any]":
         task = asyncio.create_task(self._remote(method, *args), context=self._context)

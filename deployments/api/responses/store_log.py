@@ -3,19 +3,26 @@
 import errno
 import logging
 import os
-import pickle
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from rayfin.actors.errors import InvalidConfig
+from rayfin.deployments.api.responses.conversations import ConversationState
+from rayfin.deployments.api.responses.state import ResponseState
 
 logger = logging.getLogger("rayfin.http")
-NAME = "responses.log"
+NAME = "responses.jsonl"
+OLD_NAME = "responses.log"  # of versions that wrote pickles, which run code when they are read
 MAX_GROWTH = 64 * 2**20  # bytes beyond twice its size, from which on it is written anew
-Record = tuple[str, Any]
-"""A method of the store, and its argument."""
+Record = (
+    tuple[Literal["keep"], str | None, ResponseState]  # with the owner of one that runs
+    | tuple[Literal["converse"], ConversationState]
+    | tuple[Literal["forget"], str]  # the id of either
+)
+RECORD: TypeAdapter[Record] = TypeAdapter(Record)
 
 
 def _private(path: str, flags: int) -> int:
@@ -23,8 +30,12 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
+def _line(record: Record) -> bytes:
+    return RECORD.dump_json(record) + b"\n"
+
+
 class StoreLog:
-    """Records in the order in which they came; the last one may be torn, and is cut off then.
+    """Records in the order in which they came, a line of JSON each; the last one may be torn.
 
     A record is in the file, though not on the disk, when ``append`` returns: it outlives the
     process, not the machine.
@@ -42,17 +53,18 @@ class StoreLog:
         except OSError as error:
             said = f"response_dir {folder} cannot be written: {error.strerror}"
             raise InvalidConfig(said, "response_dir") from None
+        if (folder / OLD_NAME).exists():
+            logger.warning("%s is of an earlier version: it is not read", folder / OLD_NAME)
 
     def records(self) -> Iterator[Record]:
-        """Yields what was recorded."""
-        with self._path.open("rb") as file, suppress(EOFError, pickle.UnpicklingError):
-            while True:
+        """Yields what was recorded, but lines that no longer say what a record holds."""
+        with self._path.open("rb") as file:
+            for number, line in enumerate(file, 1):
                 try:
-                    record = pickle.load(file)
-                except (AttributeError, ImportError) as error:  # of another version
-                    logger.warning("A record of %s cannot be read: %s", self._path, error)
-                    return
-                yield record
+                    yield RECORD.validate_json(line)
+                except ValidationError as error:
+                    said = error.errors(include_input=False, include_url=False)[0]["msg"]
+                    logger.warning("Line %d of %s is left out: %s", number, self._path, said)
 
     def append(self, record: Record, current: Callable[[], Iterable[Record]]) -> None:
         """Adds a record.
@@ -61,7 +73,7 @@ class StoreLog:
             current: all that is stored, from which the file is written anew where it has grown.
         """
         try:
-            self._write(pickle.dumps(record))
+            self._write(_line(record))
             if self._file.tell() > 2 * self._size + MAX_GROWTH:
                 self._size = self._file.tell()
                 self.rewrite(current())
@@ -83,7 +95,7 @@ class StoreLog:
         fresh = self._path.with_suffix(".new")
         with open(fresh, "wb", opener=_private) as file:
             for record in records:
-                file.write(pickle.dumps(record))
+                file.write(_line(record))
         os.replace(fresh, self._path)
         self._file.close()
         self._file = open(self._path, "ab", buffering=0, opener=_private)

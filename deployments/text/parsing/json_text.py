@@ -7,9 +7,11 @@ a character of an answer costs one look into a table. Brackets change the stack 
 import json
 import re
 from collections.abc import Mapping
+from typing import Any
 
 MAX_DEPTH = 256
 
+_HALF = re.compile("[\ud800-\udfff]")
 _RUN = re.compile('[^"\\\\\\x00-\\x1f\ud800-\udfff]+')
 _BLANKS = " \t\r\n"
 _DIGITS = "0123456789"
@@ -49,6 +51,20 @@ class _State(dict[str, "_State"]):
 def escape(text: str) -> str:
     """Returns text as it stands within a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def read_object(text: str) -> dict[str, Any] | None:
+    """Returns the JSON object that a model has written, or None if it is none.
+
+    Halves of surrogate pairs, which no answer can hold, become U+FFFD.
+    """
+    try:
+        value = json.loads(text)
+        if _HALF.search(written := json.dumps(value, ensure_ascii=False)):
+            value = json.loads(_HALF.sub("\ufffd", written))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _add_blanks(*states: _State) -> None:

@@ -1,5 +1,6 @@
 """/v1/conversations through the openai package: what responses read and add."""
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -37,6 +38,29 @@ async def test_responses_go_on_with_a_conversation(
     turns = ("hello", "you", "one", "go")
     assert [prompt.index(text) for text in turns] == sorted(prompt.index(text) for text in turns)
     assert await texts(openai, made.id) == ["hello", "you", "one", "go", "two"]
+
+
+async def test_a_conversation_has_its_items_before_a_response_has_ended(
+    openai: AsyncOpenAI, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the moment in which the store writes them."""
+    made = await openai.conversations.create()
+    change = ResponseStore.change_conversation
+    seen: list[str] = []
+
+    async def slow(store: ResponseStore, *args: Any) -> Any:
+        seen.append((await openai.responses.retrieve(reply.id)).status or "")
+        return change(store, *args)
+
+    monkeypatch.setattr(ResponseStore, "change_conversation", slow)
+    reply = await openai.responses.create(
+        model="tiny", input="you", conversation=made.id, background=True
+    )
+    async with asyncio.timeout(10):
+        while (await openai.responses.retrieve(reply.id)).status != "completed":
+            await asyncio.sleep(0)
+    assert seen == ["in_progress"]
+    assert len(await texts(openai, made.id)) == 2
 
 
 async def test_items_of_a_conversation(openai: AsyncOpenAI) -> None:

@@ -299,6 +299,25 @@ async def test_without_the_store(
     assert (await there.get("/v1/responses/resp_none")).status_code == 404
 
 
+async def test_a_store_that_begins_anew_gets_what_still_runs(
+    replicas: list[httpx.AsyncClient], remote: Remote, engine: Any
+) -> None:
+    """In the background or not; nothing of it is lost."""
+    here, there = replicas
+    engine.pause_after = (4, asyncio.Event())
+    made = [await create(here, BACKGROUND) for _ in range(2)]
+    streaming = asyncio.create_task(here.post("/v1/responses", json={**ASK, "stream": True}))
+    await until(lambda: engine.taken >= 12)
+    remote.store = ResponseStore()
+    remote.store._since += 2
+    engine.pause_after[1].set()
+    stream = (await streaming).text
+    (response_id,) = {line for line in stream.split('"') if line.startswith("resp_")}
+    assert text(await retrieve(there, response_id)) == REPLY
+    for one in made:
+        assert text(await ended(there, one["id"])) == REPLY
+
+
 async def test_the_store_is_bounded(replicas: list[httpx.AsyncClient]) -> None:
     made = [await create(replicas[i % 2], ASK) for i in range(25)]
     assert (await replicas[1].get(f"/v1/responses/{made[0]['id']}")).status_code == 404

@@ -1,5 +1,6 @@
 """What the store keeps and what it lets go."""
 
+import logging
 import pickle
 import resource
 import sys
@@ -11,11 +12,13 @@ import pytest
 
 from rayfin.actors.errors import InvalidConfig, InvalidRequest, NotFound, Overloaded
 from rayfin.deployments.api.responses.conversations import ConversationState
+from rayfin.deployments.api.responses.events import events_from
 from rayfin.deployments.api.responses.items import input_items, texts_of
 from rayfin.deployments.api.responses.replies import OutputMessage, Response
 from rayfin.deployments.api.responses.state import OVERHEAD, ResponseState
 from rayfin.deployments.api.responses.store import ResponseStore
 from rayfin.deployments.api.responses.store_log import StoreLog
+from rayfin.deployments.generation.logprobs import ChatTokenLogprob
 from rayfin.deployments.text.parsing.events import Event
 
 WANTED: dict[str, Any] = {
@@ -166,10 +169,10 @@ def test_what_is_stored_outlives_its_process(tmp_path: Path) -> None:
     store.remove("gone", "")
     store.add_conversation(ConversationState("c", "", {"a": "b"}, input_items("hello")))
     store.change_conversation("c", "", {"added": input_items("you")})
-    log = tmp_path / "responses.log"
+    log = tmp_path / "responses.jsonl"
     assert log.stat().st_mode & 0o777 == 0o600
     with log.open("ab") as file:
-        file.write(pickle.dumps(("forget", "done"))[:-3])
+        file.write(b'["forget", "done"')
     for _ in range(2):
         again = ResponseStore.over(str(tmp_path))
         (message,) = again.get("done", "").response().output
@@ -224,7 +227,7 @@ def test_a_full_disk_loses_what_it_has_no_room_for(tmp_path: Path) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     for name in ("a", "b", "c"):
         if name == "b":
-            room = (tmp_path / "responses.log").stat().st_size + 99
+            room = (tmp_path / "responses.jsonl").stat().st_size + 99
             resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
         try:
             state = ran(name)
@@ -238,11 +241,66 @@ def test_a_full_disk_loses_what_it_has_no_room_for(tmp_path: Path) -> None:
     assert len(again) == 2 and again.get("c", "").done
 
 
-def test_a_record_of_another_version_ends_what_is_read(tmp_path: Path) -> None:
-    store = ResponseStore.over(str(tmp_path))
+class Hostile:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("ran"),)
+
+
+def test_no_line_of_a_file_runs_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pickle, of this file or of one of earlier versions, and lines that say nothing known."""
+    monkeypatch.chdir(tmp_path)
+    store = ResponseStore.over("kept")
     store.add_conversation(ConversationState("c", "", {}, []))
-    with (tmp_path / "responses.log").open("ab") as file:
-        file.write(
-            pickle.dumps(ConversationState).replace(b"ConversationState", b"ConversationGone!")
-        )
-    assert ResponseStore.over(str(tmp_path)).conversation("c", "").id == "c"
+    hostile = pickle.dumps(Hostile())
+    Path("kept", "responses.log").write_bytes(hostile)
+    with Path("kept", "responses.jsonl").open("ab") as file:
+        file.write(hostile + b'\n["keep", null, {}]\n["later", "c"]\n')
+    store.add_conversation(ConversationState("d", "", {}, []))
+    with caplog.at_level(logging.WARNING):
+        again = ResponseStore.over("kept")
+    assert again.conversation("c", "").id == "c" and again.conversation("d", "").id == "d"
+    assert not Path("ran").exists()
+    assert "responses.log" in caplog.text and "Line 4" in caplog.text
+
+
+def test_all_that_a_response_holds_is_kept(tmp_path: Path) -> None:
+    state = ran("r")
+    state.items = input_items(
+        [
+            {"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}]},
+            {"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x"},
+            {"type": "custom_tool_call_output", "call_id": "c", "output": "y"},
+            {"type": "tool_search_call", "call_id": "t", "arguments": {"query": [1, None]}},
+            {"type": "tool_search_output", "call_id": "t", "tools": []},
+            {"type": "function_call", "call_id": "f", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "f", "output": "z"},
+        ]
+    )
+    store = ResponseStore.over(str(tmp_path))
+    store.add("owner", state)
+    entry = ChatTokenLogprob(token="\ufffd", logprob=-0.5, bytes=[240], top_logprobs=[])
+    state.append([Event("reasoning", "hm"), Event("content", "h\0\u2028")], 2, 1, logprobs=[entry])
+    state.finish("incomplete")
+    settle(store, state)
+    again = ResponseStore.over(str(tmp_path)).get("r", "")
+    assert again.response() == state.response()
+    said = [[item.model_dump() for item in each.conversation()] for each in (again, state)]
+    assert said[0] == said[1]
+    assert list(events_from(again, 0)) == list(events_from(state, 0))
+
+
+def test_what_a_bound_has_dropped_stays_away(tmp_path: Path) -> None:
+    store = ResponseStore(max_responses=1, log=StoreLog(tmp_path))
+    for name in ("a", "b"):
+        store.add_conversation(ConversationState(f"of {name}", "", {}, []))
+        store.add("owner", state := ran(name))
+        state.finish("completed")
+        settle(store, state)
+    again = ResponseStore.over(str(tmp_path))
+    assert len(again) == 1 and again.get("b", "").done
+    assert again.conversation("of b", "").items == []
+    with pytest.raises(NotFound):
+        again.conversation("of a", "")
