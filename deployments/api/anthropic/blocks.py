@@ -2,10 +2,8 @@
 
 import base64
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rayfin.deployments.api.anthropic.replies import (
     AnthropicTextDelta,
@@ -21,6 +19,7 @@ from rayfin.deployments.api.anthropic.replies import (
     ToolUseBlock,
 )
 from rayfin.deployments.text.parsing.events import Event
+from rayfin.deployments.text.parsing.json_text import read_object
 
 BlockEvent = BlockStart | BlockDelta | BlockStop
 
@@ -111,17 +110,8 @@ def _finished(block: _Block) -> ContentBlock | None:
         return TextBlock(text=block.whole)
     if block.start.type == "thinking":
         return ThinkingBlock(thinking=block.whole, signature=_signature(block.whole))
-    given = _input(block.whole) if block.ended else None
+    given = read_object(block.whole) if block.ended else None
     return None if given is None else block.start.model_copy(update={"input": given})
-
-
-def _input(arguments: str) -> dict[str, Any] | None:
-    """Returns the arguments of a call, or None if they are no JSON object."""
-    try:
-        given = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return None
-    return given if isinstance(given, dict) else None
 
 
 def _signature(thinking: str) -> str:

@@ -23,6 +23,7 @@ from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.http.errors import error_body
 from rayfin.deployments.text.messages import count_calls
 from rayfin.deployments.text.output import TextDelta
+from rayfin.deployments.text.parsing.json_text import read_object
 
 logger = logging.getLogger("rayfin.http")
 
@@ -154,8 +155,4 @@ def stamped(model: str) -> dict[str, Any]:
 
 
 def _written(call: AnswerCall) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call.arguments)
-    except ValueError:
-        arguments = {}
-    return {"function": {"name": call.name, "arguments": arguments}}
+    return {"function": {"name": call.name, "arguments": read_object(call.arguments) or {}}}

@@ -107,6 +107,15 @@ async def test_a_round_of_calls(
     assert without.input_tokens < counted.input_tokens
 
 
+async def test_half_a_character_in_a_call(
+    anthropic: AsyncAnthropic, says: Callable[[str], None]
+) -> None:
+    """A model may write one; no reply can hold it."""
+    says(call("\ud83d!"))
+    whole = await anthropic.messages.create(**ASKED, tools=[TOOL])
+    assert whole.content[-1].input == {"city": "\ufffd!"}
+
+
 async def test_a_call_that_is_cut(
     anthropic: AsyncAnthropic, engine: Any, says: Callable[[str], None]
 ) -> None:
