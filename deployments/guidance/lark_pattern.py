@@ -18,7 +18,6 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.guidance.schema.code_points import (
     ALL,
     LAST,
-    LINE_END,
     complement,
     of_text,
     ranges_of,
@@ -77,7 +76,6 @@ _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|(.))")
 _LETTERS = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "b": "\b"}
 _FLAGS = re.compile(r"\(\?([ims]+)\)")
 _TIMES = {"?": (0, 1), "*": (0, None), "+": (1, None)}
-_DOT = Chars(complement(LINE_END))  # as ``parse`` reads it
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
@@ -117,9 +115,8 @@ def _of_regex(text: str, path: str, flags: str = "") -> Part:
         text, flags = text[inline.end() :], flags + inline[1]
     if "x" in flags:
         raise unsupported("the flag x", path)
-    dot = Chars(ALL if "s" in flags else complement(of_text("\n")))
-    part = parse(text, path, max_length=MAX_LENGTH)
-    part = _mapped(part, lambda chars: dot if chars == _DOT else chars)
+    dot = ALL if "s" in flags else complement(of_text("\n"))
+    part = parse(text, path, max_length=MAX_LENGTH, dot=dot)
     return _mapped(part, _any_case) if "i" in flags else part
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 REPAIRED = "x-rayfin-messages-repaired"  # a header of answers
 SYSTEM = ("system", "developer")
+END = {"role": ""}  # behind the last message
 Messages = list[dict[str, Any]]
 
 
@@ -106,26 +107,28 @@ def _alternate(messages: Messages) -> Messages:
 def _one_call(messages: Messages) -> Messages:
     """Gives each call a message of its own, with its result behind it, in the results' order."""
     result: Messages = []
-    results: Messages = []
-    for message in reversed(messages):
+    caller: dict[str, Any] = {}
+    results: Messages = []  # behind it
+    for message in [*messages, END]:
         if message["role"] == "tool":
-            results.insert(0, message)
+            results.append(message)
             continue
+        result += _calls_apart(caller, results) if caller else results
         is_caller = message["role"] == "assistant" and len(message.get("tool_calls") or ()) > 1
-        behind = list(_calls_apart(message, results)) if is_caller else [message, *results]
-        result, results = [*behind, *result], []
-    return [*results, *result]
+        caller, results = (message, []) if is_caller else ({}, [message])
+    return result
 
 
 def _calls_apart(message: dict[str, Any], results: Messages) -> Iterator[dict[str, Any]]:
-    calls = {str(call.get("id", place)): call for place, call in enumerate(message["tool_calls"])}
+    waiting = list(message["tool_calls"])  # several may have one id
     caller = message
-    for said in [*results, None]:
-        answered = list(calls) if said is None else [str(said.get("tool_call_id"))]
-        for name in answered:
-            if (call := calls.pop(name, None)) is not None:
+    for said in [*results, *([None] * len(waiting))]:
+        for call in waiting:
+            if said is None or call.get("id") == said.get("tool_call_id"):
+                waiting.remove(call)
                 yield {**caller, "tool_calls": [call]}
                 caller = {"role": "assistant", "content": ""}
+                break
         if said is not None:
             yield said
 

@@ -36,6 +36,7 @@ MAX_LENGTH = 1024  # bytes of a pattern
 MAX_UNROLLED = 20_000
 MAX_NESTING = 64
 
+_DOT = complement(LINE_END)
 _BOUNDS = re.compile(r"\{(\d{1,9})(?:(,)(\d{1,9})?)?\}")
 _PROPERTY = re.compile(r"[pP]\{[A-Za-z_]+(?:=[A-Za-z_]+)?\}")
 _NAME = re.compile(r"\?P?<[A-Za-z_$][\w$]*>")
@@ -56,18 +57,25 @@ _REFUSED_GROUPS = {
 }
 
 
-def parse(pattern: str, path: str, *, max_length: int = MAX_LENGTH) -> Part:
+def parse(
+    pattern: str,
+    path: str,
+    *,
+    max_length: int = MAX_LENGTH,
+    dot: Ranges = _DOT,
+) -> Part:
     """Returns the parts of a pattern.
 
     Args:
         path: of the pattern, for errors.
         max_length: bytes.
+        dot: the characters that ``.`` is.
     """
     if len(pattern.encode("utf-8", "replace")) > max_length:
         raise too_complex(f"{path} is longer than {max_length} bytes.", path)
     if "\0" in pattern:
         raise invalid("it holds a NUL", path)
-    part = _Reader(pattern, path).read()
+    part = _Reader(pattern, path, dot).read()
     _check_edges(part, path, True, True)
     if unrolled(part) > MAX_UNROLLED:
         raise too_complex(
@@ -94,9 +102,10 @@ def unsupported(what: str, path: str) -> InvalidRequest:
 class _Reader:
     """A position in a pattern, and the rules that move it."""
 
-    def __init__(self, pattern: str, path: str) -> None:
+    def __init__(self, pattern: str, path: str, dot: Ranges) -> None:
         self._text = pattern
         self._path = path
+        self._dot = dot
         self._at = 0
         self._depth = 0
 
@@ -154,7 +163,7 @@ class _Reader:
         if c == "[":
             return self._set()
         if c == ".":
-            return Chars(complement(LINE_END))
+            return Chars(self._dot)
         if c in "^$":
             return Edge(at_end=c == "$")
         if c == "\\":

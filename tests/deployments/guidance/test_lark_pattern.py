@@ -35,6 +35,7 @@ MATCHED = [
     (r'start: "a\n\"\\\x41é" /./s', ['a\n"\\Aé\n']),
     ("start: /[a-c]+/i{2,3}", ["AbC"]),
     ("start: /[^a-c]./is", ["d\n", "DA"]),
+    (r"start: /./ /[^\n\r\u2028\u2029]/", ["\ra", "\u2028b"]),
     ("start: a\na: b\nb: /x/ |\n", ["x", ""]),
 ]
 REFUSED = [
@@ -43,6 +44,7 @@ REFUSED = [
     (r'start: "a\n\"\\\x41é" /./s', ['a\n"\\Aé']),
     ("start: /[a-c]+/i{2,3}", ["d", ""]),
     ("start: /[^a-c]./is", ["ax", "Cx"]),
+    (r"start: /./ /[^\n\r\u2028\u2029]/", ["a\r", "a\u2029", "\na"]),
     ("start: a\na: b\nb: /x/ |\n", ["xx"]),
 ]
 

@@ -78,6 +78,12 @@ CASES: list[tuple[TemplateRules, list[dict[str, Any]], str, list[str]]] = [
         ["calls"],
     ),
     (TemplateRules(one_call=True), [USER, asks("x"), gave("x")], "u:u aX: t:x", []),
+    (
+        TemplateRules(one_call=True),
+        [USER, asks("x", "x", "y", "x"), gave("x"), gave("x"), USER],
+        "u:u aX: t:x aX: t:x aY: aX: u:u",
+        ["calls"],
+    ),
 ]
 
 
