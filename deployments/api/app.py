@@ -8,7 +8,6 @@ from fastapi.responses import JSONResponse
 from starlette.middleware import Middleware
 
 from rayfin import __version__
-from rayfin.actors.errors import ModelNotFound
 from rayfin.actors.metrics.render import merged
 from rayfin.deployments.api.adapters import add_adapter_routes
 from rayfin.deployments.api.admin import Operated, add_admin_routes
@@ -92,7 +91,7 @@ def build_api(
     add_pooling_routes(app, models)
     add_audio_routes(app, models)
     add_batch_routes(app, batches)
-    add_message_batch_routes(app, batches, models.resolve_model)
+    add_message_batch_routes(app, batches, models.resolve_messages)
     add_status_routes(app, models)
     if service.edge.web:
         add_web_routes(app, models, batches)
@@ -174,26 +173,17 @@ def add_completion_routes(app: FastAPI, models: ServedModels) -> None:
 
 
 def add_message_routes(app: FastAPI, models: ServedModels) -> None:
-    async def messages_model(request: Request, name: str | None) -> OpenAIService:
-        """Returns the model; the first one for a name of Claude's, which its clients have fixed."""
-        try:
-            return await models.resolve_model(request, name)
-        except ModelNotFound:
-            if name is None or not name.startswith("claude-"):
-                raise
-        return await models.resolve_model(request, None)
-
     @app.post("/v1/messages")
     async def create(request: Request) -> Response:
         body = await read_body(request, MessagesRequest)
-        service = await messages_model(request, body.model)
+        service = await models.resolve_messages(request, body.model)
         headers = ignored_header(ignored_fields(body, service))
         return await GenerationRoute(MessagesAdapter(service, body)).answer(request, headers)
 
     @app.post("/v1/messages/count_tokens")
     async def count(request: Request, response: Response) -> TokenCount:
         body = await read_body(request, PromptBody)
-        service = await messages_model(request, body.model)
+        service = await models.resolve_messages(request, body.model)
         response.headers.update(ignored_header(ignored_fields(body, service)))
         answer_rules(body)  # checks the fields that leave the prompt as it is
         prompt = await prompt_of(service, body, any_length=True)

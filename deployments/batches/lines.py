@@ -11,8 +11,9 @@ from typing import Any, BinaryIO
 
 from rayfin.actors.errors import InvalidLine
 
+MESSAGES = "/v1/messages"
 ENDPOINTS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", MESSAGES),
     *("/v1/embeddings", "/v2/embed", "/classify", "/pooling"),
     *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
 )

@@ -18,11 +18,11 @@ from starlette.responses import StreamingResponse
 
 from rayfin.actors.errors import InvalidRequest, NotFound
 from rayfin.deployments.batches.folder import BatchFolder
+from rayfin.deployments.batches.lines import MESSAGES
 from rayfin.deployments.batches.objects import StoredBatch
 from rayfin.deployments.batches.routes import digits_of, store_of, tenant_of
 from rayfin.deployments.http.json_body import ignored_header, read_body
 
-MESSAGES = "/v1/messages"
 BATCHES = f"{MESSAGES}/batches"
 PREFIX, OURS = "msgbatch_", "batch_"
 CUSTOM_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")

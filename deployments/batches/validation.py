@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.deployments.batches.lines import Line, LineReader, id_hash, parse_line
+from rayfin.deployments.batches.lines import MESSAGES, Line, LineReader, id_hash, parse_line
 from rayfin.deployments.batches.objects import MAX_ERRORS
+from rayfin.deployments.http.anthropic_errors import CLAUDE
 
 CHECK_EVERY = 1000
 """Lines between two questions whether to go on."""
@@ -65,6 +66,8 @@ def _check(line: Line, endpoint: str, serves: Callable[[str], bool]) -> None:
             f"url is {line.url}, and the batch's endpoint {endpoint}.", "url", "mismatched_url"
         )
     model = line.body.get("model")
+    if line.url == MESSAGES and isinstance(model, str) and model.startswith(CLAUDE):
+        return
     if model is not None and not (isinstance(model, str) and serves(model)):
         raise InvalidRequest(
             f"The model {str(model)[:128]!r} does not exist.", "body.model", "model_not_found"

@@ -17,6 +17,7 @@ from rayfin.deployments.client.engine_client import EngineClient
 from rayfin.deployments.generation.quotas import TokenQuotas
 from rayfin.deployments.generation.reply_settings import ReplySettings
 from rayfin.deployments.guidance.compile_check import GrammarChecker, InlineChecker
+from rayfin.deployments.http.anthropic_errors import CLAUDE
 from rayfin.deployments.http.idempotency import AnswerStore
 from rayfin.deployments.http.layers import HttpSettings
 from rayfin.deployments.media.read_embeds import EmbedsReader
@@ -187,6 +188,15 @@ class ServedModels:
         if service.recipe is not None or service.only_hears:
             raise _not_supported(service, name)
         return service
+
+    async def resolve_messages(self, request: Request, name: str | None) -> OpenAIService:
+        """As ``resolve_model``; the first model for a name of Claude's that is not served."""
+        try:
+            return await self.resolve_model(request, name)
+        except ModelNotFound:
+            if name is None or not name.startswith(CLAUDE):
+                raise
+        return await self.resolve_model(request, None)
 
     async def resolve_hearing(
         self, request: Request, name: str | None

@@ -22,6 +22,7 @@ TYPES = {
     503: "overloaded_error",
 }
 VERSION = "anthropic-version"  # the header that every client of Anthropic's sends
+CLAUDE = "claude-"  # begins the names of models that such clients have built in
 
 
 class AnthropicErrors:

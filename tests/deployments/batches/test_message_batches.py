@@ -48,7 +48,7 @@ class Site:
         add_message_batch_routes(self.app, self.folder, self._resolve)
 
     async def _resolve(self, request: Request, name: str | None) -> None:
-        if name not in ("m", None):
+        if name not in ("m", "claude-x", None):
             raise NotFound(f"The model {name!r} does not exist.", "model")
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
@@ -102,7 +102,7 @@ async def ended(client: AsyncAnthropic, batch_id: str) -> Any:
 async def test_a_batch(site: Site) -> None:
     client = site.client()
     made = await client.messages.batches.create(
-        requests=[request_of("a", "héllo"), request_of("b", "bad")]
+        requests=[request_of("a", "héllo", model="claude-x"), request_of("b", "bad")]
     )
     assert made.id.startswith("msgbatch_") and made.processing_status == "in_progress"
     assert made.request_counts.processing == 2 and made.results_url is None
