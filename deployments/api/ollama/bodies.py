@@ -25,6 +25,7 @@ OPTIONS = {  # of the model's runner -> ours
     **{name: name for name in ("presence_penalty", "frequency_penalty")},
     "repeat_penalty": "repetition_penalty",
 }
+RANGES = {"temperature": (0, 2), "top_p": (0, 1), "min_p": (0, 1)}  # others are cut to these
 LIMIT = "num_predict"
 PATHS = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()}
 REFUSED = ("template", "suffix")  # unless empty
@@ -78,11 +79,14 @@ class OllamaBody(BaseModel):
         if not isinstance(limit, int) or isinstance(limit, bool):
             raise wrong_type("a whole number", limit, f"options.{LIMIT}")
         shared = {OPTIONS[name]: value for name, value in given.items() if name in OPTIONS}
+        for name, (least, most) in RANGES.items():
+            if isinstance(shared.get(name), int | float):
+                shared[name] = min(max(shared[name], least), most)
         if shared.get("seed") == -1:  # Ollama's word for any
             del shared["seed"]
         with rename_error_params({**PATHS, "max_tokens": f"options.{LIMIT}"}):
             body = validate(shared, GenerationBody)
-            return body.sampling_params(dict(defaults), None if limit < 0 else limit)
+            return body.sampling_params(dict(defaults), limit if limit > 0 else None)
 
     def rules(self) -> AnswerRules:
         """Returns what the request says of the form of its answer."""

@@ -76,6 +76,15 @@ async def test_a_chat(http: httpx.AsyncClient, engine: Any, tokenizer: Any) -> N
     whole = (await http.post("/api/chat", json={**body, "stream": False})).json()
     assert whole["message"] == {"role": "assistant", "content": REPLY} and whole["done"]
     assert set(whole) == set(last)
+    options: dict[str, Any] = {"num_predict": 0, "temperature": 7, "top_p": 1.5, "min_p": -1}
+    await http.post("/api/chat", json={**CHAT, "options": options})  # in Ollama's ranges
+    request = engine.seen[-1]
+    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.min_p) == (
+        2,
+        1,
+        0,
+    )
+    assert request.stopping.max_tokens > 60
     cut = await http.post("/api/chat", json={**CHAT, "options": {"num_predict": 2}})
     assert lines(cut)[-1]["done_reason"] == "length"
 
@@ -139,7 +148,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ("/api/chat", {"messages": [{"role": "user", "content": "", "images": [5]}]}, 400, "images"),
     ("/api/chat", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "function"),
     ("/api/chat", {"options": {"temperature": "hot"}}, 400, "options.temperature"),
-    ("/api/chat", {"options": {"top_p": 7}}, 400, "options.top_p"),
+    ("/api/chat", {"options": {"top_p": "x"}}, 400, "options.top_p"),
     ("/api/chat", {"options": {"num_predict": "x"}}, 400, "options.num_predict"),
     ("/api/chat", {"format": 5}, 400, "format"),
     ("/api/chat", {"template": "x"}, 400, "template"),
