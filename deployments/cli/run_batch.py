@@ -28,7 +28,7 @@ SERVER = (
     *("default_chat_template_kwargs", "generation_config", "override_generation_config"),
     *("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice", "tool_guidance"),
     *("reasoning_field", "trust_request_chat_template", "enable_prompt_tokens_details"),
-    *("lora_modules", "lora_dir", "exclude_tools_when_tool_choice_none"),
+    *("lora_modules", "lora_dir", "exclude_tools_when_tool_choice_none", "drop_images"),
 )
 SLOTS = 64  # of a server whose settings are not known
 INTERRUPTED = 130

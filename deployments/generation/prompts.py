@@ -18,7 +18,13 @@ from rayfin.deployments.media.embeds_parts import place_embeds, read_parts
 from rayfin.deployments.media.embeds_tensor import FIELD as EMBEDS
 from rayfin.deployments.text.generation_prompt import ChatPrompt, render_prompt
 from rayfin.deployments.text.markers import Marked
-from rayfin.deployments.text.messages import PlainTools, has_parts, is_part, media_of
+from rayfin.deployments.text.messages import (
+    PlainTools,
+    has_parts,
+    is_part,
+    media_of,
+    without_images,
+)
 from rayfin.deployments.text.repair import NO_RULES
 
 _KIMI_EFFORTS = {"minimal": "low", "xhigh": "max"}
@@ -146,7 +152,7 @@ async def chat_prompt(
     def render(seconds: float) -> ChatPrompt:
         prompt = render_prompt(
             service.tokenizer,
-            messages if marked is None else marked.messages,
+            _readable(service, messages if marked is None else marked.messages),
             formats,
             tools=tools,
             add_generation_prompt=not continued
@@ -183,6 +189,11 @@ def shown_tools(service: OpenAIService, tools: DeclaredTools, barred: bool) -> P
         barred: ``tool_choice`` lets the answer call none.
     """
     return None if barred and service.replies.hide_barred_tools else tools.shown
+
+
+def _readable(service: OpenAIService, messages: Any) -> Any:
+    drops = service.replies.drop_images and service.reads != "image"
+    return without_images(messages) if drops else messages
 
 
 def _tool_characters(tools: object) -> int:

@@ -21,6 +21,7 @@ class ReplySettings:
     tokens_as_ids: bool = False  # the default of return_tokens_as_token_ids
     prompt_tokens_details: bool = True  # in usage
     metrics: bool = False  # times of each request
+    drop_images: bool = False  # those that the model cannot read become lines of text
     hide_barred_tools: bool = False  # from chat templates, with tool_choice none
     response_role: str = "assistant"  # of chat completions, unless the last message is continued
     comment_seconds: float = SSE_COMMENT_SECONDS  # of silence, until a stream says that; 0: never

@@ -81,6 +81,7 @@ async def service_over(
         replies=ReplySettings(
             trust_chat_templates=server.trust_request_chat_template,
             prompt_tokens_details=server.enable_prompt_tokens_details,
+            drop_images=server.drop_images,
             hide_barred_tools=server.exclude_tools_when_tool_choice_none,
         ),
     )

@@ -153,6 +153,7 @@ def reply_settings(server: ServerArgs) -> ReplySettings:
         tokens_as_ids=server.return_tokens_as_token_ids,
         prompt_tokens_details=server.enable_prompt_tokens_details,
         metrics=server.enable_per_request_metrics,
+        drop_images=server.drop_images,
         hide_barred_tools=server.exclude_tools_when_tool_choice_none,
         response_role=server.response_role,
         comment_seconds=server.sse_keep_alive_interval,

@@ -153,6 +153,9 @@ class ServerArgs:
     trust_request_chat_template: bool = _flag(
         False, "requests may bring a chat_template; only for clients that are trusted"
     )
+    drop_images: bool = _flag(
+        False, "images for a model that reads none become a line of text, and are not refused"
+    )
     chat_template: str | None = _model_flag(None, "Jinja chat template, or a file with one")
     chat_template_content_format: ContentFormat = _model_flag(
         "auto",

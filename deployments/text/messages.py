@@ -25,13 +25,15 @@ from rayfin.deployments.text.parsing.format import IdStyle
 ContentFormat = Literal["string", "openai", "given"]
 """Content as templates get it: text, a list of parts, or in the form that it was sent in."""
 
-MAX_MESSAGES = 2048
+MAX_MESSAGES = 2**15  # and parts of one: an agent's session has thousands, and a body few more keys
 MAX_TOOLS = 128  # tools of a request, and tool calls of a message
 MEDIA_TYPES: dict[str, MediaKind] = {
     **dict.fromkeys(("image_url", "input_image", "image", "image_pil"), "image"),
     **dict.fromkeys(("input_audio", "audio_url"), "audio"),
 }
 """Types of parts that are images, or clips of audio."""
+
+NO_IMAGE = {"type": "text", "text": "[An image was here, which this model cannot read.]"}
 
 PLACES: dict[MediaKind, dict[str, str]] = {
     "image": {"type": "image"},
@@ -186,6 +188,16 @@ def media_of(part: object) -> MediaKind | None:
     """What a part of a message is beside text, if it is an image or a clip of audio."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     return MEDIA_TYPES.get(kind) if isinstance(kind, str) else None
+
+
+def without_images(messages: object) -> object:
+    """Returns unchecked messages with a line of text in the place of each image."""
+    if isinstance(messages, list):
+        return [without_images(message) for message in messages]
+    if not isinstance(messages, Mapping) or not isinstance(messages.get("content"), list):
+        return messages
+    parts = [NO_IMAGE if media_of(part) == "image" else part for part in messages["content"]]
+    return {**messages, "content": parts}
 
 
 def is_part(value: object, kind: str) -> bool:

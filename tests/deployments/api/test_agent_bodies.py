@@ -2,6 +2,7 @@
 its client goes on."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,8 @@ import pytest
 
 from demo_model.tokenizer import CHAT_TEMPLATE
 from rayfin.actors.messages import EngineInfo
+from rayfin.deployments.api.app import build_api
+from rayfin.deployments.batches.folder import BatchFolder
 from rayfin.deployments.text.parsing.detect import detect
 from rayfin.deployments.text.repair import TemplateRules
 
@@ -79,7 +82,7 @@ RIGHT = {
 
 
 async def test_a_long_history(http: httpx.AsyncClient, service: Any, tokenizer: Any) -> None:
-    """400 turns and a thousand marks are read in no time, and the prompt is then too long."""
+    """3,201 messages, a mark on each block, are read in no time; the prompt is then too long."""
     service.chat_template = TEMPLATES["one_call"]
     service.formats = detect(tokenizer, service.chat_template)
     mark = {"cache_control": {"type": "ephemeral"}}
@@ -92,12 +95,48 @@ async def test_a_long_history(http: httpx.AsyncClient, service: Any, tokenizer: 
         {"role": "user", "content": gave},
         {"role": "assistant", "content": [text]},
     ]
-    body = {"max_tokens": 8, "messages": [*turns * 200, turns[0]]}
+    body = {"max_tokens": 8, "messages": [*turns * 800, turns[0]]}
     answer = await http.post("/v1/messages", json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith("prompt is too long: ")
     counted = await http.post("/v1/messages/count_tokens", json=body)
     assert counted.json()["input_tokens"] > 10_000
+
+
+async def test_images_that_are_dropped(
+    http: httpx.AsyncClient, engine: Any, service: Any, tokenizer: Any
+) -> None:
+    """For a model that reads none they are lines of text, in every API."""
+    service.replies = replace(service.replies, drop_images=True)
+    service.max_model_len = 4096
+    engine.limits = EngineInfo("engine", 4096, tokenizer.vocab_size, 2000, 4)
+    path, claudes = BODIES["11_messages_image_text_model"]
+    url = "data:image/png;base64,aGk="
+    said = [{"type": "input_text", "text": "look"}, {"type": "input_image", "image_url": url}]
+    parts = [said[0], {"type": "image_url", "image_url": {"url": url}}]
+    bodies = {
+        path: {**claudes, "model": "tiny"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": parts}]},
+        "/v1/responses": {"input": [{"role": "user", "content": said}]},
+        "/api/generate": {"model": "tiny", "prompt": "look", "images": ["aGk="]},
+    }
+    for path, body in bodies.items():
+        answer = await http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        assert "An image was here" in tokenizer.decode(engine.seen[-1].prompt, False)
+
+
+async def test_a_batch_of_messages_may_name_a_model_of_claudes(
+    service: Any, tmp_path: Path
+) -> None:
+    app = build_api(service, batches=BatchFolder(tmp_path))
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://rayfin"
+    ) as client:
+        for model, status in (("claude-sonnet-9", 200), ("other", 404)):
+            line = {"custom_id": "a", "params": {"model": model, "max_tokens": 8, "messages": []}}
+            answer = await client.post("/v1/messages/batches", json={"requests": [line]})
+            assert answer.status_code == status, answer.text
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -212,7 +212,7 @@ def test_no_template_says_what_to_do(metaspace: Tokenizer) -> None:
             "messages[0].tool_calls[0].function.arguments",
             "invalid_type",
         ),
-        ([{"role": "user", "content": "x"}] * 3000, "messages", "array_above_max_length"),
+        ([{"role": "user", "content": "x"}] * 33_000, "messages", "array_above_max_length"),
     ],
 )
 def test_bad_messages_name_the_place(
