@@ -14,6 +14,7 @@ that end lines and patches are likelier, as the weights know no patch.
 import argparse
 import asyncio
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,9 +22,14 @@ from typing import Any
 
 import httpx
 
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tests" / "support"))
+
+from patches import TOOL as PATCHER  # noqa: E402
+from patches import parse_patch  # noqa: E402
+
 CONTEXT = 32_768
 VOCABULARY = 4096
-ROOT = Path(__file__).parents[1]
 TEMPLATE = """\
 {%- if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif -%}
 {%- for m in messages %}{{ '<|turn|>' + m.role + '\n' + (m.content or '') }}
@@ -31,25 +37,6 @@ TEMPLATE = """\
 {{- '\n<tool_call>\n' + call.function | tojson + '\n</tool_call>' }}{% endfor %}
 {{- '<|end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"""
-GRAMMAR = """\
-start: begin_patch hunk+ end_patch
-begin_patch: "*** Begin Patch" LF
-end_patch: "*** End Patch" LF?
-hunk: add_hunk | delete_hunk | update_hunk
-add_hunk: "*** Add File: " filename LF add_line+
-delete_hunk: "*** Delete File: " filename LF
-update_hunk: "*** Update File: " filename LF change_move? change?
-filename: /(.+)/
-add_line: "+" /(.*)/ LF -> line
-change_move: "*** Move to: " filename LF
-change: (change_context | change_line)+ eof_line?
-change_context: ("@@" | "@@ " /(.+)/) LF
-change_line: ("+" | "-" | " ") /(.*)/ LF
-eof_line: "*** End of File" LF
-%import common.LF
-"""
-FORM = {"type": "grammar", "syntax": "lark", "definition": GRAMMAR}
-PATCHER = {"type": "custom", "name": "apply_patch", "description": "Edits files.", "format": FORM}
 SEARCH = {
     "type": "tool_search",
     "execution": "client",
@@ -161,27 +148,10 @@ async def search(client: httpx.AsyncClient) -> None:
 
 
 def parses(text: str) -> bool:
-    """Returns whether a text is a patch, as its words say, read line by line."""
-    lines = text.removesuffix("\n").split("\n")
-    if lines[0] != "*** Begin Patch" or lines[-1] != "*** End Patch" or len(lines) < 3:
+    try:
+        return bool(parse_patch(text))
+    except ValueError:
         return False
-    action, count = "", 0
-    for line in [*lines[1:-1], "*** Delete File: end"]:
-        kind = line.split(" ")[1] if line.startswith("*** ") else ""
-        if kind in ("Add", "Delete", "Update") and line.startswith(f"*** {kind} File: "):
-            if action == "Add" and not count:
-                return False
-            action, count = kind, 0
-            continue
-        plain = line[:1] in ("+", "-", " ") or line == "@@" or line.startswith("@@ ")
-        moves = line.startswith("*** Move to: ") and not count
-        ends = line == "*** End of File" and count > 0
-        if action == "Add" and line[:1] != "+":
-            return False
-        if action not in ("Add", "Update") or not (plain or moves or ends):
-            return False
-        count += 1
-    return True
 
 
 async def patches(client: httpx.AsyncClient, count: int, biases: dict[str, float]) -> None:

@@ -13,6 +13,23 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 
+@contextmanager
+def listening(app: FastAPI) -> Iterator[str]:
+    """Serves on a free port, by a thread of this process; gives the address."""
+    server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        while not server.started:
+            thread.join(0.01)
+            assert thread.is_alive()
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
 @dataclass
 class FakeServer:
     """Repeats what it heard; "fail" is refused, "error" and "break" end the stream early."""
@@ -45,18 +62,9 @@ class FakeServer:
 
     @contextmanager
     def running(self) -> Iterator["FakeServer"]:
-        """Serves on a free port, by a thread of this process."""
-        server = uvicorn.Server(uvicorn.Config(self.app(), port=0, log_level="error"))
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        while not server.started:
-            thread.join(0.01)
-            assert thread.is_alive()
-        port = server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}/v1"
-        yield self
-        server.should_exit = True
-        thread.join(10)
+        with listening(self.app()) as url:
+            self.url = f"{url}/v1"
+            yield self
 
     async def _events(self, said: str) -> AsyncIterator[str]:
         self.at_once += 1

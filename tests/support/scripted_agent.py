@@ -1,22 +1,16 @@
 """A model that follows a script, behind the real HTTP layer at a port of 127.0.0.1."""
 
 import asyncio
-import json
-import shutil
-import subprocess
-import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import pytest
-import uvicorn
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
+from fake_server import listening
 from rayfin.actors.errors import RequestFailed
 from rayfin.actors.messages import EngineInfo, EngineRequest, TokenDelta
 from rayfin.deployments.api.app import build_api
@@ -24,7 +18,6 @@ from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.text.parsing.detect import detect
 from rayfin.deployments.text.tokenizer import Tokenizer
 
-SECONDS = 300  # of an installation, or a task
 CONTEXT = 400_000  # tokens, of about two characters each
 MARK = "<|turn|>"
 NAMES = ["scripted", "gpt-5.5"]  # of the model: Codex knows the second one
@@ -46,22 +39,7 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}"""
 """It wants the system message first, as Qwen 3.5's does."""
 
-
-def call(name: str, **arguments: Any) -> str:
-    """Returns a tool call as the model writes it."""
-    written = json.dumps({"name": name, "arguments": arguments})
-    return f"<tool_call>\n{written}\n</tool_call>"
-
-
-def installed(folder: Path, package: str, program: str) -> Path:
-    """Returns a program that npm has installed; skips the test where npm cannot be reached."""
-    if shutil.which("npm") is None:
-        pytest.skip("there is no npm")
-    command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), package]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-    if done.returncode:
-        pytest.skip(f"npm cannot be reached: {done.stderr[-200:]}")
-    return folder / "node_modules" / ".bin" / program
+TEXTS = (TEMPLATE, __doc__ or "", "the file was edited by a tool")
 
 
 class ScriptedEngine:
@@ -124,42 +102,38 @@ class ScriptedEngine:
     def close(self) -> None: ...
 
 
-def make_tokenizer() -> Tokenizer:
+def make_tokenizer(texts: Sequence[str] = TEXTS, size: int = 1000) -> Tokenizer:
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = BpeTrainer(
-        vocab_size=1000,
+        vocab_size=size,
         show_progress=False,
         special_tokens=[MARK, "<|end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    backend.train_from_iterator([TEMPLATE, __doc__ or "", "the file was edited by a tool"], trainer)
+    backend.train_from_iterator(texts, trainer)
     inner = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
     inner.chat_template = TEMPLATE
     return Tokenizer(inner)
 
 
-@contextmanager
-def served(
-    script: Sequence[str], tool: str, context: int = CONTEXT
-) -> Iterator[tuple[str, ScriptedEngine]]:
-    """Serves a script; gives the address and the engine."""
-    tokenizer = make_tokenizer()
+def scripted_service(
+    script: Sequence[str], tool: str, context: int = CONTEXT, tokenizer: Tokenizer | None = None
+) -> tuple[OpenAIService, ScriptedEngine]:
+    tokenizer = tokenizer or make_tokenizer()
     engine = ScriptedEngine(tokenizer, script, tool, context)
     client: Any = engine
     service = OpenAIService(client, tokenizer, NAMES, context, formats=detect(tokenizer))
     assert service.formats.rules.system_first and service.formats.tools is not None
-    config = uvicorn.Config(build_api(service), "127.0.0.1", 0, log_level="warning")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            thread.join(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}", engine
-    finally:
-        server.should_exit = True
-        thread.join()
+    return service, engine
+
+
+@contextmanager
+def served(
+    script: Sequence[str], tool: str, context: int = CONTEXT, tokenizer: Tokenizer | None = None
+) -> Iterator[tuple[str, ScriptedEngine]]:
+    """Serves a script; gives the address and the engine."""
+    service, engine = scripted_service(script, tool, context, tokenizer)
+    with listening(build_api(service)) as url:
+        yield url, engine

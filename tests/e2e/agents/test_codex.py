@@ -1,79 +1,29 @@
 """Codex, as npm has it, does a task of several turns with a scripted model."""
 
 import os
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from scripted_agent import SECONDS, call, installed, served
+from agent_programs import CODEX, FIXED, MEND, call, new_place, run_codex
+from scripted_agent import make_tokenizer, served
 
-VERSION = "0.171.0"
-PACKAGE = f"@openai/codex@{VERSION}"
-CONTEXT, FULL = 80_000, 50_000  # tokens, of which its first prompt has half
-BROKEN = "def add(a, b):\n    return a - b\n\n\nprint(add(2, 3))\n"
-FIXED = BROKEN.replace("a - b", "a + b")
-MEND = """\
-*** Begin Patch
-*** Update File: calc.py
-@@
- def add(a, b):
--    return a - b
-+    return a + b
-*** End Patch
-"""
+CONTEXT = 28_672  # tokens, of which its first prompt has half
+DOCS = Path(__file__).parents[3] / "docs"
 NOTE = '*** Begin Patch\n*** Add File: notes.md\n+Fixed "add".\n*** End Patch\n'
-CONFIG = """\
-model = "{model}"
-model_provider = "rayfin"
-check_for_update_on_startup = false
-approval_policy = "never"
-sandbox_mode = "danger-full-access"
-[analytics]
-enabled = false
-[model_providers.rayfin]
-name = "Rayfin"
-base_url = "{url}/v1"
-wire_api = "responses"
-"""
 
 pytestmark = pytest.mark.thorough(reason="installs a program; the bodies it sends are in make test")
 
 
 @pytest.fixture(scope="module")
-def codex(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program, installed by npm."""
-    return installed(tmp_path_factory.mktemp("npm"), PACKAGE, "codex")
-
-
-def run(codex: Path, folder: Path, url: str, model: str, settings: str = "") -> str:
-    """Returns the last words of a task in ``folder``, in a clean environment."""
-    home = folder.parent / "home"
-    home.mkdir()
-    (home / "config.toml").write_text(settings + CONFIG.format(model=model, url=url))
-    done = subprocess.run(
-        [str(codex), "exec", "--skip-git-repo-check", "Fix calc.py"],
-        cwd=folder,
-        env={"PATH": os.environ["PATH"], "HOME": str(home), "CODEX_HOME": str(home)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
-
-
-def workplace(tmp_path: Path) -> Path:
-    place = tmp_path / "work"
-    place.mkdir()
-    (place / "calc.py").write_text(BROKEN)
-    return place
+def codex(install: Callable[[str], Path]) -> Path:
+    return install(CODEX)
 
 
 def test_a_task_of_eight_turns(codex: Path, tmp_path: Path) -> None:
     """It reads, patches and runs; later prompts begin with the earlier ones."""
-    place = workplace(tmp_path)
+    place = new_place(tmp_path)
     script = [
         "I look around.\n" + call("exec_command", cmd="ls"),
         call("exec_command", cmd="cat calc.py"),
@@ -85,7 +35,7 @@ def test_a_task_of_eight_turns(codex: Path, tmp_path: Path) -> None:
         "It is fixed.",
     ]
     with served(script, "apply_patch") as (url, engine):
-        assert run(codex, place, url, "gpt-5.5").strip() == "It is fixed."
+        assert run_codex(codex, place, url) == "It is fixed."
         assert (place / "calc.py").read_text() == FIXED
         assert (place / "out.txt").read_text() == "5\n"
         assert (place / "notes.md").read_text() == 'Fixed "add".\n'
@@ -97,28 +47,30 @@ def test_a_task_of_eight_turns(codex: Path, tmp_path: Path) -> None:
 
 def test_a_model_that_it_does_not_know(codex: Path, tmp_path: Path) -> None:
     """Its tools have namespaces then, and no patch."""
-    place = workplace(tmp_path)
+    place = new_place(tmp_path)
     fix = call("exec_command", cmd="sed -i 's/a - b/a + b/' calc.py")
     with served(["I mend it.\n" + fix, "It is fixed."], "exec_command") as (url, engine):
-        assert run(codex, place, url, "scripted").strip() == "It is fixed."
+        assert run_codex(codex, place, url, "scripted") == "It is fixed."
         assert (place / "calc.py").read_text() == FIXED
         assert "multi_agent_v1__" in engine.prompts[-1]
 
 
 def test_it_compacts_three_times_and_goes_on(codex: Path, tmp_path: Path) -> None:
-    place = workplace(tmp_path)
-    script = [f"Part {i}.\n" + call("exec_command", cmd="seq 1 3000") for i in range(10)]
-    limits = f"model_context_window = {CONTEXT}\nmodel_auto_compact_token_limit = {FULL}\n"
-    with served([*script, "All is read."], "exec_command", CONTEXT) as (url, engine):
-        assert run(codex, place, url, "gpt-5.5", limits).strip() == "All is read."
+    """By nothing but the line of its settings that `rayfin agents` prints."""
+    place = new_place(tmp_path)
+    script = [f"Part {i}.\n" + call("exec_command", cmd="seq 1 1000") for i in range(20)]
+    tokenizer = make_tokenizer([path.read_text() for path in DOCS.glob("*.md")], 4096)
+    limit = f"model_context_window = {CONTEXT}\n"
+    with served([*script, "All is read."], "exec_command", CONTEXT, tokenizer) as (url, engine):
+        assert run_codex(codex, place, url, settings=limit) == "All is read."
         assert engine.compactions >= 3
 
 
 def test_it_goes_on_where_answers_fail(codex: Path, tmp_path: Path) -> None:
     """It asks again, and the same is done, once."""
-    place = workplace(tmp_path)
+    place = new_place(tmp_path)
     script = [call("exec_command", cmd=f"echo {word} >> out.txt") for word in ("a", "b", "c")]
     with served([*script, "It is done."], "exec_command") as (url, engine):
         engine.fails_at = {2, 4, 6}
-        assert run(codex, place, url, "gpt-5.5").strip() == "It is done."
+        assert run_codex(codex, place, url) == "It is done."
         assert (place / "out.txt").read_text() == "a\nb\nc\n" and len(engine.prompts) == 7

@@ -3,32 +3,30 @@
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from string import Template
 
 import pytest
 
+from agent_programs import FIXED, SECONDS, call, new_place
 from rayfin.deployments.cli.agents import SETTINGS
-from scripted_agent import CONTEXT, SECONDS, call, installed, served
+from scripted_agent import CONTEXT, served
 
 PACKAGE = "opencode-ai@1.18.33"
-BROKEN = "def add(a, b):\n    return a - b\n\n\nprint(add(2, 3))\n"
 QUIET = ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD", "DEFAULT_PLUGINS")
 
 pytestmark = pytest.mark.thorough(reason="installs a program; the bodies it sends are in make test")
 
 
 @pytest.fixture(scope="module")
-def opencode(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program, installed by npm."""
-    return installed(tmp_path_factory.mktemp("npm"), PACKAGE, "opencode")
+def opencode(install: Callable[[str], Path]) -> Path:
+    return install(PACKAGE) / "opencode"
 
 
 def test_a_task(opencode: Path, tmp_path: Path) -> None:
-    place = tmp_path / "work"
-    place.mkdir()
+    place = new_place(tmp_path)
     path = place / "calc.py"
-    path.write_text(BROKEN)
     script = [
         "I look around.\n" + call("bash", command="ls", description="Lists files"),
         call("read", filePath=str(path)),
@@ -54,6 +52,6 @@ def test_a_task(opencode: Path, tmp_path: Path) -> None:
             timeout=SECONDS,
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-        assert path.read_text() == BROKEN.replace("a - b", "a + b")
+        assert path.read_text() == FIXED
         assert (place / "out.txt").read_text() == "5\n"
         assert engine.answers[-1] == "It is fixed."
