@@ -14,6 +14,7 @@ import numpy as np
 
 from rayfin.actors.messages import STATE_SAVE, Int64Array, NewRequest
 from rayfin.actors.scheduler.admission import Admission
+from rayfin.actors.scheduler.cached_prefix import CachedPrefix
 from rayfin.actors.scheduler.page_tier import NoTier, PageTier
 from rayfin.actors.scheduler.preempted_pages import PreemptionPolicy
 from rayfin.actors.scheduler.queues.preparation import Preparations
@@ -63,22 +64,29 @@ class Lifecycle:
         cached = prefix.num_tokens
         slot = self.state.running.enter(request, self._client_number(request), cached)
         self.admission.prefixes.install(prefix, slot)
-        if not request.admitted:
-            self.state.queue_limits.left(request)
-            request.admitted_at = self._clock()
-            request.cached_tokens = cached
-            self.state.counters.admitted(request)
-            if prefix.fork_parent is None:
-                self.state.counters.prefix_queries += request.num_tokens
-                self.state.counters.prefix_hits += cached
         grown = self.state.tables.grow(slot, request.num_tokens)
         assert grown, "admitted without pages"
         self.preemption.restore(slot, len(prefix.pages))
         for _ in range(request.width - 1):
             self.state.running.reserve(request, self._client_number(request))
-        self.state.waiting.entered(request)
+        self._entered(request, prefix)
         self.introduce(slot)
         return slot
+
+    def _entered(self, request: Request, prefix: CachedPrefix) -> None:
+        """Counts an admission. The queue charges the first one: what is not cached."""
+        first, cached = not request.admitted, prefix.num_tokens
+        if first:
+            request.cached_tokens = cached
+        self.state.waiting.entered(request)
+        if not first:
+            return
+        self.state.queue_limits.left(request)
+        request.admitted_at = self._clock()
+        self.state.counters.admitted(request)
+        if prefix.fork_parent is None:
+            self.state.counters.prefix_queries += request.num_tokens
+            self.state.counters.prefix_hits += cached
 
     def introduce(self, slot: int) -> None:
         """Sends the slot's request to the runners with the first step that has a row of it."""

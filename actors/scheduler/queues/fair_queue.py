@@ -20,8 +20,9 @@ from rayfin.actors.messages import Int64Array
 from rayfin.actors.scheduler.queues.lazy_heap import LazyHeap
 from rayfin.actors.scheduler.request import Request
 
-PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
-"""Cost of a token, as in the paper, which follows what providers charge."""
+PROMPT_WEIGHT, CACHED_WEIGHT, OUTPUT_WEIGHT = 1.0, 0.1, 2.0
+"""Cost of a token, as in the paper, which follows what providers charge: a tenth for a token of the
+prompt that was cached."""
 
 MAX_IDLE = 10_000
 """Most tenants without requests that are remembered because they are ahead of others."""
@@ -101,8 +102,6 @@ class FairQueue:
         if tenant is None:
             raise IndexError("no request waits")
         request = tenant.waiting.pop()
-        if not request.admitted:
-            tenant.counter += PROMPT_WEIGHT * len(request.source.prompt) / tenant.weight
         self._removed(tenant)
         return request
 
@@ -111,6 +110,10 @@ class FairQueue:
         if not tenant.running:
             tenant.row = self._free_rows.pop()
         tenant.running += 1
+        if not request.admitted:
+            prompt, cached = len(request.source.prompt), request.cached_tokens
+            cost = PROMPT_WEIGHT * (prompt - cached) + CACHED_WEIGHT * cached
+            tenant.counter += cost / tenant.weight
         self._row_of_slot[request.slots] = tenant.row
 
     def discard(self, request: Request) -> None:

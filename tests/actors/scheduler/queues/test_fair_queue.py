@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 
 from rayfin.actors.messages import EngineRequest, Sampling, StopRules
 from rayfin.actors.scheduler.queues import fair_queue
-from rayfin.actors.scheduler.queues.fair_queue import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairQueue
+from rayfin.actors.scheduler.queues.fair_queue import (
+    CACHED_WEIGHT,
+    OUTPUT_WEIGHT,
+    PROMPT_WEIGHT,
+    FairQueue,
+)
 from rayfin.actors.scheduler.request import Request
 from rayfin.cache.prefix_index import HashChain
 
@@ -36,9 +41,9 @@ class _Queue(FairQueue):
 
     def admit(self, slot: int) -> Request:
         request = self.pop()
-        request.admitted_at = 0.0
         request.slots = [slot]
         self.entered(request)
+        request.admitted_at = 0.0
         self.running[slot] = request
         return request
 
@@ -87,6 +92,16 @@ def test_long_prompts_count_for_what_they_are() -> None:
         queue.join("a", 10)
         queue.join("b", 2)
     assert queue.order(24).count("b") == 20
+
+
+def test_what_is_cached_costs_a_tenth() -> None:
+    """A session's long context is little work: it is charged for what it adds."""
+    queue = _Queue()
+    request = queue.join("a", 100)
+    request.cached_tokens = 90
+    assert queue.counter("a") == 0
+    queue.admit(0)
+    assert queue.counter("a") == 10 * PROMPT_WEIGHT + 90 * CACHED_WEIGHT
 
 
 def test_output_is_charged_as_it_is_sampled() -> None:
@@ -204,7 +219,9 @@ def test_tenants_that_are_ahead_are_remembered_up_to_a_number(
 def _weighed(h: Any, tenant: str, requests: list[Request]) -> float:
     """What the tenant was served, by the streams alone."""
     own = [request for request in requests if request.source.tenant == tenant]
-    prompts = sum(len(r.source.prompt) for r in own if r.admitted_at is not None)
+    begun = [request for request in own if request.admitted_at is not None]
+    cached = sum(request.cached_tokens for request in begun)
+    prompts = sum(len(request.source.prompt) for request in begun) - (1 - CACHED_WEIGHT) * cached
     outputs = sum(len(h.streams["a", r.source.key].tokens) for r in own)
     return PROMPT_WEIGHT * prompts + OUTPUT_WEIGHT * outputs
 
