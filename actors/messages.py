@@ -12,6 +12,7 @@ microseconds, a dict per request would take hundreds. No torch here: the control
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import sha256
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -135,6 +136,21 @@ class Pin:
 
 
 @dataclass(slots=True, frozen=True)
+class SessionRef:
+    """The session that a request is a turn of."""
+
+    name: str  # among those of its tenant
+    parent: str = ""  # the session that waits for this one, as an agent does for its subagents
+    final: bool = False  # no turn follows
+    fresh: bool = False  # its context was compacted: it begins anew
+    aside: bool = False  # a title or a probe: the session's context is another one
+
+    def digest(self, tenant: str) -> bytes:
+        """Eight bytes that stand for the session of a tenant."""
+        return sha256(f"{tenant}\0{self.name}".encode()).digest()[:8]
+
+
+@dataclass(slots=True, frozen=True)
 class Receipt:
     """What an answer must have in common with an earlier one, to go on where that broke off."""
 
@@ -164,7 +180,7 @@ class EngineRequest:
     satisfied: bool = False  # the client's: a stop string came, so to close its stream is no abort
     underway: bool = False  # the client's: others of the same HTTP request have had an engine
     deaths: int = 0  # of engines and runners, while they had it in flight
-    session: str = ""  # requests of one go to one engine, as long as it takes them
+    session: SessionRef | None = None  # its requests go to one engine, as long as it takes them
     receipt: Receipt | None = None  # its tokens stay known for a while after its end, to go on from
     timed: bool = False  # its first token brings ``TokenDeltas.begun``
     pin: Pin | None = None

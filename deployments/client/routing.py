@@ -150,5 +150,6 @@ class PrefixAware:
 
 def _draw(request: EngineRequest, candidate: Candidate) -> bytes:
     """The session's ticket at an engine: the highest wins."""
-    words = (request.tenant, request.session, candidate.name)
+    assert request.session is not None
+    words = (request.tenant, request.session.name, candidate.name)
     return sha256("\0".join(words).encode()).digest()

@@ -85,7 +85,8 @@ class GenerationBody(BaseModel):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     stream_interval: int | None = None  # tokens per chunk, except the first and the last
-    session_id: str | None = None  # a label; nothing is looked up by it
+    session_id: str | None = None  # see Caller
+    prompt_cache_key: str | None = None  # the same
 
     def ignored_fields(self) -> list[str]:
         extra = self.model_extra

@@ -118,7 +118,7 @@ class MessagesAdapter(GenerationAdapter):
     async def _prepare(self, request: Request) -> Generation:
         params = self._body.sampling_params(self._service.sampling_defaults)
         rules = answer_rules(self._body, thinks=self._service.formats.reasoning is not None)
-        caller = Caller.of(request)
+        caller = Caller.of(request, self._body)
         self._mark = cache_mark(self._body)
         prompt = await prompt_of(self._service, self._body)
         self._plan = await plan_answers(

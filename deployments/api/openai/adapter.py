@@ -64,7 +64,7 @@ class CompletionAdapter(GenerationAdapter):
         with rename_error_params(self.param_names()):
             if self.streamed:
                 self._cursor = Cursor.of(request, self._prefix, self._cursor)
-            caller = Caller.of(request)
+            caller = Caller.of(request, body)
             search = search_params(body, body.token_limit()) if body.use_beam_search else None
             params = (
                 body.sampling_params(service.sampling_defaults, body.token_limit())

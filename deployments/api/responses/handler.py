@@ -126,7 +126,7 @@ class ResponseAdapter(GenerationAdapter):
     async def prepare(self, request: Request) -> Generation:
         """Checks the body, and creates the response and its engine request."""
         body, service = self._body, self._service
-        caller = Caller.of(request)
+        caller = Caller.of(request, body)
         body.check()
         params = body.sampling_params(service.sampling_defaults)
         items = self.items()

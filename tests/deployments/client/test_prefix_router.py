@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rayfin.actors.adapters.part import AdapterRef, short
-from rayfin.actors.messages import EngineRequest, Sampling, StopRules
+from rayfin.actors.messages import EngineRequest, Sampling, SessionRef, StopRules
 from rayfin.cache.page_tables import PageTables
 from rayfin.cache.prefix_index import HashChain
 from rayfin.deployments.client.routing import (
@@ -110,7 +110,7 @@ def test_sessions_stay_at_their_engine() -> None:
     homes = {}
     for number in range(40):
         own = [
-            router.pick(request([turn] * 9, session=f"s{number}"), engines).name
+            router.pick(request([turn] * 9, session=SessionRef(f"s{number}")), engines).name
             for router in routers
             for turn in range(3)
         ]
@@ -118,9 +118,12 @@ def test_sessions_stay_at_their_engine() -> None:
     assert set(homes.values()) == set("abcd")
     without = [own for own in engines if own.name != "a"]
     for number, home in homes.items():
-        moved = routers[0].pick(request([1], session=f"s{number}"), without).name
+        moved = routers[0].pick(request([1], session=SessionRef(f"s{number}")), without).name
         assert moved == home or home == "a"
-    other = [routers[0].pick(request([1], session="s1", tenant=f"t{n}"), engines) for n in range(9)]
+    other = [
+        routers[0].pick(request([1], session=SessionRef("s1"), tenant=f"t{n}"), engines)
+        for n in range(9)
+    ]
     assert len(set(other)) > 1  # tenants choose labels for themselves only
 
 
