@@ -12,7 +12,7 @@ class PagePool:
     freeing one and removing one from the middle are O(1) and allocate no memory. ``num_pages`` is
     the list's sentinel. Pages are freed at the tail and allocated at the head, so the page that has
     been free for longest is reused first. Pages to *keep* are in a second list, whose pages are
-    allocated where the first one is empty.
+    allocated where the first one is empty; ``num_kept`` counts them.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -21,6 +21,8 @@ class PagePool:
         self.num_pages = num_pages
         self.num_free = num_pages
         self.references = [0] * num_pages
+        self.num_kept = 0
+        self._is_kept = bytearray(num_pages)
         self._kept = num_pages + 1  # the sentinel of the second list
         self._next = [*range(1, num_pages + 1), 0, self._kept]
         self._previous = [num_pages, *range(num_pages), self._kept]
@@ -58,8 +60,17 @@ class PagePool:
             raise CacheError(f"page {page} is freed twice")
         self.references[page] -= 1
         if self.references[page] == 0:
-            end = self._kept if keep else self.num_pages
-            self._link(page, after=end if reuse_first else self._previous[end])
+            if keep:
+                self._keep(page)
+            else:
+                end = self.num_pages
+                self._link(page, after=end if reuse_first else self._previous[end])
+
+    def keep(self, page: int) -> None:
+        """A page is to be kept from now on; nothing happens unless it is free."""
+        if self.references[page] == 0 and not self._is_kept[page]:
+            self._unlink(page)
+            self._keep(page)
 
     def release(self, page: int) -> None:
         """A page that was to be kept is so no longer; nothing happens unless it is free."""
@@ -92,6 +103,8 @@ class PagePool:
         free = self.free_pages()
         if len(free) != self.num_free or len(set(free)) != len(free):
             raise CacheError(f"the free list has {len(free)} pages, {self.num_free} counted")
+        if len(kept := self.kept_pages()) != self.num_kept:
+            raise CacheError(f"{len(kept)} pages are kept, {self.num_kept} counted")
         for page in range(self.num_pages):
             if self.references[page] != holders[page]:
                 raise CacheError(
@@ -103,7 +116,14 @@ class PagePool:
         if len(free) + len(holders) != self.num_pages:
             raise CacheError("a page is neither free nor held")
 
+    def _keep(self, page: int) -> None:
+        self._link(page, after=self._previous[self._kept])
+        self._is_kept[page] = 1
+        self.num_kept += 1
+
     def _unlink(self, page: int) -> None:
+        self.num_kept -= self._is_kept[page]
+        self._is_kept[page] = 0
         before, after = self._previous[page], self._next[page]
         self._next[before] = after
         self._previous[after] = before

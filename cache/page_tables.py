@@ -1,15 +1,15 @@
 """The page table of each running request, which the scheduler decides by."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from rayfin.cache.errors import CacheError
+from rayfin.cache.page_claims import PageClaims, PrefixPins
 from rayfin.cache.page_pool import PagePool
 from rayfin.cache.prefix_index import HashChain, PrefixIndex, Tokens
-from rayfin.cache.prefix_pins import PrefixPins
 
 
 class PageTables:
@@ -23,7 +23,8 @@ class PageTables:
     The ids live here. The tensors live in the runner, which gets the ``new_pages`` of each step and
     never allocates pages. Full pages may be in the prefix index: other tables can then share them,
     and they keep their content while they are free, until they are allocated again (least recently
-    used first).
+    used first). Pages that are claimed go after all others, claim by claim: pins, then what
+    ``reclaim`` gives up, which returns whether there was something.
     """
 
     def __init__(
@@ -35,7 +36,9 @@ class PageTables:
         self.published: npt.NDArray[np.int32] = np.zeros(num_slots, np.int32)  # pages
         # at the start of the slot that are in the index, or shared, and need not be published again
         self.index = PrefixIndex(num_pages, page_size) if prefix_caching else None
-        self.pins = PrefixPins(num_pages)  # pages of the index to keep for a time
+        self.claims = PageClaims()  # pages of the index to keep ...
+        self.pins = PrefixPins(self.claims, num_pages)  # ... and those of them to keep for a time
+        self.reclaim: Callable[[], bool] = lambda: False
         self.num_cached = 0  # free pages in the index
         self.num_evicted = 0  # pages that left the index because they were allocated again
         self._pages: list[list[int]] = [[] for _ in range(num_slots)]
@@ -136,11 +139,32 @@ class PageTables:
 
     def expire_pins(self, now: float) -> None:
         """Ends pins whose time is over."""
-        if len(self.pins):
-            self._unkeep(self.pins.expire(now))
+        self._unkeep(self.pins.expire(now))
+
+    def end_pin(self) -> bool:
+        """Ends the pin that is due first, and returns whether there was one."""
+        pages = self.pins.end_next()
+        self._unkeep(pages or ())
+        return pages is not None
+
+    def claim(self, claimant: Hashable, pages: Sequence[int]) -> None:
+        """Claims ``pages`` of the index instead of what it claimed, until ``unclaim``."""
+        self._unkeep(self.claims.claim(claimant, pages))
+        for page in pages:
+            self.pool.keep(page)
+
+    def unclaim(self, claimant: Hashable) -> None:
+        """Ends a claim; pages that are free and that no other claims are like all others."""
+        self._unkeep(self.claims.end(claimant))
+
+    @property
+    def num_unclaimed(self) -> int:
+        """Free pages without a claim."""
+        return self.pool.num_free - self.pool.num_kept
 
     def _unkeep(self, pages: Sequence[int]) -> None:
-        for page in pages:
+        """Pages are claimed no longer: the end of a prefix is reused before its start."""
+        for page in reversed(pages):
             self.pool.release(page)
 
     def invalidate(self, slot: int) -> None:
@@ -148,7 +172,7 @@ class PageTables:
         if self.index is not None:
             for page in self._pages[slot]:
                 self.index.drop(page)
-                self.pins.drop(page)
+                self.claims.drop(page)
 
     def pages_since(self, slot: int, count: int) -> list[int]:
         """The slot's pages after the first ``count``, which the runner has already."""
@@ -185,17 +209,20 @@ class PageTables:
         for page in reversed(pages):
             known = self.index is not None and page in self.index
             # What is of no use is written over before a page whose memory was never touched.
-            self.pool.free(page, reuse_first=not known, keep=known and page in self.pins)
+            self.pool.free(page, reuse_first=not known, keep=known and page in self.claims)
             if known and self.pool.references[page] == 0:
                 self.num_cached += 1
 
     def _allocate(self, count: int) -> list[int] | None:
         """Allocates pages and removes them from the index, or returns None, with no effect."""
+        if self.num_unclaimed < count <= self.pool.num_free:
+            while self.num_unclaimed < count and (self.end_pin() or self.reclaim()):
+                pass
         pages = self.pool.allocate(count)
         if pages is not None and self.index is not None:
             evicted = sum(self.index.drop(page) for page in pages)
-            for page in pages if len(self.pins) else ():
-                self.pins.drop(page)
+            for page in pages if len(self.claims) else ():
+                self.claims.drop(page)
             self.num_cached -= evicted
             self.num_evicted += evicted
         return pages
@@ -204,7 +231,8 @@ class PageTables:
         """Removes all pages from the prefix index."""
         if self.index is not None:
             self.index.clear()
-        self._unkeep(self.pins.clear())
+        self._unkeep(self.claims.clear())
+        self.pins.clear()
         self.num_cached = 0
 
     @property
@@ -233,8 +261,10 @@ class PageTables:
                 raise CacheError(f"{known} free pages are known, {self.num_cached} counted")
             self.index.check_integrity()
             kept = set(self.pool.kept_pages())
-            if kept != {page for page in self.pool.free_pages() if page in self.pins}:
-                raise CacheError(f"pages {sorted(kept)[:8]} are kept, others pinned")
+            if kept != {page for page in self.pool.free_pages() if page in self.claims}:
+                raise CacheError(f"pages {sorted(kept)[:8]} are kept, others claimed")
+            if not kept <= {page for page in self.pool.free_pages() if page in self.index}:
+                raise CacheError("a page is kept that is not known")
             for slot, pages in enumerate(self._pages):
                 for page in pages[self.published[slot] :]:
                     if page in self.index:

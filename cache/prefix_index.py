@@ -59,17 +59,22 @@ class PrefixIndex:
 
     def match(self, hashes: Sequence[bytes], tokens: Tokens) -> list[int]:
         """The pages of the longest prefix in the index, in order; O(pages matched)."""
+        pages = self.find(hashes)
+        if not pages:
+            return pages
+        known = self._tokens_of[pages]  # a copy [pages, page_size]
+        other = np.flatnonzero(known.ravel() != tokens[: known.size])
+        return pages[: other[0] // known.shape[1]] if len(other) else pages
+
+    def find(self, hashes: Sequence[bytes]) -> list[int]:
+        """The pages of the longest prefix by their hashes alone, for who reads none of them."""
         pages: list[int] = []
         for page_hash in hashes:
             page = self._page_of.get(page_hash)
             if page is None:
                 break
             pages.append(page)
-        if not pages:
-            return pages
-        known = self._tokens_of[pages]  # a copy [pages, page_size]
-        other = np.flatnonzero(known.ravel() != tokens[: known.size])
-        return pages[: other[0] // known.shape[1]] if len(other) else pages
+        return pages
 
     def add(self, page: int, page_hash: bytes, tokens: Tokens) -> bool:
         """Adds a full page, or returns False if another page with its tokens is in the index."""

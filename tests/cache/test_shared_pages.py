@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from rayfin.cache.errors import CacheError
+from rayfin.cache.page_claims import TENANT_SHARE
 from rayfin.cache.page_tables import PageTables
 from rayfin.cache.prefix_index import HashChain, Tokens
-from rayfin.cache.prefix_pins import TENANT_SHARE
 
 SIZE = 4
 
@@ -234,7 +234,7 @@ def test_a_pin_ends() -> None:
     tables.pin(0, 10, "other", 4.0)  # shorter: nothing changes
     tables.release(0)
     tables.expire_pins(4.9)
-    assert len(tables.pins) == 2 and tables.pool.kept_pages() == [1, 0]
+    assert len(tables.pins) == 1 and tables.pool.kept_pages() == [1, 0]
     tables.expire_pins(5.0)
     assert len(tables.pins) == 0 and tables.pool.kept_pages() == []
     assert tables.pool.free_pages()[-2:] == [1, 0]  # the last to be reused of the others
@@ -248,24 +248,70 @@ def test_a_tenants_pins_are_bounded() -> None:
         _enter(tables, slot, [slot * 50 + i for i in range(12)])
         tables.pin(slot, 12, tenant, 5.0)
     kept = [
-        page for slot in range(3) for page in tables.pages_since(slot, 0) if page in tables.pins
+        page for slot in range(3) for page in tables.pages_since(slot, 0) if page in tables.claims
     ]
-    assert kept == [0, 1, 2, 5, 6, 7, 8]
+    assert kept == [0, 1, 2, 6, 7, 8]
     long = [900 + i for i in range(20)]
     tables.release(1)
     _enter(tables, 1, long)
     tables.pin(1, 20, "one", 5.0)  # more than it may have: the start of the prompt
     pages = tables.pages_since(1, 0)
-    assert [page in tables.pins for page in pages] == [True] * 4 + [False]
-    assert len(tables.pins) == 3 + 4
+    assert [page in tables.claims for page in pages] == [True] * 4 + [False]
+    assert len(tables.claims) == 3 + 4 and len(tables.pins) == 2
+    tables.check_integrity()
+
+
+def test_pins_that_go_on_from_each_other_are_one() -> None:
+    """As the turns of a conversation do; what another wants for longer stays."""
+    tables = PageTables(1, 64, SIZE, prefix_caching=True)
+    _enter(tables, 0, list(range(40)))
+    tables.pin(0, 8, "one", 900.0)
+    for turn in range(2, 9):
+        tables.pin(0, 4 * turn, "one", 5.0)
+        assert len(tables.pins) == 1 + (turn > 2) and len(tables.claims) == turn
+    tables.pin(0, 12, "one", 4.0)
+    assert len(tables.pins) == 2
+    tables.expire_pins(6.0)
+    assert len(tables.pins) == 1 and len(tables.claims) == 2
+    tables.check_integrity()
+
+
+def test_a_claim_goes_whole_and_after_all_else() -> None:
+    """And with it no page that another claims."""
+    tables = PageTables(3, 12, SIZE, prefix_caching=True)
+    asked: list[str] = []
+
+    def reclaim() -> bool:
+        asked.append("b" if not asked else "a")
+        tables.unclaim(asked[-1])
+        return True
+
+    tables.reclaim = reclaim
+    head = list(range(4))
+    for slot, name in enumerate("ab"):
+        _enter(tables, slot, [*head, *[9 + slot] * 12])
+        tables.claim(name, tables.pages_since(slot, 0))
+    assert [tables.claims.num_alone(name) for name in "ab"] == [3, 3]
+    tables.release(0)
+    tables.release(1)
+    assert tables.num_unclaimed == 12 - 7
+    assert tables.grow(2, 5 * SIZE) and not asked
+    tables.release(2)
+    assert tables.grow(2, 6 * SIZE) and asked == ["b"]  # the last page would have been enough
+    assert tables.claims.count("a") == tables.claims.num_alone("a") == 4
+    tables.check_integrity()
+    assert _enter(tables, 0, [*head, *[9] * 12]) == tables.claims.pages("a")[:3]
+    tables.release(0)
+    tables.release(2)
+    assert tables.grow(2, 12 * SIZE) and asked == ["b", "a"] and len(tables.claims) == 0
     tables.check_integrity()
 
 
 class SharedPagesMachine(RuleBasedStateMachine):
     """Requests that come, grow, end, fail and crash, in an alphabet in which many begin alike.
 
-    The model knows the free list, what each page holds, what the index must know, and which pages
-    are pinned until when.
+    The model knows the free list, what each page holds, what the index must know, and who claims
+    which pages: pins until when, and names until they are needed, the first of the alphabet first.
     """
 
     @initialize(slots=st.integers(1, 4), num_pages=st.integers(1, 20), size=st.integers(1, 5))
@@ -279,8 +325,11 @@ class SharedPagesMachine(RuleBasedStateMachine):
         self.text: list[list[int]] = [[] for _ in range(slots)]
         self.salt = [""] * slots
         self.chains = [HashChain(size) for _ in range(slots)]
-        self.pinned: dict[int, int] = {}  # page -> end, the oldest pin first
-        self.now = 0
+        self.kept: list[int] = []  # free pages with a claim
+        self.pins: list[tuple[int, int, list[int]]] = []  # (end, number, pages), the oldest first
+        self.claims: dict[str, list[int]] = {}
+        self.tables.reclaim = self._reclaim
+        self.now = self.number = 0
 
     @rule(slot=st.integers(0, 3), prompt=PROMPTS, salt=st.sampled_from(["", "", "", "x"]))
     def enter(self, slot: int, prompt: list[int], salt: str) -> None:
@@ -291,12 +340,13 @@ class SharedPagesMachine(RuleBasedStateMachine):
         chain.extend(_tokens(prompt))
         hits = self.tables.match(chain, _tokens(prompt))
         assert hits == self._longest_known(salt, prompt)
-        room = len([page for page in self.free if page not in hits])
+        room = len([page for page in (*self.free, *self.kept) if page not in hits])
         assert self.tables.num_free_without(hits) == room
         if self.tables.pages_for(len(prompt)) - len(hits) > room:
             return
         self.tables.share(slot, hits)
-        self.free = [page for page in self.free if page not in hits]
+        for pages in (self.free, self.kept):
+            pages[:] = [page for page in pages if page not in hits]
         self.pages[slot], self.salt[slot], self.chains[slot] = list(hits), salt, chain
         self.text[slot] = prompt[: len(hits) * self.size]
         assert self._append(slot, prompt[len(hits) * self.size :])
@@ -316,12 +366,11 @@ class SharedPagesMachine(RuleBasedStateMachine):
         length = round(share * len(self.text[source]))
         full, rest = divmod(length, self.size)
         copies = self.tables.fork(source, into, length)
-        assert (copies is None) == (rest > 0 and not self.free)
+        assert (copies is None) == (rest > 0 and not self.free and not self.kept)
         if copies is None:
             return
-        own, self.free = self.free[: bool(rest)], self.free[bool(rest) :]
+        own = self._take(bool(rest))
         assert copies == [(self.pages[source][full], page) for page in own]
-        self._reused(own)
         for page, copy in copies:
             self.memory[copy] = list(self.memory[page])
         self.pages[into] = self.pages[source][:full] + own
@@ -341,32 +390,58 @@ class SharedPagesMachine(RuleBasedStateMachine):
     def pin(self, slot: int, tokens: int, seconds: int) -> None:
         slot, end = slot % self.slots, self.now + seconds
         self.tables.pin(slot, tokens, "one", end)
-        most = max(1, self.tables.pool.num_pages // TENANT_SHARE)
+        limit = max(1, self.tables.pool.num_pages // TENANT_SHARE)
         pages = self.pages[slot][: tokens // self.size]
-        for page in [page for page in pages if page in self.known.values()][:most]:
-            if self.pinned.get(page, 0) > end:
+        pages = [page for page in pages if page in self.known.values()][:limit]
+        if any(other[0] >= end and other[2][: len(pages)] == pages for other in self.pins):
+            return
+        room, lost = limit - len(pages), list[int]()
+        for other in reversed(list(self.pins)):
+            covered = other[0] <= end and pages[: len(other[2])] == other[2]
+            if other[2] and not covered and len(other[2]) <= room:
+                room -= len(other[2])
                 continue
-            self.pinned.pop(page, None)
-            if len(self.pinned) >= most:
-                self._unpin(next(iter(self.pinned)))
-            self.pinned[page] = end
+            room = room if covered else 0
+            self.pins.remove(other)
+            lost += [page for page in other[2] if not self._is_claimed(page)]
+        self.number += 1
+        self.pins.append((end, self.number, pages))
+        self._unkeep(lost)
 
     @rule(seconds=st.integers(1, 2))
     def wait(self, seconds: int) -> None:
         self.now += seconds
         self.tables.expire_pins(self.now)
-        newest_first = sorted(reversed(self.pinned.items()), key=lambda pin: pin[1])
-        for page, end in newest_first:
-            if end <= self.now:
-                self._unpin(page)
+        lost = []
+        for pin in sorted(self.pins):
+            if pin[0] <= self.now:
+                self.pins.remove(pin)
+                lost += [page for page in pin[2] if not self._is_claimed(page)]
+        self._unkeep(lost)
+
+    @rule(slot=st.integers(0, 3), name=st.sampled_from("abc"), share=st.floats(0, 1))
+    def claim(self, slot: int, name: str, share: float) -> None:
+        slot %= self.slots
+        count = round(share * len(self.pages[slot]))
+        pages = [page for page in self.pages[slot][:count] if page in self.known.values()]
+        self.tables.claim(name, pages)
+        before, self.claims[name] = self.claims.get(name, []), pages
+        self._unkeep([page for page in before if not self._is_claimed(page)])
+
+    @rule(name=st.sampled_from("abc"))
+    def unclaim(self, name: str) -> None:
+        self.tables.unclaim(name)
+        self._unclaim(name)
 
     @rule()
     def crash(self) -> None:
         for slot in range(self.slots):
             self._release(slot)
+        order = list(self.tables.claims._claimants)
         self.tables.reset_prefix_cache()
-        for page in list(self.pinned):
-            self._unpin(page)
+        self.pins.clear()
+        self.claims.clear()
+        self._unkeep(order)
         self.known.clear()
         self.memory = [[None] * self.size for _ in self.memory]
 
@@ -382,12 +457,11 @@ class SharedPagesMachine(RuleBasedStateMachine):
     def _append(self, slot: int, tokens: list[int]) -> bool:
         after = len(self.text[slot]) + len(tokens)
         missing = -(-after // self.size) - len(self.pages[slot])
-        fits = missing <= len(self.free)
+        fits = missing <= len(self.free) + len(self.kept)
         assert self.tables.grow(slot, after) == fits
         if not fits:
             return False
-        taken, self.free = self.free[:missing], self.free[missing:]
-        self._reused(taken)
+        taken = self._take(missing)
         self.pages[slot] += taken
         for position, token in enumerate(tokens, start=len(self.text[slot])):
             page = self.pages[slot][position // self.size]
@@ -412,32 +486,58 @@ class SharedPagesMachine(RuleBasedStateMachine):
         for page in reversed(pages):
             if any(page in others for others in self.pages):
                 continue
-            if page in self.pinned:
-                self.free.append(page)
+            if self._is_claimed(page):
+                self.kept.append(page)
             else:
-                self.free.insert(self._before_pinned() if page in self.known.values() else 0, page)
+                self.free.insert(len(self.free) if page in self.known.values() else 0, page)
 
-    def _before_pinned(self) -> int:
-        """The end of the pages in the free list that are not pinned."""
-        return sum(page not in self.pinned for page in self.free)
+    def _is_claimed(self, page: int) -> bool:
+        every = [*(pin[2] for pin in self.pins), *self.claims.values()]
+        return any(page in pages for pages in every)
 
-    def _unpin(self, page: int) -> None:
-        del self.pinned[page]
-        if page in self.free:
-            self.free.remove(page)
-            self.free.insert(self._before_pinned(), page)
+    def _unkeep(self, pages: list[int]) -> None:
+        for page in reversed(pages):
+            if page in self.kept and not self._is_claimed(page):
+                self.kept.remove(page)
+                self.free.append(page)
+
+    def _reclaim(self) -> bool:
+        """What ``PageTables`` calls: the first name of the alphabet gives up its claim."""
+        names = sorted(name for name in self.tables.claims.claimants if isinstance(name, str))
+        if names:
+            self.tables.unclaim(names[0])
+        return bool(names)
+
+    def _take(self, count: int) -> list[int]:
+        """The next pages of the free list, as many claims as that takes being given up."""
+        while len(self.free) < count and self.pins:
+            pin = min(self.pins)
+            self.pins.remove(pin)
+            self._unkeep(pin[2])
+        while len(self.free) < count:
+            self._unclaim(min(name for name in self.claims if self.claims[name]))
+        taken, self.free[:count] = self.free[:count], []
+        self._reused(taken)
+        return taken
+
+    def _unclaim(self, name: str) -> None:
+        self._unkeep(self.claims.pop(name, []))
 
     def _reused(self, pages: Iterable[int]) -> None:
         """The pages have no known content any more."""
         gone = set(pages)
         self.known = {prefix: page for prefix, page in self.known.items() if page not in gone}
-        self.pinned = {page: end for page, end in self.pinned.items() if page not in gone}
+        for its in (*(pin[2] for pin in self.pins), *self.claims.values()):
+            its[:] = [page for page in its if page not in gone]
 
     @invariant()
     def pages_add_up(self) -> None:
         """I1, I2, and I6 with the order: the free list is the model's, so evictions are too."""
         self.tables.check_integrity()
-        assert self.tables.pool.free_pages() == self.free
+        assert self.tables.pool.free_pages()[: len(self.free)] == self.free
+        assert set(self.tables.pool.kept_pages()) == set(self.kept)
+        for name, pages in self.claims.items():
+            assert self.tables.claims.pages(name) == pages
         assert [self.tables.pages_since(slot, 0) for slot in range(self.slots)] == self.pages
         for page, references in enumerate(self.tables.pool.references):
             assert references == sum(page in pages for pages in self.pages)
