@@ -34,6 +34,7 @@ from rayfin.actors.settings.choices import (
     Quantization,
     Runner,
     SchedulerName,
+    Switch,
 )
 from rayfin.actors.settings.kv_disk import page_folder, require_disk, resolve_host_pages
 from rayfin.actors.settings.lora_limits import require_one_device
@@ -160,6 +161,11 @@ class EngineArgs:
         "one of the tenant served least",
     )
     batch_mode: BatchMode = _flag("idle", "whether batches rest while other requests run")
+    sessions: Switch = _flag(
+        "on",
+        "under pressure, some sessions (X-Session-Id) wait whole and the others keep their pages "
+        "over their pauses",
+    )
     priority_aging: float = _flag(
         30.0, "seconds of waiting that count as one level of priority; 0 for strict levels"
     )
@@ -452,6 +458,7 @@ class EngineConfig:
     max_waiting_tokens: int | None = None
     priority_aging: float = 0.0
     batch_mode: BatchMode = "idle"
+    sessions: bool = True  # under pressure some keep their pages and others wait
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     long_prefill_token_threshold: int = 0
     itl_target: float | None = None  # seconds that a step with prompts and streams may take
@@ -575,6 +582,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         policy=args.policy,
         priority_aging=args.priority_aging,
         batch_mode=args.batch_mode,
+        sessions=args.sessions == "on",
         tenant_weights=parse_weights(args.tenant_weights),
         long_prefill_token_threshold=args.long_prefill_token_threshold,
         itl_target=None if args.itl_target_ms is None else args.itl_target_ms / 1000,

@@ -1,10 +1,13 @@
-"""Seconds of a step by its tokens: measured when a runner starts, or assumed; then followed."""
+"""Seconds of a step by its tokens: measured when a runner starts, or assumed; then followed.
+
+And seconds of a prompt's tokens by the context before them, followed alone.
+"""
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rayfin.actors.messages import Int64Array
+from rayfin.actors.messages import Int64Array, SchedulerInfo, StepResult
 from rayfin.actors.timing import SKETCH_SECONDS, STEP_COST_SECONDS
 
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
@@ -120,3 +123,54 @@ def _tent(sizes: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
     low = sizes[before] if before >= 0 else tokens - 1.0
     high = sizes[after] if after < len(sizes) else tokens + 1.0
     return np.array([low, float(tokens), high]), np.array([0.0, 1.0, 0.0])
+
+
+LEVELS = 32
+"""Powers of two of context."""
+
+LEAST_WEIGHT = 0.1
+"""Levels of less, in steps of the largest size, count as unknown, unless all are."""
+
+
+class PromptCost:
+    """Seconds to compute a token of a prompt, by the context before it, from steps that ran.
+
+    Attention makes late tokens dearer, so each power of two of context has a figure of its own.
+    Steps of many tokens count most: in small ones a token seems dear, for the weights are read once
+    in each.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = np.zeros(LEVELS)  # weighed
+        self._seconds = np.zeros(LEVELS)  # weighed, of all those tokens
+        self._most = 1  # prompt tokens of a step
+
+    def observe(self, info: SchedulerInfo, result: StepResult) -> None:
+        """A step has run."""
+        count = info.num_prefill_tokens
+        if not count or not result.seconds:
+            return
+        lengths = info.chunk_len[info.decoding_batch :]
+        context = float(np.dot(info.kv_len[info.decoding_batch :] + lengths / 2, lengths)) / count
+        level = int(context).bit_length()
+        if count > self._most:  # what was learned from smaller steps counts less
+            for book in (self._tokens, self._seconds):
+                book *= (self._most / count) ** 2
+            self._most = count
+        share = (count / self._most) ** 2
+        for book in (self._tokens, self._seconds):
+            book[level] *= 1 - share * LOCAL_PACE
+        self._tokens[level] += share
+        self._seconds[level] += share * result.seconds / len(info.merge_prompt)
+
+    def seconds(self, first: int, last: int) -> float:
+        """Seconds to compute the tokens ``first`` to ``last`` of a prompt; 0 if none has run."""
+        known = np.flatnonzero(self._tokens > min(LEAST_WEIGHT, self._tokens.max() / 2))
+        if not len(known) or last <= first:
+            return 0.0
+        total = 0.0
+        for level in range(first.bit_length(), last.bit_length() + 1):
+            start, end = max(first, 1 << level >> 1), min(last, 1 << level)
+            nearest = known[np.abs(known - level).argmin()]
+            total += max(end - start, 0) * self._seconds[nearest] / self._tokens[nearest]
+        return float(total)

@@ -85,6 +85,12 @@ PAGE_READ_SECONDS = 2.0
 PAGE_TURN_SECONDS = 0.001
 PAGE_WARNING_SECONDS = 60.0  # between two lines about a disk that takes nothing
 
+# Sessions: the first parked request takes seats at their pauses after the first of these; the pages
+# of running requests are a mean over the second; who has paused for the third is forgotten.
+PARKED_SECONDS = 300.0
+PAGES_HELD_SECONDS = 60.0
+FORGOTTEN_SESSION_SECONDS = 3600.0
+
 # One that has had the first of processor time, or has run for the second, compiles while the
 # processor is idle. Whenever the third has passed and it has had little time, it begins again with
 # a share of the processor. While a thread that was left behind still waits for time, the fourth at

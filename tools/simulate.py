@@ -33,7 +33,7 @@ from rayfin.actors.errors import InvalidRequest, Overloaded, RequestQuarantined
 from rayfin.actors.guidance import CallGrammar, Guidance
 from rayfin.actors.media.part import VIRTUAL_TOKENS, MediaInput
 from rayfin.actors.media.virtual_ids import virtual_ids
-from rayfin.actors.messages import COPY, BeamParams, Command
+from rayfin.actors.messages import COPY, BeamParams, Command, SessionRef
 from rayfin.actors.parts import all_of
 from rayfin.actors.settings.bidirectional import Bidirectional
 from rayfin.actors.timing import PAGE_READ_SECONDS, PREPARE_SECONDS
@@ -53,6 +53,7 @@ class Life:
         self.adapting = random.Random(f"adapters {seed}")
         self.seeing = random.Random(f"images {seed}")
         self.keeping = random.Random(f"disk {seed}")
+        self.pausing = random.Random(f"sessions {seed}")
         self.num_refused = 0
         self.num_quarantined = 0  # for the prompt of one that was convicted
         self.harness = make_harness(**self._settings())
@@ -64,6 +65,7 @@ class Life:
         self._plan_adapters()
         self._plan_images()
         self._plan_disk()
+        self._plan_sessions()
         self._plan_requests()
 
     def run(self) -> None:
@@ -247,6 +249,26 @@ class Life:
                 at += 1
         return whole, tuple(found)
 
+    def _plan_sessions(self) -> None:
+        """How many sessions there are, and which share of requests are turns of theirs."""
+        self.share_of_turns = self.pausing.choice([0.0, 0.0, 0.0, 0.5, 1.0])
+        self.num_sessions = self.pausing.randint(1, 5)
+        self.num_turns = 0
+
+    def _session(self) -> SessionRef | None:
+        draw = self.pausing
+        if draw.random() >= self.share_of_turns:
+            return None
+        self.num_turns += 1
+        name, parent = (f"s{draw.randrange(self.num_sessions)}" for _ in range(2))
+        return SessionRef(
+            name,
+            parent=parent if parent != name and draw.random() < 0.3 else "",
+            final=draw.random() < 0.1,
+            fresh=draw.random() < 0.1,
+            aside=draw.random() < 0.1,
+        )
+
     def _plan_requests(self) -> None:
         draw, now = self.random, 0.0
         pause = draw.choice([0.0, 0.0005, 0.005, 0.03])
@@ -279,6 +301,7 @@ class Life:
             "deaths": draw.choice([0] * 12 + [1]),
             "adapter": self._adapter(),
             "images": images,
+            "session": self._session(),
         }
         if images:  # refused before it comes here
             settings["prompt_logprobs"] = None
@@ -316,6 +339,9 @@ class Life:
         full = newcomers.num_requests >= config.max_waiting_requests or (
             newcomers.num_requests > 0 and newcomers.num_tokens + len(prompt) > most
         )
+        seats, name = self.harness.engine.lifecycle.seats, wishes.get("session")
+        seated = {own.key for own in seats.sessions.seated} if seats is not None else set()
+        spared = name is not None and (wishes.get("tenant", ""), name.name) in seated
         try:
             stream = self.harness.add(prompt, max_tokens, **wishes)
         except RequestQuarantined:
@@ -330,7 +356,7 @@ class Life:
             assert full, "refused without need"
             self.num_refused += 1
             return None
-        assert not full, "taken into a full queue"
+        assert not full or spared, "taken into a full queue"
         return stream
 
     def _prompt(self) -> list[int]:
@@ -492,6 +518,8 @@ def account(life: Life) -> Counter[str]:
     happened["drafts"] = stats.spec_drafts
     happened["right drafted tokens"] = stats.spec_accepted_tokens
     happened["prefix hits"] = stats.prefix_hits
+    happened["turns of sessions"] = life.num_turns
+    happened["lapses"] = sum(stats.session_lapses.values())
     happened["pages written"] = stats.disk_pages_written
     happened["pages read"] = stats.disk_pages_read
     happened["pages unreadable"] = stats.disk_pages_unreadable

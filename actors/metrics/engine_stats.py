@@ -31,6 +31,7 @@ FAILURES = (
     *("engine_error", "numerical_error", "request_quarantined", "deadline_exceeded"),
     *("engine_unavailable", "grammar_failed", "grammar_too_slow", "no_token_left", "other"),
 )
+LAPSES = ("price", "pages")
 GRAMMAR_FAILURES = ("compile", "failed", "too_slow")
 DRAFT_POSITIONS = tuple(str(place) for place in range(MOST_TOKENS))
 
@@ -60,6 +61,23 @@ class EngineStats:
     )
     preemptions_by_swap: int = counter(
         "num_preemptions_by_swap", "Of those, requests whose pages went to host memory."
+    )
+    parked: int = gauge("num_requests_parked", "Turns of sessions that wait for a seat.")
+    sessions_seated: int = gauge(
+        "num_sessions_seated", "Sessions whose pages are kept over their pauses."
+    )
+    session_tokens_again: int = counter(
+        "session_tokens_recomputed", "Tokens that sessions had, lost, and computed again."
+    )
+    # Digests of those sessions.
+    sessions: frozenset[bytes] = frozenset()
+    # Free pages that no session and no pin claims; None: no heartbeat has come.
+    pages_unclaimed: int | None = None
+    session_lapses: dict[str, int] = counter(
+        "session_lapses",
+        "Sessions that lost their pages in a pause: to one that waits, or to what runs.",
+        "reason",
+        LAPSES,
     )
     swapped_out: int = counter("swapped_out_pages", "KV pages that went to host memory.")
     swapped_in: int = counter("swapped_in_pages", "KV pages that came back from it.")

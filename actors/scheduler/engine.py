@@ -46,6 +46,7 @@ from rayfin.actors.scheduler.queues.background_queue import BackgroundQueue
 from rayfin.actors.scheduler.queues.preparation import Preparations
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.scheduler_state import make_state
+from rayfin.actors.scheduler.sessions.seats import make_seats
 from rayfin.actors.scheduler.stats import take_snapshot, take_stats
 from rayfin.actors.scheduler.step_pipeline import StepPipeline
 from rayfin.actors.scheduler.step_results import StepResults
@@ -101,13 +102,12 @@ def check_request(source: EngineRequest, config: EngineConfig) -> None:
 
 def queue_prepared(lifecycle: Lifecycle, endings: Endings) -> None:
     """Moves requests into the queue that have what they waited for; ends those that fail."""
-    for request, error in lifecycle.preparations.leaving():
-        if error is None:
-            lifecycle.queue(request)
-        else:
-            endings.end(request, "error", error=error)
-    for request in lifecycle.tier.leaving():
-        lifecycle.queue(request)
+    for place, beside in enumerate(lifecycle.beside, start=1):
+        for request, error in beside.leaving():
+            if error is None:
+                lifecycle.queue(request, place)
+            else:
+                endings.end(request, "error", error=error)
 
 
 class Engine:
@@ -128,7 +128,9 @@ class Engine:
         state = make_state(config)
         preparations = Preparations(executor, clock, state.counters.preparation)
         tier = make_tier(config, state, executor, clock)
-        self.lifecycle = Lifecycle(state, make_preemption(config, state), preparations, clock, tier)
+        seats = make_seats(config, state, tier, clock)
+        preemption = make_preemption(config, state)
+        self.lifecycle = Lifecycle(state, preemption, preparations, clock, tier, seats)
         self._clock = clock
         microbatcher = DecodeMicrobatcher(state.running, max(config.steps_in_flight - 1, 1))
         rest = config.batch_mode == "idle"
@@ -171,17 +173,13 @@ class Engine:
 
     @property
     def has_steps(self) -> bool:
-        """Returns whether some work waits for neither preparation nor pages of a disk."""
-        state, preparations, tier = (
-            self.lifecycle.state,
-            self.lifecycle.preparations,
-            self.lifecycle.tier,
-        )
+        """Returns whether some work waits in the queue or runs, and not beside it."""
+        state, tier = self.lifecycle.state, self.lifecycle.tier
         held_up, admission = False, self.lifecycle.admission
         # Where nothing runs, pages on their way may be what the first in the queue waits for.
         if tier.is_busy and not len(state.running) and (first := state.waiting.peek()) is not None:
             held_up = admission.lacks_room(first) or admission.overtakes(first)
-        ready = len(state.live) > len(preparations) + len(tier) and not held_up
+        ready = len(state.live) > self.lifecycle.num_beside and not held_up
         return (ready or bool(self._pipeline)) and not self._asleep
 
     def add(self, source: EngineRequest) -> None:
@@ -206,7 +204,7 @@ class Engine:
             rate, limits = state.completion_rate, state.queue_limits
             rate.observe(now, ended)
             # With output, another engine had admitted it.
-            if not (source.output or source.background):
+            if not (source.output or source.background or limits.spares(source)):
                 retry_after = rate.seconds_until_half(limits.num_requests, now, ended)
                 limits.check(len(source.prompt), retry_after)
             if source.beams is not None:

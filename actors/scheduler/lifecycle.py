@@ -3,7 +3,7 @@
  Engine.add         admit
 ───────────► waiting ───────────────► running ─────► finished
      │           ▲  ▲                    │   finish
-     └► prepared ┘  └────────────────────┘
+     └─► beside ─┘  └────────────────────┘
                          preempt
 """
 
@@ -14,12 +14,14 @@ import numpy as np
 
 from rayfin.actors.messages import STATE_SAVE, Int64Array, NewRequest
 from rayfin.actors.scheduler.admission import Admission
+from rayfin.actors.scheduler.beside import Beside
 from rayfin.actors.scheduler.cached_prefix import CachedPrefix
 from rayfin.actors.scheduler.page_tier import NoTier, PageTier
 from rayfin.actors.scheduler.preempted_pages import PreemptionPolicy
 from rayfin.actors.scheduler.queues.preparation import Preparations
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.scheduler_state import SchedulerState
+from rayfin.actors.scheduler.sessions.seats import Seats
 
 
 class Lifecycle:
@@ -32,26 +34,36 @@ class Lifecycle:
         preparations: Preparations,
         clock: Callable[[], float] = time.monotonic,
         tier: PageTier | None = None,
+        seats: Seats | None = None,
     ) -> None:
         self.state = state
         self.preemption = preemption
         self.preparations = preparations
         self.tier = NoTier() if tier is None else tier
+        self.seats = seats
+        self.beside: list[Beside] = [preparations, self.tier]
+        if seats is not None:
+            self.beside.insert(1, seats)
         self.admission = Admission(state, preemption)
         self._ran: list[Request] = []  # when the runners were lost
         self._clock = clock
 
     def enqueue(self, request: Request) -> None:
-        """Puts a new request into the queue, or lets runners prepare for it first."""
+        """Puts a new request into the queue, or lets it wait beside it first."""
         self.state.queue_limits.joined(request)
-        if not self.preparations.keeps(request):
-            self.queue(request)
+        self.queue(request)
 
-    def queue(self, request: Request) -> None:
-        """Puts a request into the queue that has all it needs, or first lets its pages be read."""
-        if not self.tier.keeps(request):
+    def queue(self, request: Request, place: int = 0) -> None:
+        """Puts a request into the queue, unless it has to wait at one of the places from ``place``
+        on in ``beside``."""
+        if not any(beside.keeps(request) for beside in self.beside[place:]):
             self.admission.returning.discard(request)
             self.state.waiting.push(request)
+
+    @property
+    def num_beside(self) -> int:
+        """Requests that wait beside the queue."""
+        return sum(map(len, self.beside))
 
     def admit(self) -> int:
         """Starts the first waiting request, with pages for all its known tokens; returns its slot.
@@ -79,6 +91,8 @@ class Lifecycle:
         if first:
             request.cached_tokens = cached
         self.state.waiting.entered(request)
+        if self.seats is not None:
+            self.seats.admitted(request)
         if not first:
             return
         self.state.queue_limits.left(request)
@@ -144,6 +158,8 @@ class Lifecycle:
         """Resets the prefix cache, and the states that go with it."""
         self.state.tables.reset_prefix_cache()
         self.forget_states()
+        if self.seats is not None:
+            self.seats.forget()
 
     def forget_states(self) -> None:
         """Resets the snapshots of states, after an error in computing one."""
@@ -170,7 +186,7 @@ class Lifecycle:
         search = request.search
         if request.slot is None:
             self.admission.returning.discard(request)
-            if not (self.preparations.discard(request) or self.tier.discard(request)):
+            if not any(beside.discard(request) for beside in self.beside):
                 self.state.waiting.discard(request)
             self.preemption.forget(request)
             self.state.queue_limits.left(request)
@@ -198,8 +214,9 @@ class Lifecycle:
         self._ran = self.state.running.holders()
         for request in self._ran:
             self.requeue(request)
-        for request in (*self.preparations.restart(), *self.tier.restart()):
-            self.state.waiting.push(request)
+        for beside in self.beside:
+            for request in beside.restart():
+                self.state.waiting.push(request)
         self.admission.returning.clear()
         self.forget_prefixes()
         self.state.counters.restart()
@@ -263,6 +280,8 @@ class Lifecycle:
                 self.publish(slot, min(computed, known - 1))  # the last token is not an input
                 if ends:
                     self.tier.store(slot)
+            if ends and self.seats is not None:
+                self.seats.left(request, slot, share=share)
             running.leave(slot)
             self.vacate(slot)
         request.search = None

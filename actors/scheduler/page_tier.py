@@ -4,9 +4,9 @@
     a request comes, the runners are new:   files ──read──► pages that are lent, then in the index
 
 A request whose prompt goes on in files waits beside the queue until they are read, for a limited
-time. Then it is like any other: what has arrived is a hit of the prefix index, the rest is
-computed. So pages are a cache, and tokens the truth: a file may be missing, broken or late, and no
-request fails for it.
+time: two seconds, or half of those in which it would be computed. Then it is like any other: what
+has arrived is a hit of the prefix index, the rest is computed. So pages are a cache, and tokens the
+truth: a file may be missing, broken or late, and no request fails for it.
 """
 
 import math
@@ -17,7 +17,9 @@ from typing import Protocol
 import numpy as np
 
 from rayfin.actors.config import EngineConfig
+from rayfin.actors.errors import RayfinError
 from rayfin.actors.messages import PageTransfer
+from rayfin.actors.scheduler.beside import Beside
 from rayfin.actors.scheduler.executor import Executor, PendingTransfer
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.scheduler_state import SchedulerState
@@ -38,29 +40,13 @@ LEAST_MEASURED_BYTES = 16 << 20
 """Smaller reads say nothing of a disk's speed, and are always in time."""
 
 
-class PageTier(Protocol):
-    """``Lifecycle``'s hook for pages that outlive the runners' memory."""
-
-    def __len__(self) -> int:
-        """Requests that wait here."""
-        ...
+class PageTier(Beside, Protocol):
+    """``Lifecycle``'s hook for pages that outlive the runners' memory. It keeps requests beside the
+    queue of whose prompts pages are worth reading, until they have come, or come too late."""
 
     @property
     def is_busy(self) -> bool:
         """Whether pages are on their way, which no request can have meanwhile."""
-        ...
-
-    def keeps(self, request: Request) -> bool:
-        """Takes the request in if pages of its prompt are worth reading; ``leaving`` ends that."""
-        ...
-
-    def leaving(self) -> Iterator[Request]:
-        """Yields requests whose pages have come, or come too late. They have left; ``keeps`` says
-        whether there is more to read."""
-        ...
-
-    def discard(self, request: Request) -> bool:
-        """Removes the request, which has ended; returns whether it was here."""
         ...
 
     def store_prompt(self, slot: int) -> None:
@@ -75,8 +61,8 @@ class PageTier(Protocol):
         """An operator resets the prefix cache."""
         ...
 
-    def restart(self) -> list[Request]:
-        """The runners are new; returns all requests that waited, which have left."""
+    def seconds_to_read(self, pages: Sequence[int]) -> float | None:
+        """Seconds in which files of all ``pages`` of the index are read; None if some have none."""
         ...
 
 
@@ -91,7 +77,7 @@ class NoTier:
     def keeps(self, request: Request) -> bool:
         return False
 
-    def leaving(self) -> Iterator[Request]:
+    def leaving(self) -> Iterator[tuple[Request, RayfinError | None]]:
         return iter(())
 
     def discard(self, request: Request) -> bool:
@@ -106,6 +92,9 @@ class NoTier:
     def restart(self) -> list[Request]:
         return []
 
+    def seconds_to_read(self, pages: Sequence[int]) -> float | None:
+        return None
+
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
@@ -115,6 +104,7 @@ class _Transfer:
     what: PageTransfer
     lent: list[int]  # what.pages, behind those that a prefix has already
     begun: float
+    patience: float = PAGE_READ_SECONDS  # that requests have for a read
     valid: bool = True  # False once the cache was reset
     requests: dict[Request, None] = field(default_factory=dict)  # that wait for it
 
@@ -142,6 +132,7 @@ class DiskTier:
         self._running = state.running
         self._moves = state.moves
         self._counters = state.counters
+        self._cost = state.prompt_cost
         self._executor = executor
         self._clock = clock
         self._reading: list[_Transfer] = []
@@ -162,15 +153,17 @@ class DiskTier:
         since = self._since.pop(request, self._clock())
         if request.scoring or request.computes_all or request.ended:
             return False
-        if self._clock() - since > PAGE_READ_SECONDS:
-            return False
         size = self._tables.page_size
         hashes = request.chain.hashes[: (len(request.source.prompt) - 1) // size]
         held = self._tables.match(request.chain, request.source.prompt)
         missing = hashes[len(held) :]
         if len(missing) * size < self.least_read_tokens:
             return False
-        transfer = self._transfer_of(missing[0]) or self._read(request, held, missing)
+        computing = self._cost.seconds(len(held) * size, len(hashes) * size)
+        patience = max(PAGE_READ_SECONDS, computing / 2)
+        if self._clock() - since > patience:
+            return False
+        transfer = self._transfer_of(missing[0]) or self._read(request, held, missing, patience)
         if transfer is None:
             return False
         transfer.requests[request] = None
@@ -186,13 +179,16 @@ class DiskTier:
         return None
 
     def _read(
-        self, request: Request, held: list[int], missing: Sequence[bytes]
+        self, request: Request, held: list[int], missing: Sequence[bytes], patience: float
     ) -> _Transfer | None:
-        """Begins to read the pages of ``missing`` that have files, behind those that are held."""
+        """Begins to read the pages of ``missing`` that have files, behind those that are held.
+
+        As many as should come within ``patience`` seconds.
+        """
         tables, size = self._tables, self._tables.page_size
         spare = tables.pool.num_pages // FREE_SHARE if len(self._running) or self._reading else 0
         room = tables.num_free_without(held) - spare
-        in_time = max(self._bytes_per_second * PAGE_READ_SECONDS, LEAST_MEASURED_BYTES)
+        in_time = max(self._bytes_per_second * patience, LEAST_MEASURED_BYTES)
         lent = sum(len(own.what.pages) for own in self._reading)
         most = min(len(missing), room, tables.pool.num_pages // READ_SHARE - lent)
         most = min(most, int(in_time / self._page_bytes))
@@ -206,7 +202,7 @@ class DiskTier:
         pages = tables.lend_new(count)
         assert pages is not None, "there was room"
         transfer = self._send(request, pages, list(missing[:count]), len(held), write=False)
-        transfer.lent = [*held, *pages]
+        transfer.lent, transfer.patience = [*held, *pages], patience
         self._reading.append(transfer)
         return transfer
 
@@ -232,7 +228,7 @@ class DiskTier:
         )
         return _Transfer(self._executor.transfer(what), what, list(pages), self._clock())
 
-    def leaving(self) -> Iterator[Request]:
+    def leaving(self) -> Iterator[tuple[Request, RayfinError | None]]:
         if not (self._reading or self._writing):
             return
         for transfer in [own for own in self._writing if own.pending.done()]:
@@ -244,12 +240,13 @@ class DiskTier:
             if done:
                 self._reading.remove(transfer)
                 self._end_read(transfer, now)
-            if done or now - transfer.begun > PAGE_READ_SECONDS:
+            if done or now - transfer.begun > transfer.patience:
                 for request in list(transfer.requests):
                     del self._waiting[request], transfer.requests[request]
                     if not (done and transfer.pending.count()):
                         self._since[request] = -math.inf  # it reads no more
-                    yield request
+                    if not self.keeps(request):  # there may be more to read
+                        yield request, None
 
     def _end_read(self, transfer: _Transfer, now: float) -> None:
         what, arrived = transfer.what, transfer.pending.count()
@@ -319,6 +316,11 @@ class DiskTier:
         there = hashes[first : first + len(known)]
         self._stored.update(zip(known, there, strict=True))
         self._writing.append(self._send(request, known, there, first, write=True))
+
+    def seconds_to_read(self, pages: Sequence[int]) -> float | None:
+        if not all(page in self._stored for page in pages):
+            return None
+        return len(pages) * self._page_bytes / self._bytes_per_second
 
     def forget(self) -> None:
         for transfer in (*self._reading, *self._writing):

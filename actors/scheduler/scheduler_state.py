@@ -12,6 +12,7 @@ from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.runner_diff import PageMoves, RunnerDiff
 from rayfin.actors.scheduler.running_table import RunningTable
 from rayfin.actors.scheduler.state_snapshots import StateSnapshots
+from rayfin.actors.step_cost import PromptCost
 from rayfin.cache.page_tables import PageTables
 
 
@@ -28,6 +29,7 @@ class SchedulerState:
     runner_diff: RunnerDiff = field(default_factory=RunnerDiff)
     completion_rate: CompletionRate = field(default_factory=CompletionRate)
     repetitions: RepetitionWatch = field(default_factory=RepetitionWatch)
+    prompt_cost: PromptCost = field(default_factory=PromptCost)  # of this engine's runners
     live: dict[tuple[str, int], Request] = field(default_factory=dict)  # by (client, key)
     arrivals: int = 0  # requests that have come
     clients: dict[str, int] = field(default_factory=dict)  # name -> number in RunningTable.client

@@ -30,11 +30,15 @@ def take_stats(
     config: EngineConfig, lifecycle: Lifecycle, *, suspects: int, **of_engine: Any
 ) -> EngineStats:
     """The counters, the sizes of all tables, and the fields ``of_engine``."""
-    state, counters = lifecycle.state, lifecycle.state.counters
+    state, counters, seats = lifecycle.state, lifecycle.state.counters, lifecycle.seats
     loading, requests_waiting = lifecycle.preparations.preparing(AdapterRef)
     return counters.snapshot(
         running=len(state.running),
-        waiting=len(state.waiting) + len(lifecycle.preparations) + len(lifecycle.tier),
+        waiting=len(state.waiting) + lifecycle.num_beside,
+        parked=0 if seats is None else len(seats),
+        pages_unclaimed=state.tables.num_unclaimed,
+        sessions=frozenset() if seats is None else seats.sessions.digests(),
+        sessions_seated=0 if seats is None else seats.sessions.num_seated,
         waiting_tokens=state.queue_limits.num_tokens,
         pages_total=config.num_pages,
         pages_held=state.tables.num_held,
@@ -45,9 +49,7 @@ def take_stats(
         page_size=config.page_size,
         pages_cached=state.tables.num_cached,
         evictions=state.tables.num_evicted,
-        deferred=min(suspects, len(state.waiting))
-        + len(lifecycle.preparations)
-        + len(lifecycle.tier),
+        deferred=min(suspects, len(state.waiting)) + lifecycle.num_beside,
         suspects=suspects,
         cache_config=cache_config(config),
         adapters=counters.of_adapters.stats(

@@ -8,6 +8,7 @@ LoadFormat = Literal["auto", "dummy"]
 SchedulerName = Literal["v1", "v0"]
 Policy = Literal["fcfs", "priority", "fair"]
 BatchMode = Literal["idle", "share"]
+Switch = Literal["on", "off"]
 Preemption = Literal["recompute", "swap"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["int8", "int4", "dequantize"]
@@ -30,6 +31,7 @@ CHOICES: dict[str, Any] = {
     "scheduler": SchedulerName,
     "policy": Policy,
     "batch_mode": BatchMode,
+    "sessions": Switch,
     "device": Device,
     "log_format": LogFormat,
     "log_level": LogLevel,

@@ -1,11 +1,15 @@
 """The table of step times: measured, drawn between its sizes, followed."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import numpy as np
 import pytest
 
 from rayfin.actors import step_cost
+from rayfin.actors.messages import SchedulerInfo, StepResult
 from rayfin.actors.runner.measured_step import decode_step
-from rayfin.actors.step_cost import RUNS, SIZES, StepCost
+from rayfin.actors.step_cost import RUNS, SIZES, PromptCost, StepCost
 
 
 def test_between_and_beyond_its_sizes() -> None:
@@ -66,3 +70,31 @@ def test_the_steps_that_are_measured(tokens: int) -> None:
         2,
         3,
     }
+
+
+def _ran(cost: PromptCost, context: int, tokens: int, seconds: float, decoding: int = 0) -> None:
+    """A step of a chunk behind ``context`` tokens, and of decoding rows."""
+    kind = SimpleNamespace(
+        num_prefill_tokens=tokens,
+        decoding_batch=decoding,
+        kv_len=np.array([*([9] * decoding), context]),
+        chunk_len=np.array([*([1] * decoding), tokens]),
+        merge_prompt=np.zeros(decoding + tokens, np.int32),
+    )
+    cost.observe(cast(SchedulerInfo, kind), cast(StepResult, SimpleNamespace(seconds=seconds)))
+
+
+def test_late_tokens_of_a_prompt_are_dearer() -> None:
+    """By the context before them, whatever small steps beside take."""
+    cost = PromptCost()
+    assert cost.seconds(0, 1000) == 0.0
+    _ran(cost, 100, 7, 3.0)
+    assert cost.seconds(0, 7) == pytest.approx(3.0)  # until a larger one has run
+    for context in (0, 1000, 100, 9000, 0, 1000, 9000, 100):
+        _ran(cost, context, 512, 512 * (0.001 + context * 1e-7), decoding=3)
+        _ran(cost, context, 3, 1.0)
+    assert cost.seconds(9000, 9100) == pytest.approx(0.19, rel=0.3)
+    assert cost.seconds(0, 100) == pytest.approx(0.1, rel=0.5)
+    assert cost.seconds(0, 9000) == pytest.approx(cost.seconds(0, 4321) + cost.seconds(4321, 9000))
+    assert cost.seconds(8000, 16_000) < cost.seconds(100_000, 108_001)
+    assert cost.seconds(10, 10) == cost.seconds(10, 3) == 0.0

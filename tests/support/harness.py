@@ -25,10 +25,12 @@ from rayfin.actors.messages import (
     Repetition,
     Sampling,
     SchedulerInfo,
+    SessionRef,
     StopRules,
 )
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.page_tier import DiskTier
+from rayfin.actors.scheduler.sessions.sessions import Session
 from rayfin.actors.timing import LOBBY_TICK_SECONDS
 
 
@@ -78,6 +80,7 @@ class Harness:
         background: bool = False,
         adapter: AdapterRef | None = None,
         images: tuple[MediaInput, ...] = (),
+        session: SessionRef | None = None,
     ) -> Stream:
         """Hands a request to the engine; a number is the length of a prompt of its own."""
         seed = self.num_added
@@ -102,6 +105,7 @@ class Harness:
             deaths=deaths,
             pin=pin,
             background=background,
+            session=session,
             parts=images if guidance is None else (*images, guidance),
         )
         if adapter is not None:
@@ -124,7 +128,7 @@ class Harness:
 
     def _num_waiting_beside(self) -> int:
         """Requests that wait beside the queue, where others may pass them."""
-        return len(self.engine.lifecycle.preparations) + len(self.engine.lifecycle.tier)
+        return self.engine.lifecycle.num_beside
 
     def abort(self, stream: Stream) -> None:
         self.engine.abort(stream.source.client, stream.source.key)
@@ -144,6 +148,7 @@ class Harness:
         self.read(self.engine.step())
         if self.executor.num_submitted % self.integrity_every == 0:
             self.engine.check_integrity()
+            check_sessions(self.engine)
         while self._timed and self._timed[0][0] <= now:  # I14
             assert not heapq.heappop(self._timed)[2].open, "it goes on after its deadline"
         self._check_admissions()
@@ -293,6 +298,24 @@ class Harness:
 
     def _aged(self, stream: Stream) -> float:
         return stream.arrival + stream.source.priority * self.config.priority_aging
+
+
+def check_sessions(engine: Engine) -> None:
+    """S1 and S7: what is claimed can be found, and claimed by seats and pins alone."""
+    seats, tables = engine.lifecycle.seats, engine.lifecycle.state.tables
+    if seats is None:
+        return
+    assert tables.index is not None
+    claims, seated = tables.claims, seats.sessions.seated
+    pages = {page for claimant in claims.claimants for page in claims.pages(claimant)}
+    assert all(page in tables.index for page in pages)
+    sessions = [claimant for claimant in claims.claimants if isinstance(claimant, Session)]
+    assert {session.key for session in sessions} <= {session.key for session in seated}
+    for claimant in claims.claimants:
+        others = [other for other in claims.claimants if other is not claimant]
+        alone = set(claims.pages(claimant)).difference(*map(claims.pages, others))
+        assert claims.num_alone(claimant) == len(alone)
+    assert len(seats.sessions.turns) <= len(engine.lifecycle.state.live)
 
 
 def _most_tokens(info: SchedulerInfo) -> int:

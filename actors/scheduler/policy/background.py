@@ -89,6 +89,7 @@ class BackgroundScheduler:
 
     def observe(self, info: SchedulerInfo, result: StepResult) -> None:
         """See ``StepScheduler``."""
+        self._lifecycle.state.prompt_cost.observe(info, result)
         self._scheduler.observe(info, result)
 
     def _make_room(self) -> None:

@@ -2,8 +2,10 @@
 
 import math
 from collections import deque
+from collections.abc import Callable
 
 from rayfin.actors.errors import Overloaded
+from rayfin.actors.messages import EngineRequest
 from rayfin.actors.scheduler.request import Request
 
 
@@ -22,6 +24,8 @@ class QueueLimits:
         self.num_background_tokens = 0
         self._max_requests = max_requests
         self._max_tokens = max_tokens
+        self.spares: Callable[[EngineRequest], bool] = lambda _: False
+        """Whom no full queue refuses, beside those that had been admitted elsewhere."""
 
     def check(self, prompt_len: int, retry_after: int | None = None) -> None:
         """Checks whether a prompt of ``prompt_len`` tokens may join.

@@ -96,6 +96,20 @@ def test_a_disk_that_hangs_costs_seconds(h: Any) -> None:
     h.engine.check_integrity()
 
 
+def test_a_read_may_take_half_of_what_computing_takes(h: Any) -> None:
+    """On a slow processor a long read is worth its wait."""
+    h.executor.token_seconds = 1.0
+    h.add([7] * 21, 1)  # shows what a prompt costs
+    h.run()
+    h.engine.lifecycle.forget_prefixes()
+    h.executor.disk_seconds, began = 2 * PAGE_READ_SECONDS, h.executor.clock
+    stream = h.add(PROMPT, 3)
+    h.run()
+    assert stream.ended.cached_tokens == FULL
+    assert h.executor.clock - began > 2 * PAGE_READ_SECONDS
+    h.check()
+
+
 @pytest.mark.parametrize("lost", range(6))
 def test_a_lost_page_is_computed(h: Any, lost: int) -> None:
     hashes = list(_files(h))

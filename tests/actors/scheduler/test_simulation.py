@@ -30,6 +30,8 @@ def test_lives(simulate: ModuleType) -> None:
         "adapters",
         "names moved",
         "images",
+        "turns of sessions",
+        "lapses",
     ):
         assert happened[what] > 10, what
     assert happened["leases"] > 50
