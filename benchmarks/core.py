@@ -327,15 +327,15 @@ def conversations(count: int, *, caching: bool, turns: int = TURNS) -> Outcome:
     random = np.random.default_rng(0)
     turns_left: dict[int, int] = {}
 
-    def go_on(visit: Visit) -> Visit | None:
+    def go_on(visit: Visit) -> list[Visit]:
         left = turns_left.pop(id(visit))
         if not left:
-            return None
+            return []
         answer = np.full(len(visit.times), TOKEN, np.int32)
         prompt = np.concatenate([visit.prompt, answer, random_tokens(random, QUESTION)])
         another = Visit(visit.times[-1] + random.exponential(5.0), prompt, ANSWER)
         turns_left[id(another)] = left - 1
-        return another
+        return [another]
 
     starts = [
         Visit(at, random_tokens(random, OPENING + QUESTION), ANSWER)

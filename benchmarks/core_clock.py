@@ -20,10 +20,12 @@ from rayfin.actors.messages import (
     Int32Array,
     Sampling,
     SchedulerInfo,
+    SessionRef,
     StepResult,
     StopRules,
 )
 from rayfin.actors.scheduler.engine import Engine
+from rayfin.actors.timing import LOBBY_TICK_SECONDS
 
 TOKEN = 7
 """The token that the stub always samples."""
@@ -101,6 +103,7 @@ class Visit:
     at: float  # seconds on the clock
     prompt: Int32Array
     max_tokens: int
+    session: SessionRef | None = None
     times: list[float] = field(default_factory=list)  # of each token
     cached_tokens: int = 0
 
@@ -189,10 +192,13 @@ def make_config(
     )
 
 
-def make_request(key: int, prompt: Int32Array, max_tokens: int) -> EngineRequest:
+def make_request(
+    key: int, prompt: Int32Array, max_tokens: int, session: SessionRef | None = None
+) -> EngineRequest:
     """A greedy request that has a stop token and ends by its length."""
     stop = frozenset([2])
-    return EngineRequest(str(key), prompt, Sampling(), StopRules(max_tokens, stop, stop), key=key)
+    stopping = StopRules(max_tokens, stop, stop)
+    return EngineRequest(str(key), prompt, Sampling(), stopping, key=key, session=session)
 
 
 def run(
@@ -200,11 +206,11 @@ def run(
     visits: Iterable[Visit],
     *,
     time: StepTime = EIGHT_BILLION,
-    then: Callable[[Visit], Visit | None] = lambda _: None,
+    then: Callable[[Visit], Iterable[Visit]] = lambda _: (),
 ) -> Outcome:
-    """Serves all visits; ``then`` may return a new visit after one has ended."""
+    """Serves all visits; ``then`` may return new visits after one has ended."""
     executor = StubExecutor(time)
-    engine = Engine(config, executor)
+    engine = Engine(config, executor, lambda: executor.clock)
     served: list[Visit] = []
     numbers = itertools.count()
     pending = [(visit.at, next(numbers), visit) for visit in visits]
@@ -214,14 +220,17 @@ def run(
             executor.clock = max(executor.clock, pending[0][0])
         while pending and pending[0][0] <= executor.clock:
             visit = heapq.heappop(pending)[2]
-            engine.add(make_request(len(served), visit.prompt, visit.max_tokens))
+            engine.add(make_request(len(served), visit.prompt, visit.max_tokens, visit.session))
             served.append(visit)
+        if engine.has_work and not engine.has_steps:  # all wait for seats
+            woken = executor.clock + LOBBY_TICK_SECONDS
+            executor.clock = min(woken, pending[0][0]) if pending else woken
         for deltas in engine.step().values():
             for key in deltas.keys.tolist():
                 served[key].times.append(executor.clock)
             for ended in deltas.ended:
                 served[ended.key].cached_tokens = ended.cached_tokens
-                if (another := then(served[ended.key])) is not None:
+                for another in then(served[ended.key]):
                     heapq.heappush(pending, (another.at, next(numbers), another))
     stats = engine.stats()
     return Outcome(

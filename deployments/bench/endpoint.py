@@ -25,7 +25,8 @@ class StreamPiece:
     reasoning: str = ""
     finish_reason: str | None = None
     completion_tokens: int | None = None  # of the whole answer so far, where the event counts them
-    cached_tokens: int | None = None  # of the prompt, where the event counts them
+    prompt_tokens: int | None = None  # where the event counts them, ...
+    cached_tokens: int | None = None  # ... and those that were cached
     usage_only: bool = False  # an event without choices
 
 
@@ -92,7 +93,10 @@ def chat_body(
 
 
 async def stream_pieces(
-    client: httpx.AsyncClient, path: str, body: dict[str, Any]
+    client: httpx.AsyncClient,
+    path: str,
+    body: dict[str, Any],
+    headers: dict[str, str] | None = None,
 ) -> AsyncIterator[StreamPiece]:
     """Posts a request and yields its events.
 
@@ -100,7 +104,7 @@ async def stream_pieces(
         ServerError: the server refuses, reports an error, or the stream breaks off.
     """
     with connection_errors():
-        async with client.stream("POST", path, json=body) as response:
+        async with client.stream("POST", path, json=body, headers=headers) as response:
             if response.is_error:
                 await response.aread()
                 raise refusal(response)
@@ -131,6 +135,7 @@ def read_piece(data: str) -> StreamPiece:
         usage = event.get("usage") or {}
         piece = StreamPiece(
             completion_tokens=usage.get("completion_tokens"),
+            prompt_tokens=usage.get("prompt_tokens"),
             cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
             usage_only=not event["choices"],
         )

@@ -5,7 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -348,6 +348,85 @@ def serve_bench(
         _report(title, [sender.ended], json_file, plot, limits)
         raise
     return _report("serve", [run], json_file, plot, limits)
+
+
+@bench.command(name="agents", cls=SectionedCommand)
+@server_options
+@click.option(
+    "--profile",
+    type=click.Choice(["agentx", "agentx-tree", "small"]),
+    default="agentx",
+    show_default=True,
+    help="how long sessions are: 40 turns of 142k tokens, the same with subagents, or 13 of 3k",
+)
+@click.option(
+    "--scale", default="1", show_default=True, help="multiply all tokens by this, such as 1/32"
+)
+@click.option("--agents", "count", type=click.IntRange(1), default=8, show_default=True)
+@click.option(
+    "--sessions",
+    type=click.IntRange(1),
+    default=2,
+    show_default=True,
+    help="of each agent, one after another",
+)
+@click.option(
+    "--pauses",
+    type=click.Choice(["mixed", "tools", "slow", "two", "human", "quick"]),
+    default="mixed",
+    show_default=True,
+    help="time between an answer and the next turn: of tools and people, of tools, 120 s, "
+    "1 s or 150 s, half of people, 1 s",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="seed of the sessions")
+@JSON
+def agents(
+    url: str,
+    api_key: str | None,
+    model: str | None,
+    profile: str,
+    scale: str,
+    count: int,
+    sessions: int,
+    pauses: str,
+    seed: int,
+    json_file: IO[str] | None,
+) -> int:
+    """Measure sessions of agents: turns that go on from all before them, with pauses between.
+
+    Each agent runs one session after another. The headline is how long a session takes.
+
+    \b
+    Example:
+      rayfin bench agents --profile small --agents 8 --pauses tools
+    """
+    import httpx
+
+    from rayfin.deployments.bench.agents import PAUSES, PROFILES, AgentPlan, run_agents
+    from rayfin.deployments.bench.endpoint import client_settings, context_length, find_model
+
+    above, _, below = scale.partition("/")
+    share = _positive("scale", above) / _positive("scale", below or "1")
+    connection = client_settings(url, api_key)
+    with httpx.Client(**connection) as asking:
+        name = find_model(asking, model)
+        longest = context_length(asking, name)
+    plan = AgentPlan(
+        profile=PROFILES[profile],
+        agents=count,
+        sessions=sessions,
+        pauses=PAUSES[pauses],
+        scale=share,
+        longest=None if longest is None else longest * 9 // 10,
+        seed=seed,
+    )
+    figures, errors = run_agents(connection, name, plan)
+    print("\n".join(figures.lines()))
+    for error, times in errors.most_common(5):
+        print(f"failed {times} x: {error}")
+    if json_file is not None:
+        _write(json_file, asdict(figures) | {"errors": errors})
+    return int(bool(errors))
 
 
 class _Engine:

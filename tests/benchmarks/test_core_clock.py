@@ -28,8 +28,8 @@ def test_all_visits_get_all_their_tokens() -> None:
 
 
 def test_one_visit_may_follow_another() -> None:
-    def again(visit: Visit) -> Visit | None:
-        return Visit(visit.times[-1] + 1.0, visit.prompt, 2) if visit.at < 1.0 else None
+    def again(visit: Visit) -> list[Visit]:
+        return [Visit(visit.times[-1] + 1.0, visit.prompt, 2)] if visit.at < 1.0 else []
 
     first = Visit(0.0, random_tokens(RANDOM, 40), 2)
     outcome = run(make_config(), [first], then=again)

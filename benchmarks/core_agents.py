@@ -1,0 +1,166 @@
+"""Sessions of agents on the real scheduler in virtual time: the policy without a model.
+
+    python benchmarks/core_agents.py --shape h200 --pressure 1 1.5 2 --seeds 3
+
+Prints seconds of a session with ``--sessions off`` (least recently used pages), and with ``on`` as
+shares of those. The formula of a step's time has attention: late tokens of a prompt are dear.
+Pressure is what all open contexts take, at their mean, by the pages there are.
+"""
+
+import argparse
+import itertools
+import statistics
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from core_clock import Outcome, StepTime, Visit, make_config, random_tokens, run
+
+from rayfin.actors.messages import SchedulerInfo, SessionRef
+from rayfin.deployments.bench.agents import (
+    PAUSES,
+    PROFILES,
+    AgentFigures,
+    AgentLoad,
+    AgentPlan,
+    AgentTurn,
+    agent_figures,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTime(StepTime):
+    """Beside the rest, each pair of a token computed in a prompt and one before it."""
+
+    pair: float = 0.0
+
+    def of(self, info: SchedulerInfo) -> float:
+        lengths = info.chunk_len[info.decoding_batch :].astype(np.float64)
+        before = info.kv_len[info.decoding_batch :] + lengths / 2
+        return StepTime.of(self, info) + self.pair * float(np.dot(lengths, before))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model on a machine, and agents that it is made for. Tokens are scaled, seconds are not."""
+
+    profile: str
+    agents: int
+    scale: float
+    page_size: int
+    time: AttentionTime  # unscaled
+    max_batch_tokens: int  # unscaled
+
+    def scaled_time(self) -> AttentionTime:
+        """What a step takes whose tokens stand for several."""
+        each, scale = self.time, 1 / self.scale
+        return AttentionTime(
+            each.step * scale, each.token * scale, each.kv_token * scale, 0.0, each.pair * scale**2
+        )
+
+
+SHAPES = {
+    # Llama-3.1-8B on one H200: 50,000 prompt tokens a second at first, 13,000 at 142k of context.
+    "h200": Shape("agentx", 16, 1 / 16, 16, AttentionTime(4e-3, 20e-6, 0.03e-6, 0.0, 0.6e-9), 8192),
+    # Qwen3-0.6B on two cores.
+    "cores": Shape("small", 10, 1 / 2, 8, AttentionTime(70e-3, 5e-3, 4e-6, 0.0, 1e-6), 512),
+}
+
+
+def visit_of(turn: AgentTurn, tokens: np.random.Generator) -> Visit:
+    """The request of a turn: its session's context so far, and new tokens."""
+    session, parent = turn.session, turn.session.parent
+    added = random_tokens(tokens, turn.added)
+    whole = added if session.content is None else np.concatenate([session.content, added])
+    session.content = whole
+    name = SessionRef(session.name, parent="" if parent is None else parent.name)
+    return Visit(turn.at, whole, turn.output, session=name)
+
+
+def measure(
+    shape: Shape, pressure: float, *, sessions: bool, seed: int, pauses: str, count: int
+) -> tuple[AgentFigures, Outcome]:
+    """One run."""
+    profile = PROFILES[shape.profile]
+    plan = AgentPlan(
+        profile=profile,
+        agents=shape.agents,
+        sessions=count,
+        pauses=PAUSES[pauses],
+        scale=shape.scale,
+        seed=seed,
+    )
+    load, turns = AgentLoad(plan), dict[int, AgentTurn]()
+    tokens = np.random.default_rng(seed)
+
+    def visit(turn: AgentTurn) -> Visit:
+        each = visit_of(turn, tokens)
+        turns[id(each)] = turn
+        return each
+
+    def answered(each: Visit) -> list[Visit]:
+        turn = turns[id(each)]
+        turn.session.content = np.append(each.prompt, np.full(turn.output, 7, np.int32))
+        return [visit(another) for another in load.answered(turn, each.times[-1])]
+
+    grown = profile.appended * np.exp(profile.spread**2 / 2) + profile.output
+    context = shape.scale * (profile.first + grown * profile.turns / 2)
+    longest = int(shape.scale * (profile.first * 1.2 + 1.4 * profile.turns * grown * 2)) + 64
+    pages = int(shape.agents * context / pressure / shape.page_size)
+    config = make_config(
+        max_batch_tokens=max(64, int(shape.max_batch_tokens * shape.scale)),
+        max_decoding_batch=shape.agents * 4,
+        max_model_len=longest,
+        num_pages=max(pages, longest // shape.page_size + 2),
+        sessions=sessions,
+    )
+    outcome = run(
+        replace(config, page_size=shape.page_size),
+        [visit(turn) for turn in load.start()],
+        time=shape.scaled_time(),
+        then=answered,
+    )
+    waits = [(turns[id(each)].session.asked == 1, each.ttft) for each in outcome.visits]
+    cached = sum(each.cached_tokens for each in outcome.visits)
+    prompts = sum(len(each.prompt) for each in outcome.visits)
+    return agent_figures(load, waits, cached / prompts, outcome.seconds), outcome
+
+
+def mean_of(figures: list[AgentFigures], name: str) -> float:
+    return statistics.fmean(getattr(each, name) for each in figures)
+
+
+def compare(shape: Shape, pressure: float, options: Any) -> str:
+    """A row of the table: off in seconds, on as shares."""
+    runs: dict[bool, list[AgentFigures]] = {False: [], True: []}
+    for seed, on in itertools.product(range(options.seeds), (False, True)):
+        figures, _ = measure(
+            shape,
+            pressure,
+            sessions=on,
+            seed=seed,
+            pauses=options.pauses,
+            count=options.sessions,
+        )
+        runs[on].append(figures)
+    cells = [f"{pressure:4.1f}x"]
+    for name in ("mean", "p95", "longest_wait", "cached", "seconds"):
+        off, on_ = mean_of(runs[False], name), mean_of(runs[True], name)
+        cells.append(f"{name} {off:.2f} -> {on_:.2f} ({on_ / max(off, 1e-9):.3f})")
+    return " | ".join(cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="h200")
+    parser.add_argument("--pressure", type=float, nargs="+", default=[1.0, 1.5, 2.0])
+    parser.add_argument("--pauses", choices=PAUSES, default="mixed")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--sessions", type=int, default=3, help="of each agent")
+    options = parser.parse_args()
+    for pressure in options.pressure:
+        print(compare(SHAPES[options.shape], pressure, options), flush=True)
+
+
+if __name__ == "__main__":
+    main()

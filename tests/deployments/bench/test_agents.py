@@ -1,0 +1,96 @@
+"""Agents: the plan as a machine without a server, and the client that drives one."""
+
+import heapq
+import itertools
+from typing import Any
+
+import httpx
+import pytest
+
+from fake_server import FakeServer
+from rayfin.deployments.bench.agents import (
+    PAUSES,
+    PROFILES,
+    AgentClient,
+    AgentLoad,
+    AgentPlan,
+    AgentTurn,
+    agent_figures,
+)
+
+SMALL = PROFILES["small"]
+
+
+def played(plan: AgentPlan, seconds: float = 2.0) -> tuple[AgentLoad, list[AgentTurn]]:
+    """All turns in the order of their times; each is answered after so many seconds."""
+    load, numbers = AgentLoad(plan), itertools.count()
+    queue = [(turn.at, next(numbers), turn) for turn in load.start()]
+    heapq.heapify(queue)
+    turns = []
+    while queue:
+        at, _, turn = heapq.heappop(queue)
+        turns.append(turn)
+        for another in load.answered(turn, at + seconds):
+            heapq.heappush(queue, (another.at, next(numbers), another))
+    return load, turns
+
+
+def test_each_agent_runs_its_sessions_one_after_another() -> None:
+    load, turns = played(AgentPlan(profile=SMALL, agents=3, sessions=4))
+    assert len(load.sessions) == 12
+    for agent in range(3):
+        mine = [session for session in load.sessions if session.name.startswith(f"0-{agent}-")]
+        for before, after in itertools.pairwise(mine):
+            assert before.ended is not None and before.ended <= after.started
+    for session in load.sessions:
+        its = [turn for turn in turns if turn.session is session]
+        assert len(its) == session.turns == session.asked
+        assert [turn.final for turn in its] == [False] * (len(its) - 1) + [True]
+        assert session.ended is not None
+        taken = session.ended - session.started
+        assert taken == pytest.approx(session.alone + 2.0 * session.turns)
+    figures = agent_figures(load, [(True, 9.0), (False, 1.0)], 0.5, 100.0)
+    assert (figures.sessions, figures.longest_wait, figures.later_ttft) == (12, 9.0, 1.0)
+    assert 0 < figures.fairness <= 1 and figures.p50 <= figures.p95
+
+
+def test_a_parent_waits_for_its_subagents() -> None:
+    load, turns = played(AgentPlan(profile=PROFILES["agentx-tree"], agents=8, scale=1 / 64))
+    children = [session for session in load.sessions if session.parent is not None]
+    assert children
+    for child in children:
+        assert child.parent is not None and child.ended is not None
+        between = [turn.at for turn in turns if turn.session is child.parent]
+        assert not any(child.started < at < child.ended for at in between)
+    assert all(session.children == 0 for session in load.sessions)
+
+
+def test_a_plan_is_its_seed_and_scales() -> None:
+    def sizes(scale: float) -> list[int]:
+        _, turns = played(AgentPlan(profile=SMALL, agents=2, scale=scale))
+        return sorted(turn.added for turn in turns)
+
+    assert sizes(1.0) == sizes(1.0)
+    assert sum(sizes(1.0)) == pytest.approx(4 * sum(sizes(0.25)), rel=0.01)
+
+
+def test_no_turn_is_longer_than_the_model_takes() -> None:
+    _, turns = played(AgentPlan(profile=SMALL, agents=4, longest=2000))
+    assert max(turn.session.tokens for turn in turns) <= 2000 + SMALL.output
+
+
+async def test_it_drives_a_server(fake_server: FakeServer) -> None:
+    """Each turn sends all messages before it, under its session's name."""
+    plan = AgentPlan(profile=SMALL, agents=2, sessions=1, scale=1 / 64, pauses=lambda _: 0.0)
+    async with httpx.AsyncClient(base_url=fake_server.url) as http:
+        client = AgentClient(http, "tiny", AgentLoad(plan))
+        await client.run()
+    assert not client.errors
+    figures = client.figures()
+    assert figures.sessions == 2 and figures.longest_wait > 0
+    bodies: list[Any] = fake_server.bodies
+    assert len(bodies) == sum(session.turns for session in client.load.sessions)
+    longest = max(bodies, key=lambda body: len(body["messages"]))["messages"]
+    assert [message["role"] for message in longest[:3]] == ["user", "assistant", "user"]
+    assert longest[1]["content"] == "You said " + longest[0]["content"]
+    assert set(PAUSES) >= {"mixed", "slow"}
