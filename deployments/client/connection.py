@@ -267,7 +267,12 @@ class EngineConnection:
             return candidate
         resident = stats.adapters.resident
         return replace(
-            candidate, page_size=info.page_size, num_pages=info.num_pages, adapters=resident
+            candidate,
+            page_size=info.page_size,
+            num_pages=info.num_pages,
+            adapters=resident,
+            sessions=stats.sessions,
+            unclaimed=stats.pages_unclaimed,
         )
 
     def open(self, request: EngineRequest) -> Deltas:

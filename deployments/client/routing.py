@@ -32,6 +32,8 @@ class Candidate:
     page_size: int = 16  # of its cache, in tokens
     num_pages: int = 0
     adapters: frozenset[str] = frozenset()  # short digests of those that its runner holds
+    sessions: frozenset[bytes] = frozenset()  # digests of those whose pages it keeps
+    unclaimed: int | None = None  # free pages that it keeps for no session; None: it has not said
 
     @property
     def load(self) -> int:
@@ -81,8 +83,9 @@ def cheapest(
 # caches go by, and forgets them as an engine would, least recently used first. So it knows what
 # is cached without a message more; it is wrong where another ingress or a restart has changed a
 # cache, and then a prompt is computed once more. Load against cached tokens in one sum is
-# Preble's (arXiv:2407.00023) and SGLang's router's idea; sessions are placed by rendezvous
-# hashing, on which all ingresses agree.
+# Preble's (arXiv:2407.00023) and SGLang's router's idea. Of sessions the engines themselves say
+# with each heartbeat whose pages they keep, so all ingresses agree; and how many pages are free,
+# for an engine without room makes another session wait.
 
 CACHED_WEIGHT = 2
 """A cached token is worth so much work ahead: to compute it elsewhere takes time, and pages there
@@ -117,7 +120,9 @@ class SentPages:
 class PrefixAware:
     """The engine with the least work ahead, where what is cached counts as work done.
 
-    A request of a session goes to the session's engine as long as that takes requests at all.
+    A session's prompt counts as cached at the engine that keeps its pages. What an engine has no
+    free pages for counts as work, of those whose pages it takes. A new session goes to one of the
+    engines that are even by the same draw at all ingresses.
     """
 
     def __init__(self) -> None:
@@ -127,19 +132,25 @@ class PrefixAware:
     def pick(self, request: EngineRequest, candidates: Sequence[Candidate]) -> Candidate:
         if len(candidates) == 1:  # nothing to learn from, and a long prompt takes a while to hash
             return candidates[0]
-        page_size = candidates[0].page_size
+        page_size, session = candidates[0].page_size, request.session
         chain = HashChain(page_size, request.prefix_keys)
         chain.extend(request.prompt)
-        if request.session:
-            chosen = max(candidates, key=lambda own: _draw(request, own))
+        digest = None if session is None else session.digest(request.tenant)
+
+        def cost(engine: Candidate) -> int:
+            cached = self._of(engine).match(chain.hashes)
+            if digest is None:
+                return engine.work_for(request) - CACHED_WEIGHT * page_size * cached
+            if digest in engine.sessions:
+                cached = len(chain.hashes)
+            missing = len(chain.hashes) - cached
+            taken = 0 if engine.unclaimed is None else max(missing - engine.unclaimed, 0)
+            return engine.work_for(request) + page_size * (taken - CACHED_WEIGHT * cached)
+
+        if digest is None:
+            chosen = cheapest(candidates, cost, self._last)
         else:
-            saved = {
-                own.name: CACHED_WEIGHT * page_size * self._of(own).match(chain.hashes)
-                for own in candidates
-            }
-            chosen = cheapest(
-                candidates, lambda own: own.work_for(request) - saved[own.name], self._last
-            )
+            chosen = min(candidates, key=lambda engine: (cost(engine), _draw(digest, engine)))
         self._last = chosen.name
         self._of(chosen).add(chain.hashes, chosen.num_pages)
         return chosen
@@ -148,8 +159,6 @@ class PrefixAware:
         return self._sent.setdefault(candidate.name, SentPages())
 
 
-def _draw(request: EngineRequest, candidate: Candidate) -> bytes:
-    """The session's ticket at an engine: the highest wins."""
-    assert request.session is not None
-    words = (request.tenant, request.session.name, candidate.name)
-    return sha256("\0".join(words).encode()).digest()
+def _draw(digest: bytes, candidate: Candidate) -> bytes:
+    """The session's ticket at an engine: of even engines the lowest wins."""
+    return sha256(digest + candidate.name.encode()).digest()

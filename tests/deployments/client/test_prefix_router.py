@@ -103,28 +103,46 @@ def test_one_engine_is_not_asked_about() -> None:
     assert not router._sent
 
 
-def test_sessions_stay_at_their_engine() -> None:
-    """Whatever they ask, whichever ingress, and however busy it is; as long as it is there."""
-    engines = [Candidate(name, page_size=PAGE, num_pages=100) for name in "abcd"]
+def test_sessions_stay_where_their_pages_are_kept() -> None:
+    """Whatever they ask, and whichever ingress; until the queue there costs more."""
+    engines = [Candidate(name, page_size=PAGE, num_pages=100, unclaimed=50) for name in "abcd"]
     routers = [PrefixAware(), PrefixAware()]
     homes = {}
     for number in range(40):
-        own = [
-            router.pick(request([turn] * 9, session=SessionRef(f"s{number}")), engines).name
-            for router in routers
-            for turn in range(3)
+        session = SessionRef(f"s{number}")
+        asked = request([number] * 36, session=session)
+        homes[number] = routers[0].pick(asked, engines).name
+        assert routers[1].pick(asked, engines).name == homes[number]  # with nothing heard yet
+        kept = [
+            replace(engine, sessions=frozenset([session.digest("")]))
+            if engine.name == homes[number]
+            else engine
+            for engine in engines
         ]
-        (homes[number],) = set(own)
+        changed = request([99 - number] * 36, session=session)
+        for running, stays in ((0, True), (1, True), (2, False)):
+            busy = [
+                replace(own, running=running * (own in kept and own.sessions != frozenset()))
+                for own in kept
+            ]
+            assert (PrefixAware().pick(changed, busy).name == homes[number]) == stays
+        other = request([1] * 36, session=session, tenant="other")
+        names = {PrefixAware().pick(other, kept).name for _ in range(2)}
+        assert len(names) == 1  # tenants choose labels for themselves only
     assert set(homes.values()) == set("abcd")
-    without = [own for own in engines if own.name != "a"]
-    for number, home in homes.items():
-        moved = routers[0].pick(request([1], session=SessionRef(f"s{number}")), without).name
-        assert moved == home or home == "a"
-    other = [
-        routers[0].pick(request([1], session=SessionRef("s1"), tenant=f"t{n}"), engines)
-        for n in range(9)
+
+
+def test_new_sessions_go_where_there_is_room() -> None:
+    engines = [
+        Candidate("a", page_size=PAGE, num_pages=100, unclaimed=3),
+        Candidate("b", page_size=PAGE, num_pages=100, unclaimed=30, waiting_tokens=20),
     ]
-    assert len(set(other)) > 1  # tenants choose labels for themselves only
+    for number in range(9):
+        asked = request([number] * 40, session=SessionRef(f"s{number}"))
+        assert PrefixAware().pick(asked, engines).name == "b"
+        assert PrefixAware().pick(request([number] * 40), engines).name == "a"
+    late = [engines[0], replace(engines[1], waiting_tokens=30)]
+    assert PrefixAware().pick(asked, late).name == "a"
 
 
 class Cache:
