@@ -169,13 +169,12 @@ class AgentLoad:
     def _ask(self, session: AgentSession, at: float, added: int) -> AgentTurn:
         output = self._scaled(self.plan.profile.output * session.rng.uniform(0.5, 1.5))
         session.asked += 1
-        session.tokens += added
         final = session.asked == session.turns
-        longest = self.plan.longest
-        if longest is not None:
+        if (longest := self.plan.longest) is not None:
             room = longest - session.tokens - output
-            final = final or room < longest // 8  # the largest turn that is taken
-            added = max(1, min(added, added + room))
+            added = max(1, min(added, room))
+            final = final or room - added < longest // 8
+        session.tokens += added
         return AgentTurn(at, session, added, output, final)
 
     def _pause(self, name: object) -> float:

@@ -1,5 +1,6 @@
 """Agents: the plan as a machine without a server, and the client that drives one."""
 
+import asyncio
 import heapq
 import itertools
 from typing import Any
@@ -79,12 +80,17 @@ def test_no_turn_is_longer_than_the_model_takes() -> None:
     assert max(turn.session.tokens for turn in turns) <= 2000 + SMALL.output
 
 
-async def test_it_drives_a_server(fake_server: FakeServer) -> None:
+def test_it_drives_a_server(fake_server: FakeServer) -> None:
     """Each turn sends all messages before it, under its session's name."""
     plan = AgentPlan(profile=SMALL, agents=2, sessions=1, scale=1 / 64, pauses=lambda _: 0.0)
-    async with httpx.AsyncClient(base_url=fake_server.url) as http:
-        client = AgentClient(http, "tiny", AgentLoad(plan))
-        await client.run()
+
+    async def drive() -> AgentClient:
+        async with httpx.AsyncClient(base_url=fake_server.url) as http:
+            client = AgentClient(http, "tiny", AgentLoad(plan))
+            await client.run()
+            return client
+
+    client = asyncio.run(drive())
     assert not client.errors
     figures = client.figures()
     assert figures.sessions == 2 and figures.longest_wait > 0
