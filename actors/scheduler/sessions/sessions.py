@@ -193,7 +193,7 @@ class SessionTable:
     def _forget_old(self, now: float) -> None:
         """Drops the sessions that have paused for long; if there are too many, the longest."""
         over = len(self._known) - MOST_SESSIONS
-        old = []
+        old: list[Session] = []
         for session in self._known.values():
             late = session.paused is not None and now - session.paused > FORGOTTEN_SESSION_SECONDS
             if not late and len(old) >= over:
