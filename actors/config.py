@@ -40,6 +40,7 @@ from rayfin.actors.settings.kv_disk import page_folder, require_disk, resolve_ho
 from rayfin.actors.settings.lora_limits import require_one_device
 from rayfin.actors.settings.spare_runners import require_spares
 from rayfin.actors.settings.state_snapshots import draft_states, resolve_snapshots
+from rayfin.actors.settings.worker_place import WorkerPlace, read_place
 from rayfin.actors.speculation import SpeculativeConfig, chosen_speculation, read_speculation
 from rayfin.cache.page_files import PageFolder
 
@@ -78,7 +79,9 @@ class EngineArgs:
     """One engine's settings, under the names of the CLI, ``LLM`` and Serve."""
 
     model: str = _flag(
-        "demo", "local folder, GGUF file, Hugging Face name, or 'demo' (the built-in toy model)"
+        "demo",
+        "local folder, GGUF file, Hugging Face name, address of a bucket (s3://, gs://, ...), or "
+        "'demo' (the built-in toy model)",
     )
     tokenizer: str | None = _flag(
         None, "folder or Hugging Face name of the tokenizer; default: the model's"
@@ -123,6 +126,11 @@ class EngineArgs:
         "with one rank; 0: none; default: 1 for a server where memory allows",
     )
     device: Device = _flag("auto", "auto uses a GPU if there is one")
+    placement: dict[str, Any] | None = _flag(
+        None,
+        "JSON object of each worker's place on a cluster: cpus, gpus (1 each), resources of Ray by "
+        'name, such as {"accelerator_type:L4": 0.001}, and strategy, PACK or SPREAD, of stages',
+    )
     seed: int = _flag(0, "random seed of dummy weights")
     max_model_len: int | None = _flag(
         None, "maximum length of prompt and output in tokens; default: the model's"
@@ -260,6 +268,7 @@ class EngineArgs:
         for name in ("hf_overrides", "mm_processor_kwargs"):
             if not isinstance(getattr(self, name), dict | None):
                 raise InvalidConfig(f"{name} must be an object", name)
+        read_place(self.placement)
         self._check_ranges()
         self._check_combinations()
 
@@ -364,6 +373,11 @@ class EngineArgs:
         plain: dict[str, Any] = {"runner": "generate", "convert": "none", "enable_lora": False}
         plain |= dict.fromkeys((*of_target, *drafting, "max_loras", "max_cpu_loras"))
         return replace(self, model=str(speculation.model), **plain)
+
+    @property
+    def place(self) -> WorkerPlace:
+        """What each worker asks of its node."""
+        return read_place(self.placement)
 
     @property
     def identity(self) -> str:

@@ -533,7 +533,7 @@ class RunnerGroup:
             ValueError: another actor has the name.
         """
         options: dict[str, Any] = {
-            "num_cpus": 0 if spare else 1,
+            "num_cpus": 0 if spare else self._args.place.cpus,
             "name": name,
             "namespace": NAMESPACE,
             "enable_task_events": False,  # Ray's GCS would keep a record of each step
@@ -541,7 +541,7 @@ class RunnerGroup:
         if self._detached:
             options["lifetime"] = "detached"
         if self._args.device == "cuda":
-            options["num_gpus"] = 1
+            options["num_gpus"] = self._args.place.gpus
         if self._placement is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 self._placement,

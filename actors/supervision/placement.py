@@ -14,8 +14,11 @@ def bundles(args: EngineArgs) -> list[dict[str, float]]:
 
     A bundle lies on one node, so the ranks of a stage are together.
     """
-    each = float(args.tensor_parallel_size)
-    bundle = {"CPU": each, "GPU": each} if args.device == "cuda" else {"CPU": each}
+    place, ranks = args.place, args.tensor_parallel_size
+    each = {"CPU": place.cpus, **place.resources}
+    if args.device == "cuda":
+        each["GPU"] = place.gpus
+    bundle = {name: amount * ranks for name, amount in each.items() if amount}
     return [bundle] * args.pipeline_parallel_size
 
 

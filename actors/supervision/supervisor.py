@@ -196,7 +196,8 @@ class Supervisor:
         self.name = name
         self._scheduler = self._create_scheduler()
         options = {} if self._id is None else {"name": name, "lifetime": "detached"}
-        self._placement = placement_group(bundles(self._args), strategy="PACK", **options)
+        strategy = self._args.place.strategy
+        self._placement = placement_group(bundles(self._args), strategy=strategy, **options)
 
     def _place_first_free(self) -> None:
         prefix, number = self.name, 0
