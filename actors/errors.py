@@ -49,8 +49,12 @@ before there is an answer. An error crosses actors by pickle, so each one keeps 
 ``args``.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
+
+RAISED = re.compile(r"rayfin\.actors\.errors\.(\w+): (.+)")
+"""One of these in a traceback: its class and its message."""
 
 
 class RayfinError(Exception):

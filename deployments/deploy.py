@@ -4,7 +4,6 @@
 """
 
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from ray.exceptions import RayActorError
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.errors import EngineUnavailable, InvalidConfig, RayfinError
+from rayfin.actors.errors import RAISED, EngineUnavailable, InvalidConfig, RayfinError
 from rayfin.actors.supervision.early_engine import EarlyEngine
 from rayfin.actors.timing import START_POLL_SECONDS
 from rayfin.deployments.app import bind_models
@@ -23,10 +22,9 @@ from rayfin.deployments.client.engine_names import engine_prefix
 from rayfin.deployments.edge.listen_options import PLAIN, ListenOptions
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.ports import require_free
-from rayfin.deployments.serve.preflight import InBackground, located
+from rayfin.deployments.serve.preflight import InBackground, shipped
 from rayfin.deployments.serve.server_args import ServerArgs
 
-RAISED = re.compile(r"rayfin\.actors\.errors\.(\w+): (.+)")
 Address = tuple[str, int, ListenOptions]
 
 
@@ -65,7 +63,7 @@ def start_on_serve(
 
 def _engine_ahead(app: str, model: ModelArgs) -> EarlyEngine:
     """Starts a model's engine now: Serve takes seconds to start what will watch it."""
-    return EarlyEngine(located(model.engine), engine_prefix(app, model.deployment))
+    return EarlyEngine(shipped(model.engine), engine_prefix(app, model.deployment))
 
 
 def _has_one_engine(server: ServerArgs) -> bool:

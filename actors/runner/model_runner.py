@@ -22,6 +22,7 @@ from rayfin.actors.messages import (
     SchedulerInfo,
     StepResult,
 )
+from rayfin.actors.model_files.bucket_folder import at_hand
 from rayfin.actors.parts import Need, front_tokens
 from rayfin.actors.runner.batch import (
     build_inputs,
@@ -79,7 +80,7 @@ class ModelRunner:
         place: ParallelRank | None = None,
         plugins: RunnerPlugins | None = None,
     ) -> None:
-        self._args = args
+        self._args = args = at_hand(args)
         self._plugins = plugins or RunnerPlugins()
         if self._plugins.proposer and place is not None and place.stages > 1:
             raise InvalidConfig("a pipeline cannot speculate", "pipeline_parallel_size")

@@ -17,7 +17,7 @@ from rayfin.deployments.offline.llm import UNLIMITED
 from rayfin.deployments.offline.local_client import LocalClient
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.model_service import load_text
-from rayfin.deployments.serve.preflight import check_model, located
+from rayfin.deployments.serve.preflight import check_model, shipped
 from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class InlineModel:
         self._adapters: AdapterNames | None = None
 
     async def open(self) -> OpenAIService:
-        self._client = client = await LocalClient.load(located(self._model.engine))
+        self._client = client = await LocalClient.load(shipped(self._model.engine))
         self._adapters = await own_adapters(self._model, client)
         return await service_over(self._model, client, self._adapters)
 
@@ -142,7 +142,7 @@ class ActorModel:
         self._started_ray = await asyncio.to_thread(start_ray)
         name = f"async-{uuid.uuid4().hex[:12]}"
         # Detached: they outlive a scheduler's death, and leave when their leases run out.
-        supervisor = Supervisor(located(self._model.engine), f"{name}/engine/", detached=True)
+        supervisor = Supervisor(shipped(self._model.engine), f"{name}/engine/", detached=True)
         await supervisor.start()
         self._supervisor = supervisor
         self._client = client = EnginePool(

@@ -60,6 +60,7 @@ from rayfin.deployments.serve.preflight import (
     end_tokens,
     generation_config_path,
     located,
+    shipped,
     tokenizer_path,
 )
 from rayfin.deployments.text.generation_prompt import ChatPrompt, render_prompt
@@ -159,7 +160,7 @@ class LLM:
             tool_guidance=tool_guidance,
         )
         self._checker = InlineChecker(self._tokenizer)
-        self._engine: OfflineEngine = start_engine(executor, located(args))
+        self._engine: OfflineEngine = start_engine(executor, shipped(args))
         self._pooling = OfflinePooling(
             self._engine, read_recipe(located(args)), self._text_side, args.model
         )

@@ -16,6 +16,7 @@ import tokenizers
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, RayfinError
 from rayfin.actors.media.kinds import SPEECH_MODELS, model_media
+from rayfin.actors.model_files.bucket_folder import bucket_folder, is_bucket
 from rayfin.actors.model_files.fast_tokenizer import chosen_class, chosen_name
 from rayfin.actors.model_files.files import model_json, read_object
 from rayfin.actors.model_files.generation import end_token_ids, generation_config
@@ -66,7 +67,7 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
     hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # one clear line at the end, not one for each retry
     found = located(args)
     _check_config(found, read_recipe(found))
-    if args.load_format != "dummy":
+    if args.load_format != "dummy" and not is_bucket(args.model):
         require_safetensors(found.model)
     _check_settings(args, found.model)
     if draft is not None:
@@ -191,7 +192,7 @@ def require_files(args: EngineArgs) -> None:
         raise InvalidConfig(f"{folder} holds no config.json", "model")
     if not folder.exists() and (folder.is_absolute() or args.model.startswith((".", "~"))):
         raise InvalidConfig(f"there is no folder {args.model}", "model")
-    if args.load_format != "dummy":
+    if args.load_format != "dummy" and not is_bucket(args.model):
         require_safetensors(str(folder))
     if folder.is_dir():
         _check_settings(args, str(folder))
@@ -199,7 +200,7 @@ def require_files(args: EngineArgs) -> None:
 
 def on_hub(name: str) -> bool:
     """Whether a model or tokenizer of that name is none of this machine's folders."""
-    if is_gguf(name):
+    if is_gguf(name) or is_bucket(name):
         return False  # it becomes a folder
     path = Path(model_path(name))
     return not (path.exists() or path.is_absolute() or name.startswith((".", "~")))
@@ -339,7 +340,10 @@ def model_path(name: str, **hub: Any) -> str:
     """A folder or a Hugging Face name; ``demo`` is the toy model that Rayfin brings along.
 
     A GGUF file becomes a folder first, which takes a while; ``hub`` says where on the Hub one is.
+    Of a bucket it is the folder of its small files on this node.
     """
+    if is_bucket(name):
+        return str(bucket_folder(name, weights=False))
     if is_gguf(name):
         return str(gguf_folder(name, **hub))
     return str(DEMO_FOLDER) if name == DEMO else name
@@ -356,6 +360,11 @@ def read_template(value: str | None) -> str | None:
     if value is not None and "{" not in value:
         return Path(value).read_text(encoding="utf-8")
     return value
+
+
+def shipped(args: EngineArgs) -> EngineArgs:
+    """The settings for engines, which may run on other nodes: there a bucket is read again."""
+    return args if is_bucket(args.model) else located(args)
 
 
 def generation_config_path(setting: str, args: EngineArgs) -> str | None:

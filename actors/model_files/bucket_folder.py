@@ -1,0 +1,152 @@
+"""Models out of object stores: a folder on each node that needs one, made once.
+
+It lies in a cache and is found by the address and by the files' names, sizes and times: new weights
+are another folder. Ingresses and builders read the small files alone, runners the weights too.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rayfin.actors.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from rayfin.actors.config import EngineArgs
+
+CACHE = "RAYFIN_BUCKET_CACHE"
+"""The environment variable with the folder of these folders; default ~/.cache/rayfin/buckets."""
+
+SCHEMES = ("s3://", "gs://", "gcs://", "abfs://", "abfss://", "azure://", "file://")
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
+CHUNK_BYTES = 8 << 20
+TRIES = 2  # of a file that changes while it is read
+SECRET = re.compile(r"//[^/@]*@(?!$)")
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+ANONYMOUS = "anonymous@"
+NO_PACKAGE = "object stores need a package: pip install 'rayfin[cloud]'"
+
+Listing = dict[str, tuple[int, int]]
+"""Sizes in bytes and times in ns of all files, by their paths below the address."""
+
+
+def is_bucket(name: str) -> bool:
+    """Whether a model's name is the address of a folder in an object store."""
+    return name.startswith(SCHEMES)
+
+
+def at_hand(args: "EngineArgs") -> "EngineArgs":
+    """The settings with a folder of this node, with its weights, in place of a bucket.
+
+    Raises:
+        InvalidConfig: as :func:`bucket_folder`.
+    """
+    if not is_bucket(args.model):
+        return args
+    tokenizer = args.tokenizer
+    if tokenizer is not None and is_bucket(tokenizer):
+        tokenizer = str(bucket_folder(tokenizer, weights=False))
+    return replace(args, model=str(bucket_folder(args.model)), tokenizer=tokenizer)
+
+
+def bucket_folder(uri: str, *, weights: bool = True) -> Path:
+    """The folder on this node with the files below an address; what is missing is read first.
+
+    ``anonymous@`` before the bucket's name reads without credentials; AWS_ENDPOINT_URL names
+    another store than Amazon's. One process of a node reads, the others wait.
+
+    Args:
+        weights: whether the weights are needed too.
+
+    Raises:
+        InvalidConfig: a package is missing, there is no such folder, the store refuses, or a file
+            changes while it is read.
+    """
+    shown = SECRET.sub("//", uri)
+    store, root = _open(uri, shown)
+    listing = _list(store, root, shown)
+    if "config.json" not in listing and "adapter_config.json" not in listing:
+        raise InvalidConfig(f"{shown} holds no config.json", "model")
+    kept = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "rayfin" / "buckets")
+    digest = hashlib.sha256(repr((uri.rstrip("/"), sorted(listing.items()))).encode()).hexdigest()
+    folder = kept / f"{root.rstrip('/').rpartition('/')[2]}-{digest[:16]}"
+    wanted = [name for name in listing if weights or not name.endswith(WEIGHTS)]
+    missing = [name for name in wanted if not (folder / name).is_file()]
+    if not missing:
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    with (kept / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for name in missing:
+            if not (folder / name).is_file():
+                _read(store, f"{root}/{name}", folder / name, listing[name][0], shown)
+    return folder
+
+
+def _open(uri: str, shown: str) -> tuple[Any, str]:
+    """The store and the path in it."""
+    try:
+        from pyarrow import fs
+    except ImportError:
+        raise InvalidConfig(f"{shown}: {NO_PACKAGE}", "model") from None
+    scheme, _, rest = uri.partition("://")
+    anonymous = rest.startswith(ANONYMOUS)
+    rest = rest.removeprefix(ANONYMOUS).rstrip("/")
+    try:
+        if scheme == "s3":
+            endpoint = next(filter(None, map(os.environ.get, ENDPOINTS)), None)
+            options: dict[str, Any] = {"anonymous": True} if anonymous else {}
+            if endpoint is not None:
+                way, _, host = endpoint.rpartition("://")
+                options |= {"endpoint_override": host, "scheme": way or "https"}
+            return fs.S3FileSystem(**options), rest
+        if scheme in ("gs", "gcs") and anonymous:
+            return fs.GcsFileSystem(anonymous=True), rest
+        known = {"azure": "abfss", "gcs": "gs"}.get(scheme, scheme)
+        store, path = fs.FileSystem.from_uri(f"{known}://{rest}")
+        return store, path.rstrip("/")
+    except (OSError, ValueError) as error:
+        raise _refused(shown, error) from error
+
+
+def _list(store: Any, root: str, shown: str) -> Listing:
+    from pyarrow import fs
+
+    try:
+        found = store.get_file_info(fs.FileSelector(root, recursive=True))
+    except (OSError, ValueError) as error:
+        raise _refused(shown, error) from error
+    return {
+        info.path[len(root) :].lstrip("/"): (info.size, info.mtime_ns or 0)
+        for info in found
+        if info.is_file
+    }
+
+
+def _read(store: Any, path: str, target: Path, size: int, shown: str) -> None:
+    """Reads a file; it has its name only when it is whole."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f"{target.name}.part")
+    try:
+        for _ in range(TRIES):
+            with store.open_input_stream(path) as source, part.open("wb") as written:
+                shutil.copyfileobj(source, written, CHUNK_BYTES)
+                written.flush()
+                os.fsync(written.fileno())
+            if part.stat().st_size == size:
+                part.rename(target)
+                return
+    except (OSError, ValueError) as error:
+        raise _refused(f"{shown}, {target.name}", error) from error
+    finally:
+        part.unlink(missing_ok=True)
+    raise InvalidConfig(f"{shown}: {target.name} changes while it is read", "model")
+
+
+def _refused(shown: str, error: Exception) -> InvalidConfig:
+    why = str(error).partition("\n")[0]
+    return InvalidConfig(f"{shown} cannot be read: {SECRET.sub('//', why)}", "model")

@@ -1,0 +1,88 @@
+"""Models out of a store: here that of the local files, which pyarrow reads as any other."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rayfin import LLM, SamplingParams
+from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.model_files import bucket_folder as module
+from rayfin.actors.model_files.bucket_folder import CACHE, bucket_folder
+from rayfin.deployments.serve.preflight import DEMO_FOLDER
+
+pytest.importorskip("pyarrow", reason="an extra")
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    return Path(shutil.copytree(DEMO_FOLDER, tmp_path / "bucket" / "demo"))
+
+
+def test_small_files_come_first_and_nothing_twice(
+    bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = f"file://{bucket}"
+    folder = bucket_folder(uri, weights=False)
+    names = {path.name for path in bucket.iterdir()}
+    assert {path.name for path in folder.iterdir()} == names - {"model.safetensors"}
+    assert bucket_folder(uri) == folder
+    for name in names:
+        assert (folder / name).read_bytes() == (bucket / name).read_bytes()
+    monkeypatch.setattr(module, "_read", None)  # a call would fail
+    assert bucket_folder(f"{uri}/") == bucket_folder(uri) == folder
+
+
+def test_new_weights_are_another_folder(bucket: Path) -> None:
+    before = bucket_folder(f"file://{bucket}", weights=False)
+    os.utime(bucket / "model.safetensors", (1, 1))
+    assert bucket_folder(f"file://{bucket}", weights=False) != before
+
+
+def test_a_file_that_was_cut_is_read_again_or_refused(
+    bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuts = 0
+    copy = shutil.copyfileobj
+
+    def cut(source: object, target: object, size: int) -> None:
+        nonlocal cuts
+        cuts += 1
+        if cuts <= most:
+            target.write(b"half")  # type: ignore[attr-defined]
+        else:
+            copy(source, target, size)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module.shutil, "copyfileobj", cut)
+    most = 2
+    with pytest.raises(InvalidConfig, match="changes while it is read"):
+        bucket_folder(f"file://{bucket}")
+    most = 3
+    folder = bucket_folder(f"file://{bucket}")
+    assert {path.name for path in folder.iterdir()} == {path.name for path in bucket.iterdir()}
+    for path in bucket.iterdir():
+        assert (folder / path.name).read_bytes() == path.read_bytes()
+
+
+def test_what_is_wrong_is_said_without_credentials(
+    bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InvalidConfig, match="cannot be read"):
+        bucket_folder(f"file://{bucket}-none")
+    (bucket / "config.json").unlink()
+    with pytest.raises(InvalidConfig, match="holds no config.json"):
+        bucket_folder(f"file://{bucket}")
+    error = OSError("https://key:secret@host/x has refused")
+    assert "secret" not in str(module._refused("s3://bucket", error))
+
+
+@pytest.mark.slow(reason="loads a model twice")
+def test_a_model_of_a_bucket_has_the_same_tokens(bucket: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8)
+    texts = []
+    for name in ("demo", f"file://{bucket}"):
+        with LLM(name, threads=1, kv_cache_memory=2**24) as llm:
+            texts.append(llm.generate("What is 3 + 4?", params, use_tqdm=False)[0].outputs[0])
+    assert texts[0].token_ids == texts[1].token_ids
