@@ -31,6 +31,12 @@ from rayfin.deployments.api.openai.decisions import DecisionRequest, SystemOneRe
 from rayfin.deployments.api.openai.replies import ChatCompletion, Completion
 from rayfin.deployments.api.openai.scoring import Scores, ScoringRequest
 from rayfin.deployments.api.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from rayfin.deployments.api.openai.tokens import (
+    AbortReply,
+    AbortRequest,
+    GenerateReply,
+    GenerateRequest,
+)
 from rayfin.deployments.api.responses.bodies import ResponsePromptBody, ResponseRequest
 from rayfin.deployments.api.responses.compact import CompactedResponse
 from rayfin.deployments.api.responses.replies import Response
@@ -70,6 +76,8 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/chat/completions/batch": BatchChatRequest,
     "/generative_scoring": ScoringRequest,
+    "/inference/v1/generate": GenerateRequest,
+    "/inference/v1/abort_requests": AbortRequest,
     "/v1/decisions": DecisionRequest,
     "/v1/systemone": SystemOneRequest,
     "/invocations": CompletionRequest,  # or a ChatCompletionRequest, which has messages
@@ -101,6 +109,8 @@ REPLIES: dict[str, type[BaseModel]] = {  # of handlers that write their reply
     "POST /v1/chat/completions": ChatCompletion,
     "POST /v1/chat/completions/batch": ChatCompletion,
     "POST /generative_scoring": Scores,
+    "POST /inference/v1/generate": GenerateReply,
+    "POST /inference/v1/abort_requests": AbortReply,
     "POST /v1/audio/transcriptions": Transcript,
     "POST /v1/audio/translations": Transcript,
     "POST /v1/responses": Response,
@@ -135,7 +145,7 @@ QUERIES: dict[str, list[dict[str, Any]]] = {  # parameters, which handlers read
 }
 STREAMED = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/invocations"),
-    "/v1/audio",
+    *("/v1/audio", "/inference/v1/generate"),
 )
 NEVER_STREAMED = (
     *("/v1/messages/count_tokens", "/v1/chat/completions/batch", "/v1/responses/compact"),
@@ -183,6 +193,7 @@ NEEDED: dict[str, dict[str, Any]] = {  # required fields, which handlers check
         "items": {"type": "array", "minItems": 1, "items": {"anyOf": [TEXT, IDS]}},
         "label_token_ids": IDS,
     },
+    "/inference/v1/generate": {"token_ids": IDS},
     "/invocations": {"prompt": {"anyOf": [TEXT, IDS]}},
     "/v1/messages": {"messages": MESSAGES},
     "/v1/messages/count_tokens": {"messages": MESSAGES},

@@ -19,6 +19,7 @@ GENERATING = frozenset(
         "/v1/chat/completions",
         "/v1/chat/completions/batch",
         "/generative_scoring",
+        "/inference/v1/generate",
         "/v1/decisions",
         "/v1/systemone",
         "/v1/responses",

@@ -1,0 +1,196 @@
+"""POST /inference/v1/generate: token ids in, token ids out, as in vLLM; streams can be resumed."""
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+from starlette.requests import Request
+
+from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.messages import TokenLogprob
+from rayfin.deployments.api.openai.bodies import CompletionRequest
+from rayfin.deployments.api.openai.completions import TextAdapter
+from rayfin.deployments.generation.choice import Choice
+from rayfin.deployments.generation.generation import Deltas, Generation
+from rayfin.deployments.generation.logprobs import (
+    ChatLogprobs,
+    LogprobsWriter,
+    PromptLogprobs,
+    prompt_logprobs,
+)
+from rayfin.deployments.generation.running import RunningRequests
+from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.generation.usage import Usage
+from rayfin.deployments.http.json_body import rename_error_params, validate
+from rayfin.deployments.http.request_id import LABEL
+from rayfin.deployments.text.checks import missing
+from rayfin.deployments.text.output import TextDelta
+
+IDS = "token_ids"
+LACKING = {
+    "features": "images and audio go through /v1/chat/completions",
+    "content_parts": "images and audio go through /v1/chat/completions",
+    "prompt": "a text goes through /v1/completions",
+    "kv_transfer_params": "nothing is transferred",
+    "ec_transfer_params": "nothing is transferred",
+}
+"""Members of vLLM's that are refused, and why."""
+
+OF_THE_BODY = frozenset({"prompt", "model", "stream", "cache_salt", "priority", "echo"})
+"""Fields of a completion that ``sampling_params`` cannot set."""
+
+
+class GenerateRequest(BaseModel):
+    """Token ids, and the settings of vLLM's ``SamplingParams``."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    request_id: str | None = None
+    token_ids: list[int] | None = None
+    sampling_params: dict[str, Any] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    return_token_ids: bool | None = None  # the prompt's too
+    output_mode: Literal["tokens", "text"] | None = None
+
+    def completion(self, context: int) -> CompletionRequest:
+        """Returns the same as a completion request, checked; without a limit it fills the context.
+
+        Raises:
+            InvalidRequest: a member is missing, wrong, or one that Rayfin lacks.
+        """
+        for name, why in LACKING.items():
+            if (self.model_extra or {}).get(name):
+                raise InvalidRequest(f"{name}: {why}.", name, "unsupported_parameter")
+        if self.token_ids is None:
+            raise missing(IDS)
+        if not self.token_ids:
+            raise InvalidRequest(f"{IDS} must hold at least one token.", IDS, "empty_array")
+        if self.request_id is not None and not LABEL.fullmatch(self.request_id):
+            raise InvalidRequest(
+                "request_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ -", "request_id"
+            )
+        given = self.sampling_params or {}
+        if fixed := OF_THE_BODY & given.keys():
+            shown = ", ".join(sorted(fixed))
+            raise InvalidRequest(f"sampling_params must not have {shown}.", "sampling_params")
+        beside: dict[str, Any] = {"prompt": self.token_ids, "stream_options": self.stream_options}
+        beside |= {"stream": self.stream, "cache_salt": self.cache_salt, "priority": self.priority}
+        settings = {name: value for name, value in given.items() if value is not None}
+        with rename_error_params({"prompt": IDS}):
+            return validate({"max_tokens": context, **settings, **beside}, CompletionRequest)
+
+
+class TokenChoice(BaseModel):
+    index: int
+    token_ids: list[int] | None = None
+    text: str | None = None
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class GenerateReply(BaseModel):
+    request_id: str
+    choices: list[TokenChoice]
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    usage: Usage | None = None
+    kv_transfer_params: None = None
+
+
+class AbortRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    request_ids: list[str]
+
+
+class AbortReply(BaseModel):
+    aborted: list[str]  # those that ran
+
+
+class TokensAdapter(TextAdapter):
+    """One request of token ids; ``running`` are those of this process that may be aborted."""
+
+    def __init__(
+        self, service: OpenAIService, body: GenerateRequest, running: RunningRequests
+    ) -> None:
+        self._asked = body.completion(service.max_model_len)
+        super().__init__(service, self._asked)
+        self._id = body.request_id or self._cursor.request_id
+        self._running = running
+        self._as_text = body.output_mode == "text"
+        self._shows_prompt = bool(body.return_token_ids)
+        named = bool(self._asked.logprob_token_ids)
+        self._scores = LogprobsWriter(service.tokenizer, self._asked.logprobs, True, named)
+
+    def param_names(self) -> dict[str, str]:
+        return {"prompt": IDS}
+
+    async def prepare(self, request: Request) -> Generation:
+        if self._id in self._running:
+            raise InvalidRequest(f"A request {self._id!r} runs.", "request_id")
+        return await super().prepare(request)
+
+    def run(self, generation: Generation) -> Deltas:
+        return self._running.run(self._id, generation)
+
+    def reply(self, generation: Generation) -> str:
+        prompt, scores = generation.prompts[0], None
+        if (asked := self._asked.prompt_logprobs) is not None:
+            scores = prompt_logprobs(prompt.ids, prompt.scores, asked, self._service.tokenizer)
+        choices = [
+            self._choice(choice, choice.token_ids, "".join(choice.text), choice.logprobs)
+            for choice in generation.choices
+        ]
+        return GenerateReply(
+            request_id=self._id,
+            choices=choices,
+            prompt_token_ids=prompt.ids if self._shows_prompt else None,
+            prompt_logprobs=scores,
+            usage=generation.usage(),
+        ).model_dump_json()
+
+    def events(self, choice: Choice, delta: TextDelta) -> list[str]:
+        self._cursor.advance(choice, delta)
+        if not (delta.text or delta.finish_reason or delta.token_ids):
+            return []  # a part of the prompt is computed
+        first = self._shows_prompt and choice.index not in self._started
+        self._started.add(choice.index)
+        chunk = GenerateReply(
+            request_id=self._id,
+            choices=[self._choice(choice, delta.token_ids, delta.text, delta.logprobs)],
+            prompt_token_ids=choice.prompt.ids if first else None,
+        )
+        return [self._cursor.event(chunk.model_dump_json(), choice)]
+
+    def _choice(
+        self, choice: Choice, ids: list[int], text: str, entries: list[TokenLogprob]
+    ) -> TokenChoice:
+        scored = self._asked.logprobs is not None
+        return TokenChoice(
+            index=choice.index,
+            token_ids=None if self._as_text else ids,
+            text=text if self._as_text else None,
+            logprobs=self._scores.chat(ids, entries) if scored else None,
+            finish_reason=choice.last.finish_reason,
+            stop_reason=choice.last.stop_reason,
+        )
+
+
+def abort(running: RunningRequests, service: OpenAIService, body: AbortRequest) -> str:
+    """Ends requests of this process by the ids that their clients gave; returns the reply.
+
+    Raises:
+        InvalidRequest: there are several ingresses, and others may have them.
+    """
+    if service.settings.get("ingress_replicas", 1) > 1:
+        raise InvalidRequest(
+            "abort_requests knows those of one HTTP replica, and this server has several: close a "
+            "request's connection instead, which aborts it; /admin/drain stops an engine.",
+            "request_ids",
+        )
+    return json.dumps({"aborted": running.abort(body.request_ids)})
