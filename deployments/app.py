@@ -1,7 +1,7 @@
 """The wiring of a Rayfin application, top to bottom: what ``serve deploy`` imports."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from rayfin.deployments.serve.engine import EngineDeployment
 from rayfin.deployments.serve.free_resources import has_room
 from rayfin.deployments.serve.ingress import IngressDeployment, reply_settings
 from rayfin.deployments.serve.model_args import SECRETS, ModelArgs, several_models
-from rayfin.deployments.serve.preflight import located
+from rayfin.deployments.serve.preflight import located, shipped
 from rayfin.deployments.serve.server_args import (
     ADMIN_KEY_VARIABLES,
     AppArgs,
@@ -44,13 +44,19 @@ def build_app(args: AppArgs) -> Application:  # type: ignore[valid-type]
     settings: dict[str, Any] = args.model_dump(exclude_unset=True)  # type: ignore[attr-defined]
     models = settings.pop("models", None)
     server, engine_args = split_args(settings)
+    server = with_keys(server)
+    if models is None:
+        return bind_app(server, engine_args)
+    return bind_models(server, engine_args, several_models(server, engine_args, models))
+
+
+def with_keys(server: ServerArgs) -> ServerArgs:
+    """The settings with the keys of the environment, where they name none."""
     if server.api_key is None and server.api_key_file is None:
         server = replace(server, api_key=key_of_environment())
     if server.admin_api_key is None:
         server = replace(server, admin_api_key=key_of_environment(ADMIN_KEY_VARIABLES))
-    if models is None:
-        return bind_app(server, engine_args)
-    return bind_models(server, engine_args, several_models(server, engine_args, models))
+    return server
 
 
 def bind_app(server: ServerArgs, engine_args: EngineArgs) -> Application:
@@ -59,21 +65,25 @@ def bind_app(server: ServerArgs, engine_args: EngineArgs) -> Application:
 
 
 def bind_models(
-    server: ServerArgs, engine_args: EngineArgs, models: Sequence[ModelArgs]
+    server: ServerArgs,
+    engine_args: EngineArgs,
+    models: Sequence[ModelArgs],
+    options: Mapping[str, Any] | None = None,
 ) -> Application:
     """Models behind one OpenAI API: an ingress deployment over one of engines for each model.
 
-    ``server`` and ``engine_args`` say what is not a model's own: keys, quotas, logs.
+    ``server`` and ``engine_args`` say what is not a model's own: keys, quotas, logs. ``options``
+    are of Serve, for the ingress.
     """
     ingress_class: Any = IngressDeployment  # Ray's stubs lose what @serve.deployment adds
     drain = server.shutdown_timeout
-    engines = [bind_engines(model, drain) for model in models]
-    ingress = ingress_class.options(
-        **serve_logs(engine_args),
-        num_replicas=server.ingress_replicas,
-        max_surge_percent=ONE_MORE,
-        graceful_shutdown_timeout_s=max(drain, INGRESS_DRAIN_SECONDS),
-    )
+    engines = [bind_engines(model) for model in models]
+    usual: dict[str, Any] = {
+        "num_replicas": server.ingress_replicas,
+        "max_surge_percent": ONE_MORE,
+        "graceful_shutdown_timeout_s": max(drain, INGRESS_DRAIN_SECONDS),
+    }
+    ingress = ingress_class.options(**serve_logs(engine_args), **(usual | dict(options or {})))
     # It imports transformers, which the command has no use for until Ray has started.
     from rayfin.actors.media.kinds import model_media
 
@@ -119,19 +129,24 @@ def bind_models(
     return app
 
 
-def bind_engines(model: ModelArgs, drain: float) -> Application:
-    """The engines of one model, which get ``drain`` seconds to finish when they are to go."""
+def bind_engines(model: ModelArgs) -> Application:
+    """The engines of one model, which get its ``shutdown_timeout`` to finish when they must go."""
+    drain = model.server.shutdown_timeout
     engine_class: Any = EngineDeployment
     number = number_of_engines(model.server)
     # The autoscaler's number is not known here; more engines than these start one by one.
     least = number["num_replicas"] or model.server.min_engines or 0
-    bound: Application = engine_class.options(
-        **serve_logs(model.engine),
-        **number,
-        name=model.deployment,
-        max_surge_percent=ONE_MORE if has_room(model.engine, model.deployment, least) else 0,
-        graceful_shutdown_timeout_s=HANDOVER_SECONDS + drain + ENGINE_STOP_SECONDS,
-    ).bind(located(model.engine), drain, model.server.batch_scale)
+    if "autoscaling_config" in number:
+        number["autoscaling_config"] |= model.autoscaling
+    usual = {
+        "name": model.deployment,
+        "max_surge_percent": ONE_MORE if has_room(model.engine, model.deployment, least) else 0,
+        "graceful_shutdown_timeout_s": HANDOVER_SECONDS + drain + ENGINE_STOP_SECONDS,
+    }
+    options = serve_logs(model.engine) | number | usual | dict(model.options)
+    bound: Application = engine_class.options(**options).bind(
+        shipped(model.engine), drain, model.server.batch_scale, model.ongoing_requests
+    )
     return bound
 
 

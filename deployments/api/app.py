@@ -34,6 +34,13 @@ from rayfin.deployments.api.openai.decisions import (
 )
 from rayfin.deployments.api.openai.scoring import ScoringAdapter, ScoringRequest
 from rayfin.deployments.api.openai.tokenize import add_tokenize_routes
+from rayfin.deployments.api.openai.tokens import (
+    LACKING,
+    AbortRequest,
+    GenerateRequest,
+    TokensAdapter,
+    abort,
+)
 from rayfin.deployments.api.openapi import add_openapi
 from rayfin.deployments.api.responses.routes import add_response_routes
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
@@ -43,6 +50,7 @@ from rayfin.deployments.batches.message_batches import add_message_batch_routes
 from rayfin.deployments.batches.routes import add_batch_routes
 from rayfin.deployments.edge.middleware import OperatorMiddleware, RootPath
 from rayfin.deployments.generation.route import GenerationRoute
+from rayfin.deployments.generation.running import RunningRequests
 from rayfin.deployments.generation.service import OpenAIService, ServedModels
 from rayfin.deployments.http.anthropic_errors import AnthropicErrors
 from rayfin.deployments.http.errors import add_error_handlers
@@ -57,6 +65,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 def build_api(
     *services: OpenAIService,
+    models: ServedModels | None = None,
     responses: ResponseStoreClient | None = None,
     batches: BatchFolder | None = None,
     outer: Mapping[str, Middleware | None] | None = None,
@@ -66,10 +75,11 @@ def build_api(
     The handlers read their bodies; ``add_openapi`` describes them.
 
     Args:
+        models: in place of the services, where more may join.
         responses: the stored responses; by default a store in this process.
         batches: the folder of files and batches; None: the routes answer that there is none.
     """
-    models = ServedModels(services)
+    models = models or ServedModels(services)
     service = models.first  # has what all share
     app = FastAPI(
         title="Rayfin",
@@ -82,6 +92,7 @@ def build_api(
     )
     add_error_handlers(app, log_stack=service.edge.log_error_stack)
     add_completion_routes(app, models)
+    add_token_routes(app, models)
     add_response_routes(app, models, responses or ResponseStoreClient())
     add_message_routes(app, models)
     add_ollama_routes(app, models)
@@ -96,7 +107,7 @@ def build_api(
     if service.edge.web:
         add_web_routes(app, models, batches)
     if service.edge.admin_keys is not None:
-        add_admin_routes(app, [operated(each) for each in services])
+        add_admin_routes(app, [operated(each) for each in models.services])
     add_openapi(app, docs=service.edge.docs, root_path=service.edge.root_path)
     return app
 
@@ -170,6 +181,23 @@ def add_completion_routes(app: FastAPI, models: ServedModels) -> None:
         if "messages" in value:
             return await chat(request, validate(value, ChatCompletionRequest))
         return await complete(request, validate(value, CompletionRequest))
+
+
+def add_token_routes(app: FastAPI, models: ServedModels) -> None:
+    running = RunningRequests()
+
+    @app.post("/inference/v1/generate")
+    async def generate(request: Request) -> Response:
+        body = await read_body(request, GenerateRequest)
+        service = await models.resolve_model(request, body.model)
+        adapter = TokensAdapter(service, body, running)
+        headers = ignored_header(list((body.model_extra or {}).keys() - LACKING.keys()))
+        return await GenerationRoute(adapter).answer(request, headers)
+
+    @app.post("/inference/v1/abort_requests")
+    async def abort_requests(request: Request) -> Response:
+        body = await read_body(request, AbortRequest)
+        return Response(abort(running, models.first, body), media_type="application/json")
 
 
 def add_message_routes(app: FastAPI, models: ServedModels) -> None:

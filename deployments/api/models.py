@@ -58,6 +58,10 @@ def add_model_routes(app: FastAPI, models: ServedModels) -> None:
             for service in models.services
             for ref in models.adapters_of(service)
         ]
+        cards += [
+            ModelCard(id=name, created=0, root=name, max_model_len=0, permission=[])
+            for name in models.failed
+        ]
         return ModelList(data=cards)
 
     @app.get("/v1/models/{name:path}")

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from starlette.requests import Request
 
 from rayfin.actors.adapters.part import AdapterRef
-from rayfin.actors.errors import InvalidConfig, ModelNotFound, ModelNotSupported, NotPermitted
+from rayfin.actors.errors import (
+    EngineUnavailable,
+    InvalidConfig,
+    ModelNotFound,
+    ModelNotSupported,
+    NotPermitted,
+)
 from rayfin.actors.media.kinds import MediaKind
 from rayfin.actors.parts import RequestPart
 from rayfin.actors.pooling.recipe import PoolingRecipe
@@ -110,20 +116,36 @@ class ServedModels:
     What the whole ingress shares (its edge, load, quotas and stored answers) is
     the same object in all of them. The first model is for requests that name none.
 
+    Args:
+        failed: why models have no engine, by their names; they may join later.
+
     Raises:
         InvalidConfig: two models have the same name.
     """
 
-    def __init__(self, services: Sequence[OpenAIService]) -> None:
-        self.services = tuple(services)
+    def __init__(
+        self, services: Sequence[OpenAIService], failed: Mapping[str, str] | None = None
+    ) -> None:
+        self.services: tuple[OpenAIService, ...] = ()
+        self.failed = dict(failed or {})
         self._by_name: dict[str, OpenAIService] = {}
-        for service in self.services:
-            for name in service.model_names:
-                if name in self._by_name:
-                    raise InvalidConfig(
-                        f"served_model_name {name!r} is used twice", "served_model_name"
-                    )
-                self._by_name[name] = service
+        for service in services:
+            self.join(service)
+
+    def join(self, service: OpenAIService) -> None:
+        """Adds a model, which may have failed before.
+
+        Raises:
+            InvalidConfig: another one has its name.
+        """
+        for name in service.model_names:
+            if name in self._by_name:
+                raise InvalidConfig(
+                    f"served_model_name {name!r} is used twice", "served_model_name"
+                )
+            self._by_name[name] = service
+            self.failed.pop(name, None)
+        self.services += (service,)
 
     @property
     def first(self) -> OpenAIService:
@@ -151,11 +173,14 @@ class ServedModels:
 
         Raises:
             ModelNotFound: there is no such model.
+            EngineUnavailable: it has failed to start.
         """
         if name is None:
             return self.first
         if name in self._by_name:
             return self._by_name[name]
+        if name in self.failed:
+            raise EngineUnavailable(f"the model `{name}` has failed: {self.failed[name]}", "model")
         for service, own in self._candidates(name):
             if service.adapters is not None and own in service.adapters.refs:
                 return service.with_adapter(service.adapters.refs[own], name)
@@ -172,9 +197,9 @@ class ServedModels:
     def _candidates(self, name: str) -> Iterator[tuple[OpenAIService, str]]:
         """The models that may have an adapter ``name``, and its name there; also of Ray's form
         ``model:adapter``."""
-        base, colon, adapter = name.rpartition(":")
-        if colon and base in self._by_name:
-            yield self._by_name[base], adapter
+        for base in sorted(self._by_name, key=len, reverse=True):  # a name may hold a colon
+            if name.startswith(f"{base}:"):
+                yield self._by_name[base], name.removeprefix(f"{base}:")
         yield from ((service, name) for service in self.services)
 
     async def resolve_model(self, request: Request, name: str | None) -> OpenAIService:

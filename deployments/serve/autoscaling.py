@@ -23,7 +23,13 @@ PAGE_SHARE = 0.8
 TTFT_SECONDS = 2.0
 """... and the time that its queue takes at the pace at which it was admitted from so far."""
 
-TARGETS = {"waiting_tokens": WAITING_TOKENS, "page_share": PAGE_SHARE, "ttft": TTFT_SECONDS}
+ONGOING = 1.0
+"""... and its requests, as a share of ``target_ongoing_requests`` where an operator has set it."""
+
+TARGETS = {
+    **{"waiting_tokens": WAITING_TOKENS, "page_share": PAGE_SHARE, "ttft": TTFT_SECONDS},
+    "ongoing": ONGOING,
+}
 
 FORGETTING = 0.7
 """Per report: the pace of admission is a moving mean."""
@@ -72,10 +78,12 @@ class AutoscalingReport:
 
     Args:
         batches: background requests count too.
+        ongoing_requests: over so many in an engine another one is wanted.
     """
 
-    def __init__(self, batches: bool = False) -> None:
+    def __init__(self, batches: bool = False, ongoing_requests: float | None = None) -> None:
         self._batches = batches
+        self._ongoing = ongoing_requests
         self._before: EngineStats | None = None
         self._at = 0.0
         self._pace = 0.0  # prompt tokens admitted a second, while some waited
@@ -102,7 +110,13 @@ class AutoscalingReport:
             "page_share": held / stats.pages_total if stats.pages_total else 0.0,
             "ttft": stats.waiting_tokens / self._pace if self._pace else 0.0,
             "busy": 1.0 if busy else 0.0,
+            **self._requests(stats),
         }
+
+    def _requests(self, stats: EngineStats) -> dict[str, float]:
+        if self._ongoing is None:
+            return {}
+        return {"ongoing": (stats.running + stats.waiting) / self._ongoing}
 
 
 def _work(stats: EngineStats) -> tuple[int, int]:

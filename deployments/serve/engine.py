@@ -39,11 +39,15 @@ class EngineDeployment:
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, args: EngineArgs, drain_seconds: float, batches_scale: bool = False
+        self,
+        args: EngineArgs,
+        drain_seconds: float,
+        batches_scale: bool = False,
+        ongoing_requests: float | None = None,
     ) -> None:
         set_up(args.log_format, args.log_level)
         self._drain_seconds = drain_seconds
-        self._report = AutoscalingReport(batches_scale)
+        self._report = AutoscalingReport(batches_scale, ongoing_requests)
         own = serve.get_replica_context()
         self._app = own.app_name
         prefix = engine_prefix(own.app_name, own.deployment)

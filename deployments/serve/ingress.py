@@ -1,6 +1,8 @@
 """The Serve deployment that speaks HTTP: text at the edge, tokens over plain actor handles."""
 
 import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -22,9 +24,12 @@ from rayfin.deployments.generation.reply_settings import ReplySettings
 from rayfin.deployments.http.idempotency import AnswerStore
 from rayfin.deployments.http.layers import HttpSettings
 from rayfin.deployments.http.request_id import REQUEST_ID
+from rayfin.deployments.serve.handle_calls import HandleCalls
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.server_args import ServerArgs
 from rayfin.deployments.telemetry.load import Load
+
+Replies = AsyncGenerator[Any, None]
 
 
 @serve.deployment(
@@ -57,12 +62,17 @@ class IngressDeployment:
         # Here, for they take a second to import, and the command that deploys this needs none.
         from rayfin.deployments.api.responses.store import ResponseStore
         from rayfin.deployments.api.responses.store_client import ResponseStoreClient
-        from rayfin.deployments.serve.model_service import model_service, prepare_text
+        from rayfin.deployments.serve.model_service import (
+            first_services,
+            model_service,
+            prepare_text,
+        )
         from rayfin.deployments.serve.response_store import store_calls
 
         set_up(models[0].engine.log_format, models[0].engine.log_level)
         lower_priority()
         self._models = models
+        self._calls: HandleCalls | None = None
         replica = serve.get_replica_context().replica_id.unique_id
         shared: dict[str, Any] = {
             "load": Load(),
@@ -82,21 +92,64 @@ class IngressDeployment:
             self._batches = open_folder(server)
         # The services load theirs side by side.
         await asyncio.to_thread(prepare_text, models)
-        self._services = await asyncio.gather(
-            *(
-                model_service(place, model, own, shared)
-                for place, (model, own) in enumerate(zip(models, engines, strict=True))
-            )
-        )
+        loading = {
+            asyncio.create_task(model_service(place, model, own, shared)): model
+            for place, (model, own) in enumerate(zip(models, engines, strict=True))
+        }
+        self._served = await first_services(loading)
 
     async def __del__(self) -> None:  # Serve awaits it at the end, when all requests have ended
-        for service in getattr(self, "_services", ()):
+        served = getattr(self, "_served", None)
+        for service in () if served is None else served.services:
             service.client.close()
             if service.adapters is not None:
                 service.adapters.close()
             service.checker.close()
             if service.tracing is not None:
                 await asyncio.to_thread(service.tracing.close)
+
+    # Ray's methods of an LLM deployment, for handles with ``stream=True``.
+
+    async def chat(self, request: Any, raw_request_info: object = None) -> Replies:
+        """Yields the answer to a chat completion request, or its events."""
+        async for part in self._post("/v1/chat/completions", request):
+            yield part
+
+    async def completions(self, request: Any, raw_request_info: object = None) -> Replies:
+        """Yields the answer to a completion request, or its events."""
+        async for part in self._post("/v1/completions", request):
+            yield part
+
+    async def embeddings(self, request: Any, raw_request_info: object = None) -> Replies:
+        """Yields the answer to a request for embeddings."""
+        async for part in self._post("/v1/embeddings", request):
+            yield part
+
+    async def score(self, request: Any, raw_request_info: object = None) -> Replies:
+        """Yields the answer to a request for scores."""
+        async for part in self._post("/score", request):
+            yield part
+
+    async def tokenize(self, request: Any, raw_request_info: object = None) -> Replies:
+        """Yields the tokens of a text or conversation."""
+        async for part in self._post("/tokenize", request):
+            yield part
+
+    async def detokenize(self, request: Any, raw_request_info: object = None) -> Replies:
+        """Yields the text of tokens."""
+        async for part in self._post("/detokenize", request):
+            yield part
+
+    def _post(self, path: str, body: Any) -> Replies:
+        """Asks the API in this process; who has a handle needs no key."""
+        if self._calls is None:
+            from rayfin.deployments.api.app import build_api
+
+            inner = HttpSettings(web=False)
+            self._calls = HandleCalls(
+                build_api(*(replace(service, edge=inner) for service in self._served.services))
+            )
+        return self._calls.post(path, body)
 
     async def served_models(self) -> list[ModelArgs]:
         """What other processes need to use the engines (offline/connect.py), without keys."""
@@ -111,7 +164,7 @@ class IngressDeployment:
             "flow": Middleware(ReplicaFlow),
         }
         return build_api(
-            *self._services, responses=self._responses, batches=self._batches, outer=outer
+            models=self._served, responses=self._responses, batches=self._batches, outer=outer
         )
 
 

@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ class ModelArgs:
     engine: EngineArgs
     deployment: str = ENGINE
     from_zero: bool = False  # its engines are started when they are asked for
+    options: Mapping[str, Any] = field(default_factory=dict)  # of Serve, for its engines
+    autoscaling: Mapping[str, Any] = field(default_factory=dict)  # the same, of their number
+    ongoing_requests: float | None = None  # of an engine, over which another one is wanted
 
     def __post_init__(self) -> None:
         if self.server.adapter_flags().any and not self.engine.enable_lora:
@@ -56,16 +59,22 @@ class ModelArgs:
 
 
 def several_models(
-    server: ServerArgs, engine: EngineArgs, settings: Sequence[Mapping[str, Any]]
+    server: ServerArgs,
+    engine: EngineArgs,
+    settings: Sequence[Mapping[str, Any]],
+    path: str = "models",
 ) -> list[ModelArgs]:
     """One for each of ``settings``, which say what differs from ``server`` and ``engine``.
+
+    Args:
+        path: of the settings, for errors.
 
     Raises:
         InvalidConfig: a setting that is none of a model's, or names that are not different.
     """
     made: list[ModelArgs] = []
     for place, given in enumerate(settings):
-        param = f"models[{place}]"
+        param = f"{path}[{place}]"
         own = _checked(given, param)
         if "model" not in own:
             raise InvalidConfig(f"{param} must name its model", param)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,13 +12,14 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
-from rayfin.actors.errors import EngineUnavailable, InvalidConfig
+from rayfin.actors.errors import RAISED, EngineUnavailable, InvalidConfig
 from rayfin.actors.media.load import load_processor
 from rayfin.actors.messages import EngineInfo
 from rayfin.actors.metrics.hub import HubSettings, start_hub
 from rayfin.actors.metrics.ledger import CounterReport
 from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.pooling.recipe import PoolingRecipe
+from rayfin.actors.timing import HANDOVER_POLL_SECONDS
 from rayfin.deployments.adapters.names import AdapterNames
 from rayfin.deployments.adapters.registry import RegistryClient
 from rayfin.deployments.client.engine_names import engine_prefix, find_engines
@@ -26,7 +27,7 @@ from rayfin.deployments.client.metered import MeteredEngineClient
 from rayfin.deployments.client.pool import EnginePool, Patience
 from rayfin.deployments.client.wait_for_engine import WaitingRoom, starter
 from rayfin.deployments.generation.build_requests import sampling_defaults
-from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.generation.service import OpenAIService, ServedModels
 from rayfin.deployments.guidance.grammar_check import ProcessChecker
 from rayfin.deployments.media.read_embeds import EmbedsReader
 from rayfin.deployments.media.reader import MediaReader
@@ -38,6 +39,7 @@ from rayfin.deployments.serve.preflight import (
     located,
     needs_auto_classes,
     read_template,
+    shipped,
     tokenizer_path,
 )
 from rayfin.deployments.serve.server_args import ServerArgs
@@ -50,6 +52,7 @@ from rayfin.deployments.text.tokenizer import Tokenizer
 if TYPE_CHECKING:  # its packages are an extra
     from rayfin.deployments.telemetry.tracing import Tracing
 
+FAILED = "failed to start"  # in what Serve says of a deployment
 NO_TRACING = "otlp_traces_endpoint needs some packages: pip install -e '.[tracing]'"
 
 
@@ -144,6 +147,67 @@ async def model_service(
     return service
 
 
+async def first_services(
+    loading: Mapping["asyncio.Task[OpenAIService]", ModelArgs],
+) -> ServedModels:
+    """The models of an ingress: all, or those that can be served if the others have failed.
+
+    Those join when their engines come up all the same. An update waits for all of its models, so
+    that the ones before it stay.
+
+    Raises:
+        RayfinError: of a model; its ingress cannot start.
+    """
+    app, waiting = serve.get_replica_context().app_name, set(loading)
+    reasons: dict[str, str | None] = {}
+    while waiting:
+        done, waiting = await asyncio.wait(waiting, timeout=HANDOVER_POLL_SECONDS)
+        for task in done:
+            task.result()
+        if waiting and len(waiting) < len(loading):
+            models = [loading[task] for task in waiting]
+            found = await asyncio.gather(
+                *(asyncio.to_thread(why_failed, app, model.deployment) for model in models)
+            )
+            reasons = {model.names[0]: why for model, why in zip(models, found, strict=True)}
+            if all(reasons.values()):
+                break
+    failed = {
+        name: reasons[model.names[0]] or ""
+        for task, model in loading.items()
+        for name in model.names
+        if task in waiting
+    }
+    for name, why in failed.items():
+        logger.error("%s is not served: %s", name, why)
+    served = ServedModels([task.result() for task in loading if task not in waiting], failed)
+    for task in waiting:
+        task.add_done_callback(partial(_join, served))
+    return served
+
+
+def _join(served: ServedModels, task: "asyncio.Task[OpenAIService]") -> None:
+    if task.cancelled():
+        return
+    if (error := task.exception()) is not None:
+        logger.error("a model cannot join: %s", error)
+        return
+    served.join(task.result())
+    logger.info("%s is served now", task.result().name)
+
+
+def why_failed(app: str, deployment: str) -> str | None:
+    """Why the engines of a deployment cannot start; None if they may, or if some are there."""
+    status = serve.status().applications.get(app)
+    if status is None or deployment not in status.deployments:
+        return None
+    message = status.deployments[deployment].message
+    if FAILED not in message or find_engines(app, deployment):
+        return None
+    said = RAISED.findall(message)
+    return said[-1][1] if said else message.strip().splitlines()[-1]
+
+
 async def adapter_names(app: str, model: ModelArgs, client: EnginePool) -> AdapterNames | None:
     """The adapters of a served model, which all processes of an application know by their names."""
     flags = model.adapters
@@ -171,7 +235,7 @@ def engine_pool(
             args.max_waiting_tokens,
             starter(engines) if model.from_zero else None,
         ),
-        identity=located(args).identity,
+        identity=shipped(args).identity,
         is_over=partial(is_deleted, app),
     )
 

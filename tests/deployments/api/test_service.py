@@ -8,12 +8,13 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rayfin.actors.errors import EngineUnavailable, InvalidConfig
+from rayfin.actors.adapters.part import AdapterRef
+from rayfin.actors.errors import EngineUnavailable, InvalidConfig, ModelNotFound
 from rayfin.actors.metrics.ledger import Ledger
 from rayfin.actors.metrics.render import render
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.client.engine_client import EngineReport
-from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.generation.service import OpenAIService, ServedModels
 from rayfin.deployments.http.keys import ApiKeys
 from rayfin.deployments.telemetry.ingress_counters import INGRESS_METRICS, IngressCounters
 
@@ -156,3 +157,41 @@ def test_a_name_is_one_models(service: OpenAIService, second: OpenAIService) -> 
     second.model_names.append("tiny")
     with pytest.raises(InvalidConfig, match="'tiny' is used twice"):
         build_api(service, second)
+
+
+async def test_a_model_that_has_failed_is_503_and_joins_later(
+    service: OpenAIService, second: OpenAIService, anyio_backend: str
+) -> None:
+    """The others answer meanwhile, and requests that name none go to the first of them."""
+    models = ServedModels([service], {"large": "its GPU is gone"})
+    transport = httpx.ASGITransport(build_api(models=models), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://rayfin") as http:
+        for path, body in BODIES.items():
+            assert (await http.post(path, json=body)).status_code == 200
+            failed = await http.post(path, json={**body, "model": "large"})
+            assert failed.status_code == 503, path
+            assert "its GPU is gone" in failed.text
+        assert (await http.get("/health")).status_code == 200
+        listed = [card["id"] for card in (await http.get("/v1/models")).json()["data"]]
+        assert listed == [*service.model_names, "large"]
+        models.join(second)
+        for path, body in BODIES.items():
+            assert (await http.post(path, json={**body, "model": "large"})).status_code == 200
+        listed = [card["id"] for card in (await http.get("/v1/models")).json()["data"]]
+        assert listed == [*service.model_names, "large"]
+
+
+def test_an_adapter_is_named_behind_a_model_whose_name_has_colons(service: OpenAIService) -> None:
+    """Of two models that fit, the longer name is meant."""
+    ref = AdapterRef("0" * 64, "sql:v2", "/folder")
+
+    class Names:
+        refs = {"sql:v2": ref}
+
+    names: Any = Names()
+    base = replace(service, model_names=["ft:tiny"], adapters=names)
+    models = ServedModels([replace(service, model_names=["ft"]), base])
+    assert models.named("ft:tiny:sql:v2").parts == (ref,)
+    assert models.named("sql:v2").parts == (ref,)
+    with pytest.raises(ModelNotFound):
+        models.named("ft:none")

@@ -56,6 +56,14 @@ def test_the_queue_at_the_pace_so_far() -> None:
     assert idle == {"waiting_tokens": 0.0, "page_share": 0.25, "ttft": 0.0, "busy": 0.0}
 
 
+def test_requests_over_an_operators_target_want_another_engine() -> None:
+    report = AutoscalingReport(ongoing_requests=8)
+    look = report.update(EngineStats(running=9, waiting=3), 1.0)["ongoing"]
+    assert look == 1.5
+    assert wanted({"ongoing": [look]}) == 2
+    assert wanted({"ongoing": [0.5, 0.5]}) == 1
+
+
 def test_short_requests_between_two_looks_are_work() -> None:
     report = AutoscalingReport()
     looks = [(0, 0), (0, 0), (5, 0), (5, 3), (5, 3)]  # prompt tokens and tokens so far

@@ -1,0 +1,339 @@
+"""What the fields of ``ray.serve.llm`` become: settings of Rayfin and options of Serve.
+
+Each field is taken, accepted without effect, or refused with the reason (docs/from-ray.md).
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import BaseModel
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.model_files.bucket_folder import is_bucket
+from rayfin.deployments.rayllm.config import LLMConfig, LLMServingArgs
+from rayfin.deployments.serve.model_args import ModelArgs, read_engine_kwargs, several_models
+from rayfin.deployments.serve.server_args import AppArgs, ServerArgs, split_args
+
+logger = logging.getLogger(__name__)
+
+ELSEWHERE = {
+    "model": "model_loading_config.model_source",
+    "served_model_name": "model_loading_config.model_id",
+    "host": "http_options of Serve",
+    "port": "http_options of Serve",
+    "tensorizer_uri": "a folder of safetensors",
+}
+"""engine_kwargs that are refused, and what sets them."""
+
+PASSED = frozenset(
+    {
+        *("health_check_period_s", "health_check_timeout_s", "graceful_shutdown_wait_loop_s"),
+        *("ray_actor_options", "logging_config", "max_replicas_per_node"),
+        *("max_constructor_retry_count",),
+    }
+)
+"""Options of Serve that its engines' deployment gets as they are."""
+
+TAKEN = frozenset(
+    {"num_replicas", "autoscaling_config", "max_queued_requests", "graceful_shutdown_timeout_s"}
+)
+WITHOUT_EFFECT = frozenset({"max_ongoing_requests", "request_router_config", "name"})
+REFUSED = {
+    "user_config": "it is for classes of a user's own",
+    "placement_group_bundles": "placement_group_config is for that",
+    "placement_group_strategy": "placement_group_config is for that",
+}
+SCALES = frozenset(
+    {
+        *("upscale_delay_s", "metrics_interval_s", "look_back_period_s", "initial_replicas"),
+        *("upscaling_factor", "downscaling_factor", "upscale_smoothing_factor"),
+        *("downscale_smoothing_factor", "smoothing_factor", "downscale_to_zero_delay_s"),
+        *("aggregation_function",),
+    }
+)
+"""Fields of an autoscaling_config that Serve gets as they are."""
+
+REPLICAS = ("min_replicas", "max_replicas", "downscale_delay_s", "target_ongoing_requests")
+MOST_REPLICAS = 100  # of num_replicas "auto", as Serve has it
+ENGINE_CPUS = 0.01  # of what watches an engine: none lies on a head without CPUs
+STREAMING_FORMATS = ("runai_streamer", "runai_streamer_sharded")
+
+
+@dataclass(slots=True)
+class AppPlan:
+    """An application: its doors, its models, and options of its ingress for Serve."""
+
+    server: ServerArgs
+    models: list[ModelArgs]
+    ingress: dict[str, Any] = field(default_factory=dict)
+
+
+def translate(args: LLMServingArgs) -> AppPlan:
+    """Returns the application that a configuration of Ray's describes.
+
+    Raises:
+        InvalidConfig: a field that Rayfin cannot follow; the message has its path.
+    """
+    if not _is_default(args.ingress_cls_config):
+        message = "ingress_cls_config: the ingress is Rayfin's own; middleware: adds to it"
+        raise InvalidConfig(message, "ingress_cls_config")
+    idle: list[str] = []
+    ingress = dict(args.ingress_deployment_config)
+    count = _ingress_replicas(args, ingress, idle)
+    server = _server({"ingress_replicas": count} | (args.model_extra or {}))
+    options = {"num_cpus": 0} | ingress.get("ray_actor_options", {})
+    if variables := _variables(args.llm_configs):
+        options["runtime_env"] = {"env_vars": variables} | options.get("runtime_env", {})
+    ingress["ray_actor_options"] = options
+    read = [_read(place, config, idle) for place, config in enumerate(args.llm_configs)]
+    models = several_models(server, EngineArgs(), [each.settings for each in read], "llm_configs")
+    if idle:
+        logger.warning("without effect here: %s", ", ".join(dict.fromkeys(idle)))
+    return AppPlan(
+        server,
+        [each.applied(model) for each, model in zip(read, models, strict=True)],
+        ingress,
+    )
+
+
+@dataclass(slots=True)
+class _Model:
+    """What an LLMConfig says: settings, and what only Serve and the autoscaler get."""
+
+    settings: dict[str, Any]
+    options: dict[str, Any]
+    autoscaling: dict[str, Any]
+    target: float | None
+    drain: float | None
+
+    def applied(self, model: ModelArgs) -> ModelArgs:
+        server = model.server
+        if self.drain is not None:
+            server = replace(server, shutdown_timeout=self.drain)
+        return replace(
+            model,
+            server=server,
+            options=self.options,
+            autoscaling=self.autoscaling,
+            ongoing_requests=self.target,
+        )
+
+
+def _server(given: Mapping[str, Any]) -> ServerArgs:
+    """Settings of the whole application, checked."""
+    known = [own.name for own in fields(ServerArgs)]
+    for name in sorted(given.keys() - set(known)):
+        raise InvalidConfig(_unknown(name, [*LLMServingArgs.model_fields, *known]), name)
+    settings: dict[str, Any] = AppArgs.model_validate(given).model_dump(exclude_unset=True)
+    return split_args(settings)[0]
+
+
+def _read(place: int, config: LLMConfig, idle: list[str]) -> _Model:
+    try:
+        for name in ("server_cls", "callback_config"):
+            if not _is_default(getattr(config, name)):
+                message = f"{name}: Rayfin runs no classes of a user's own; middleware: is near"
+                raise InvalidConfig(message, name)
+        model = _scale(config.deployment_config, idle)
+        model.settings |= _engine(config, idle)
+        if config.runtime_env is not None:
+            actor = model.options["ray_actor_options"]
+            actor["runtime_env"] = actor.get("runtime_env", {}) | config.runtime_env
+    except InvalidConfig as error:
+        where = f"llm_configs[{place}] ({config.model_id})"
+        raise InvalidConfig(f"{where}: {error.message}", error.param) from error
+    idle += [
+        f"experimental_configs.{name}"
+        for name in config.experimental_configs
+        if name != "num_ingress_replicas"
+    ]
+    return model
+
+
+def _engine(config: LLMConfig, idle: list[str]) -> dict[str, Any]:
+    """The settings of a model and its engines, by Rayfin's names."""
+    kwargs = dict(config.engine_kwargs)
+    for name in kwargs.keys() & ELSEWHERE.keys():
+        raise InvalidConfig(f"engine_kwargs.{name}: set {ELSEWHERE[name]} instead", name)
+    if kwargs.get("load_format") in STREAMING_FORMATS:
+        idle.append(f"load_format: {kwargs.pop('load_format')}")
+    settings = read_engine_kwargs(kwargs)
+    loading = config.model_loading_config
+    source = loading.model_source
+    if source is not None and not isinstance(source, str):
+        if source.extra_files:
+            raise InvalidConfig("model_source.extra_files: put them into the bucket", "extra_files")
+        source = source.bucket_uri
+    settings["model"] = _place(source or loading.model_id, "model_source")
+    settings["served_model_name"] = loading.model_id
+    if loading.tokenizer_source is not None:
+        settings["tokenizer"] = loading.tokenizer_source
+    if config.adapters is not None:
+        settings = config.adapters.settings() | settings
+    return settings | _hardware(config, settings)
+
+
+def _place(source: str, name: str) -> str:
+    if "://" in source and not is_bucket(source):
+        raise InvalidConfig(f"{name} {source}: no such address is read; mount it as a folder", name)
+    return source
+
+
+def _hardware(config: LLMConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The device, and the resources of each worker."""
+    kind, label = None, config.accelerator_type
+    if (hardware := config.accelerator_config) is not None:
+        kind = hardware.kind
+    bundle: dict[str, float] | None = None
+    strategy = "PACK"
+    if (places := config.placement_group_config) is not None:
+        workers = settings.get("tensor_parallel_size", 1) * settings.get(
+            "pipeline_parallel_size", 1
+        )
+        bundle, strategy = _bundle(config, workers), places.strategy
+        kind = kind or ("tpu" if bundle.get("TPU") else "gpu" if bundle.get("GPU") else "cpu")
+        if strategy == "STRICT_SPREAD" and settings.get("tensor_parallel_size", 1) > 1:
+            raise InvalidConfig(
+                "placement_group_config.strategy: the ranks of a stage share a node", "strategy"
+            )
+    if kind == "tpu" or (label or "").startswith("TPU"):
+        raise InvalidConfig("accelerator: Rayfin runs on GPUs and CPUs, not on TPUs", "kind")
+    if kind == "cpu" and label is not None:
+        raise InvalidConfig("accelerator_type does not go with CPUs alone", "accelerator_type")
+    device = settings.get("device") or (
+        {"gpu": "cuda", "cpu": "cpu"}[kind] if kind else "cuda" if label else "auto"
+    )
+    return {"device": device} | _placement(bundle, strategy, label, device, settings)
+
+
+def _bundle(config: LLMConfig, workers: int) -> dict[str, float]:
+    places = config.placement_group_config
+    assert places is not None
+    if places.bundle_per_worker is not None:
+        return places.bundle_per_worker.model_dump()
+    bundles = [bundle.model_dump() for bundle in places.bundles or ()]
+    if len(bundles) != workers or any(bundle != bundles[0] for bundle in bundles):
+        raise InvalidConfig(
+            f"placement_group_config.bundles: {workers} equal ones are needed, one for each rank",
+            "bundles",
+        )
+    return bundles[0]
+
+
+def _placement(
+    bundle: dict[str, float] | None,
+    strategy: str,
+    label: str | None,
+    device: str,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The setting ``placement``, and threads; nothing where all is as usual."""
+    placement: dict[str, Any] = {}
+    threads: dict[str, Any] = {}
+    if bundle is not None:
+        rest = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
+        placement = {"cpus": bundle["CPU"], "strategy": strategy, "resources": rest}
+        if device == "cuda":
+            placement["gpus"] = bundle["GPU"] or 1.0
+        elif bundle["CPU"] >= 1 and "threads" not in settings:
+            threads["threads"] = int(bundle["CPU"])
+    if label is not None:
+        resources = {f"accelerator_type:{label}": 0.001} | placement.get("resources", {})
+        placement["resources"] = resources
+    return threads | ({"placement": placement} if placement else {})
+
+
+def _scale(config: Mapping[str, Any], idle: list[str]) -> _Model:
+    """What a ``deployment_config`` says."""
+    for name in config:
+        if name in REFUSED:
+            raise InvalidConfig(f"deployment_config.{name}: {REFUSED[name]}", name)
+        if name not in PASSED | TAKEN | WITHOUT_EFFECT:
+            known = [*PASSED, *TAKEN, *WITHOUT_EFFECT]
+            raise InvalidConfig(f"deployment_config.{_unknown(name, known)}", name)
+    idle += [f"deployment_config.{name}" for name in config if name in WITHOUT_EFFECT]
+    options = {name: config[name] for name in config if name in PASSED}
+    options["ray_actor_options"] = {"num_cpus": ENGINE_CPUS} | options.get("ray_actor_options", {})
+    drain = config.get("graceful_shutdown_timeout_s")
+    model = _Model({}, options, {}, None, None if drain is None else float(drain))
+    if (queue := config.get("max_queued_requests", -1)) != -1:
+        model.settings["max_waiting_requests"] = queue
+    scaling, replicas = config.get("autoscaling_config"), config.get("num_replicas")
+    if isinstance(scaling, BaseModel):
+        scaling = scaling.model_dump(exclude_unset=True)
+    if replicas == "auto":
+        scaling = {"min_replicas": 1, "max_replicas": MOST_REPLICAS} | (scaling or {})
+    elif replicas is not None and scaling is not None:
+        message = "deployment_config: num_replicas and autoscaling_config exclude each other"
+        raise InvalidConfig(message, "num_replicas")
+    elif replicas is not None:
+        model.settings["data_parallel_size"] = replicas
+    if scaling is not None:
+        _autoscaling(scaling, model)
+    return model
+
+
+def _autoscaling(scaling: Mapping[str, Any], model: _Model) -> None:
+    """Adds what an ``autoscaling_config`` says."""
+    for name in scaling:
+        if "policy" in name:
+            raise InvalidConfig(
+                "autoscaling_config.policy: engines say themselves how many are wanted; "
+                "target_ongoing_requests is one more target",
+                "policy",
+            )
+        if name not in SCALES and name not in REPLICAS:
+            raise InvalidConfig(f"autoscaling_config.{_unknown(name, [*SCALES, *REPLICAS])}", name)
+    least, limit = scaling.get("min_replicas", 1), scaling.get("max_replicas", 1)
+    model.settings["data_parallel_size"] = max(1, least)
+    if "downscale_delay_s" in scaling:
+        model.settings["idle_timeout"] = scaling["downscale_delay_s"]
+    model.target = scaling.get("target_ongoing_requests")
+    if limit != least:
+        model.settings |= {"min_engines": least, "max_engines": limit}
+        model.autoscaling = {name: scaling[name] for name in scaling if name in SCALES}
+
+
+def _ingress_replicas(args: LLMServingArgs, ingress: dict[str, Any], idle: list[str]) -> int:
+    """How many HTTP replicas there are; takes that from the ingress' options."""
+    wanted = [
+        config.experimental_configs.get("num_ingress_replicas") for config in args.llm_configs
+    ]
+    scaling = ingress.pop("autoscaling_config", None) or {}
+    for name in ingress.keys() & {"name"}:
+        idle.append(f"ingress_deployment_config.{name}: {ingress.pop(name)}")
+    wanted += [scaling.get("min_replicas"), scaling.get("initial_replicas")]
+    if (number := ingress.pop("num_replicas", None)) is not None and number != "auto":
+        wanted.append(number)
+    if scaling:
+        idle.append("ingress_deployment_config.autoscaling_config but its min_replicas")
+    return max(filter(None, wanted), default=1)
+
+
+def _variables(configs: list[LLMConfig]) -> dict[str, str]:
+    """The environment variables of all models, which their one ingress gets."""
+    variables: dict[str, str] = {}
+    for config in configs:
+        for name, value in ((config.runtime_env or {}).get("env_vars") or {}).items():
+            if variables.setdefault(name, value) != value:
+                raise InvalidConfig(
+                    f"runtime_env.env_vars: two models of one ingress set {name} differently",
+                    "env_vars",
+                )
+    return variables
+
+
+def _is_default(value: Any) -> bool:
+    """Whether a configuration is missing, or none of its fields says anything."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_defaults=True)
+    return value is None or (isinstance(value, dict) and not any(value.values()))
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, 1)
+    return f"{name}: there is no such field" + (f"; near it is {near[0]}" if near else "")
