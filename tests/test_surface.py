@@ -32,7 +32,7 @@ from pydantic import BaseModel
 from transformers import PreTrainedTokenizerFast
 
 import rayfin
-from rayfin import data
+from rayfin import data, llm
 from rayfin.actors import errors, failpoints
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.metrics.engine_stats import (
@@ -177,10 +177,20 @@ def python() -> Json:
         entry[name] = members(value) if is_class else type(value).__name__
     entry["rayfin.data"] = {"names": sorted(data.__all__)}
     for name in data.__all__:
-        value = getattr(data, name)
-        entry["rayfin.data"][name] = members(value) if inspect.isclass(value) else parameters(value)
+        entry["rayfin.data"][name] = data_member(getattr(data, name))
+    entry["rayfin.llm"] = {"names": sorted(llm.__all__)}
+    for name in llm.__all__:
+        if inspect.isclass(value := getattr(llm, name)):
+            entry["rayfin.llm"][name] = data_member(value)
     entry["settings of LLM()"] = sorted(own.name for own in dataclasses.fields(EngineArgs))
     return entry
+
+
+def data_member(value: Any) -> Any:
+    """A function, a class, or the fields of a configuration of Ray's."""
+    if inspect.isclass(value) and issubclass(value, BaseModel):
+        return sorted(value.model_fields)
+    return members(value) if inspect.isclass(value) else parameters(value)
 
 
 # The command line

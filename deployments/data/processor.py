@@ -1,12 +1,14 @@
 """``build_processor``: a stage of a Ray Dataset whose actors run a model over its rows."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from rayfin.actors.errors import InvalidConfig
 from rayfin.deployments.data.config import RayfinConfig, actor_cpus, pool_size
+from rayfin.deployments.data.ray_config import ERROR, RayNames, read_ray_config
 from rayfin.deployments.data.row_engine import RowEngine
 from rayfin.deployments.data.rows import OUTPUTS, Row
+from rayfin.deployments.rayllm.config import vLLMEngineProcessorConfig
 
 if TYPE_CHECKING:
     import pyarrow
@@ -55,18 +57,25 @@ class Processor:
         config: RayfinConfig,
         preprocess: RowFunction | None = None,
         postprocess: RowFunction | None = None,
+        names: RayNames | None = None,
+        map_kwargs: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
     ) -> None:
         self.config = config
         self._preprocess = preprocess
         self._postprocess = postprocess
+        self._names = names
+        self._before, self._after = map_kwargs
 
     def __call__(self, dataset: "ray.data.Dataset") -> "ray.data.Dataset":
         """Adds the stages; nothing runs before the dataset is read."""
         from ray.data import ActorPoolStrategy
 
         config = self.config
+        names = self._names
         if self._preprocess is not None:
-            dataset = dataset.map(_beside(self._preprocess))
+            dataset = dataset.map(_beside(self._preprocess), **self._before)
+        if names is not None:
+            dataset = dataset.map(names.given)
         least, most = pool_size(config)
         dataset = dataset.map_batches(
             RayfinRows,
@@ -81,20 +90,31 @@ class Processor:
             num_cpus=actor_cpus(config),
             num_gpus=config.num_gpus or None,
             udf_modifying_row_count=False,
+            **(names.options if names is not None else {}),
         )
-        return dataset if self._postprocess is None else dataset.map(self._postprocess)
+        if names is not None:
+            dataset = dataset.map(names.answered)
+        if self._postprocess is None:
+            return dataset
+        return dataset.map(_unless_failed(self._postprocess), **self._after)
 
 
 def build_processor(
-    config: RayfinConfig,
+    config: RayfinConfig | vLLMEngineProcessorConfig,
     preprocess: RowFunction | None = None,
     postprocess: RowFunction | None = None,
+    preprocess_map_kwargs: Mapping[str, Any] | None = None,
+    postprocess_map_kwargs: Mapping[str, Any] | None = None,
+    builder_kwargs: Mapping[str, Any] | None = None,
 ) -> Processor:
     """Returns what adds the model's stage to a dataset.
 
     Args:
+        config: with Ray's, columns have Ray's names.
         preprocess: makes the columns that the task reads of a row; its other columns are kept.
         postprocess: makes the row that comes out, of all columns.
+        preprocess_map_kwargs, postprocess_map_kwargs: of ``Dataset.map``, for these two.
+        builder_kwargs: Ray's: ``chat_template_kwargs`` alone.
 
     Raises:
         InvalidConfig: Ray Data's packages are missing.
@@ -103,12 +123,31 @@ def build_processor(
         import ray.data  # noqa: F401
     except ImportError:
         raise InvalidConfig(NO_RAY_DATA) from None
-    return Processor(config, preprocess, postprocess)
+    names, given = None, dict(builder_kwargs or {})
+    if isinstance(config, vLLMEngineProcessorConfig):
+        config, names = read_ray_config(config, given.pop("chat_template_kwargs", None))
+    if given:
+        raise InvalidConfig(
+            f"builder_kwargs has {', '.join(given)}, which is none", "builder_kwargs"
+        )
+    map_kwargs = (preprocess_map_kwargs or {}, postprocess_map_kwargs or {})
+    return Processor(config, preprocess, postprocess, names, map_kwargs)
 
 
 def _beside(function: RowFunction) -> RowFunction:
     """A row's own columns, and over them what the function makes of it."""
     return lambda row: {**row, **function(row)}
+
+
+def _unless_failed(function: RowFunction) -> RowFunction:
+    """The function for rows that have been answered; of Ray's names, others pass as they are."""
+
+    def answered(row: Row) -> Row:
+        if row.get(ERROR):
+            return row
+        return {**function(row), ERROR: ""} if ERROR in row else function(row)
+
+    return answered
 
 
 def column_types() -> "dict[str, pyarrow.DataType]":

@@ -16,7 +16,8 @@ from rayfin.deployments.data.config import RayfinConfig, Task
 
 Row = dict[str, Any]
 
-SETTINGS = ("sampling_params", "lora")
+ADAPTER = "lora"
+SETTINGS = ("sampling_params", ADAPTER)
 INPUTS: dict[Task, tuple[str, ...]] = {
     "generate": ("messages", "prompt", "prompt_token_ids", *SETTINGS),
     "embed": ("messages", "prompt", "prompt_token_ids", *SETTINGS),
@@ -83,7 +84,7 @@ class RowReader:
             raise InvalidRequest(f"sampling_params must not have {shown}", "sampling_params")
         if asked.get("n", 1) != 1:
             raise InvalidRequest("sampling_params: n must be 1, a row has one text", "n")
-        body = {**asked, "model": row.get("lora", config.model)}
+        body = {**asked, "model": row.get(ADAPTER, config.model)}
         if config.task == "score":
             return "/score", body | {name: _needed(row, name) for name in ("text_1", "text_2")}
         field = next((name for name in INPUTS[config.task] if name in row), None)

@@ -2,5 +2,12 @@
 
 from rayfin.deployments.data.config import RayfinConfig
 from rayfin.deployments.data.processor import Processor, RayfinRows, build_processor
+from rayfin.deployments.rayllm.config import vLLMEngineProcessorConfig
 
-__all__ = ["Processor", "RayfinConfig", "RayfinRows", "build_processor"]
+__all__ = [
+    "Processor",
+    "RayfinConfig",
+    "RayfinRows",
+    "build_processor",
+    "vLLMEngineProcessorConfig",
+]
