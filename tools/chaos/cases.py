@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 import faults
 from batch import batch_under_kills
 from cluster import Layout
+from coding_agents import MODEL as AGENTS_MODEL
+from coding_agents import agent_under_kills
 from history import Record
 from load import Ask
 from nemesis import Nemesis
@@ -44,6 +46,12 @@ RANKS = Layout(runner="model", ranks=2)
 CLOCK = Layout(variables=(("CHAOS_CLOCK", "1"),))
 BATCHES = Layout(
     batches=True, server=(("batch_concurrency", 8),), engine=(("batch_mode", "share"),)
+)
+AGENTS = Layout(
+    runner="script",
+    pages=2**14,
+    server=(("served_model_name", AGENTS_MODEL),),
+    variables=(("CHAOS_STEP_SECONDS", "0.03"),),
 )
 BREAKS_OFF = ("broken",)
 REFUSED = ("engine_unavailable", "rate_limit_exceeded", "queue_full", "unavailable")
@@ -127,6 +135,13 @@ def with_batch(name: str, lines: int, kills: int) -> Case:
         rate=1,
         long=kills > 10,
     )
+
+
+def with_agent(name: str, program: str) -> Case:
+    """A published coding agent whose task ends as if nothing had been killed."""
+    fault = f"runner, scheduler, ingress, supervisor and proxy killed in turns of {program}'s"
+    act = agent_under_kills(name)
+    return Case(f"agents-{name}", "58", fault, act, AGENTS, streams=0, rate=0, after=0)
 
 
 def with_forms(
@@ -487,6 +502,8 @@ CASES = [
     with_adapters(
         "engine", "one of two engines killed", faults.kill_scheduler_and_runner, ADAPTERS_TWO
     ),
+    with_agent("claude", "Claude Code"),
+    with_agent("codex", "Codex"),
     with_images("runner", "runner killed", faults.kill_runner),
     with_images("encoded", "runner killed with an image encoded", faults.kill_runner_with_an_image),
     with_images("runner-often", "runner killed every 5 s", faults.kill_runner_every_five_seconds),

@@ -69,7 +69,8 @@ class Layout:
     ingresses: int = 1
     workers: int = 0  # nodes besides the head
     driver_apart: bool = False  # this process connects to the last worker's node, not to the head
-    runner: str = "hash"  # or "model": the demo model, or a similar one for ranks or images
+    runner: str = "hash"  # or "model": the demo model, or a similar one for ranks or images;
+    # or "script": the words of coding_agents.py
     redis: bool = False  # GCS fault tolerance
     batches: bool = False  # /v1/files and /v1/batches, on a folder of the cluster's
     pages: int | None = None  # in an engine's cache
@@ -121,6 +122,11 @@ class Cluster:
 
             self.weights = str(Path(self.folder, "ranked"))
             ranked_model.make(Path(self.weights))
+        if layout.runner == "script":
+            import coding_agents
+
+            self.weights = str(Path(self.folder, "scripted"))
+            coding_agents.make_model(Path(self.weights))
         if layout.images:
             import image_model
 
@@ -173,7 +179,7 @@ class Cluster:
             server["data_parallel_size"] = number
         engine.setdefault("tensor_parallel_size", layout.ranks)
         engine.setdefault("spare_runners", 0)  # a row kills runners, and means one that serves
-        per_page = 1024 if layout.runner == "hash" else 16 * 1024
+        per_page = 16 * 1024 if layout.runner == "model" else 1024
         engine.setdefault("kv_cache_memory", (layout.pages or 4096) * per_page)
         app = bind_app(ServerArgs(**server), EngineArgs(**engine | settings))
         serve.run(app, name=APP, route_prefix="/")

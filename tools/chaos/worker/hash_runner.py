@@ -85,17 +85,19 @@ def allocate_activations() -> None:
 class ModelRunner:
     """Replaces actors/runner/model_runner.py's ModelRunner, with the same interface."""
 
+    model_len = MODEL_LEN
+
     def __init__(self, args: EngineArgs, place: None = None, plugins: object = None) -> None:
         self._args = args
         self._executor: FakeExecutor | None = None
 
     def profile(self) -> tuple[ModelFacts, BatchLimits]:
         args = self._args
-        limits = resolve_limits(args, "cpu", resolve_model_len(args, MODEL_LEN))
+        limits = resolve_limits(args, "cpu", resolve_model_len(args, self.model_len))
         facts = ModelFacts(
             architecture="Hash",
             vocab_size=VOCAB_SIZE,
-            max_position=MODEL_LEN,
+            max_position=self.model_len,
             page_bytes=PAGE_BYTES,
             available_bytes=args.kv_cache_memory or 1024 * PAGE_BYTES,
             parts=(AdapterFacts(at_once=loras_in_step(args, "cpu")),) if args.serves_lora else (),
@@ -103,9 +105,12 @@ class ModelRunner:
         return facts, limits
 
     def start(self, config: EngineConfig, epoch: int) -> None:
-        self._executor = PatientExecutor(config)
+        self._executor = self.new_executor(config)
         self._executor.epoch = epoch
         self._executor.step_seconds = STEP_SECONDS
+
+    def new_executor(self, config: EngineConfig) -> FakeExecutor:
+        return PatientExecutor(config)
 
     @property
     def next_step(self) -> tuple[int, int]:

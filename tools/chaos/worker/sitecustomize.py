@@ -2,7 +2,8 @@
 
 CHAOS_CLOCK shifts the wall clock by the seconds in the cluster's file ``clock``. CHAOS_RPC makes
 Ray fail calls, as it says, in processes that start once there is a file ``rpc``. CHAOS_RUNNER=hash
-replaces the model runner by hash_runner.py's from outside, for the product has no option for fakes.
+or script replaces the model runner by hash_runner.py's or script_runner.py's from outside, for the
+product has no option for fakes.
 """
 
 import importlib.abc
@@ -17,14 +18,14 @@ from typing import Any
 REPLACED = "rayfin.actors.runner.model_runner"
 
 
-class HashRunnerFinder(importlib.abc.MetaPathFinder):
-    """Finds hash_runner.py under the model runner's name."""
+class FakeRunnerFinder(importlib.abc.MetaPathFinder):
+    """Finds a fake under the model runner's name."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if name != REPLACED:
             return None
         return importlib.util.spec_from_file_location(
-            name, Path(__file__).with_name("hash_runner.py")
+            name, Path(__file__).with_name(f"{os.environ['CHAOS_RUNNER']}_runner.py")
         )
 
 
@@ -56,5 +57,5 @@ def fail_calls(how: str) -> None:
 
 if os.environ.get("CHAOS_RPC"):
     fail_calls(os.environ["CHAOS_RPC"])
-if os.environ.get("CHAOS_RUNNER") == "hash":
-    sys.meta_path.insert(0, HashRunnerFinder())
+if os.environ.get("CHAOS_RUNNER") in ("hash", "script"):
+    sys.meta_path.insert(0, FakeRunnerFinder())

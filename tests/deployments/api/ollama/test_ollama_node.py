@@ -10,7 +10,7 @@ import pytest
 
 from agent_programs import SECONDS, NpmUnreachable, call, installed
 from fake_server import listening
-from pooling_models import make_decoder
+from pooling_models import add_modules, make_decoder
 from pooling_server import make_service
 from rayfin.deployments.api.app import build_api
 from scripted_agent import scripted_service
@@ -63,7 +63,9 @@ def test_every_call(tmp_path: Path) -> None:
         pytest.skip(str(reason))
     (tmp_path / "calls.mjs").write_text(CALLS)
     service, _ = scripted_service([call("weather", city="Rome"), "It is sunny."], "weather")
-    vectors = make_service(make_decoder(tmp_path / "model"), "vectors")
+    folder = make_decoder(tmp_path / "model")
+    add_modules(folder, {"pooling_mode_lasttoken": True})
+    vectors = make_service(folder, "vectors")
     vectors = replace(vectors, load=service.load, answers=service.answers)
     with listening(build_api(service, vectors)) as url:
         done = subprocess.run(
