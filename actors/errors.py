@@ -21,9 +21,11 @@
     │   │   └── GrammarTooSlow         400  grammar_too_slow         its grammar held up a step
     │   ├── AdapterUnavailable         503  adapter_unavailable      its adapter is gone
     │   └── RequestQuarantined         500  request_quarantined      it killed its runners
+    ├── EngineBusy                     409  conflict                 an update of weights is amid
     ├── StorageFull                    507  storage_full             the disk of --batch-dir
     ├── EngineUnavailable              503  engine_unavailable       starting, draining or dead
     │   ├── EngineAsleep               503  engine_asleep            until an operator wakes it
+    │   ├── EnginePaused               503  engine_paused            until its new weights are there
     │   ├── EngineLost                  -   the connection to an engine broke
     │   ├── RequestHandedBack           -   an engine that drains returns the request
     │   └── NotOwner                    -   another supervisor has claimed the engine
@@ -271,6 +273,20 @@ class EngineAsleep(EngineUnavailable):
     """Every engine sleeps; requests are accepted again when an operator wakes one."""
 
     code = "engine_asleep"
+
+
+class EnginePaused(EngineUnavailable):
+    """The engine is paused, and takes no new requests until it is resumed."""
+
+    code = "engine_paused"
+
+
+class EngineBusy(RayfinError):
+    """An update of weights is in another state than the call wants."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "conflict"
 
 
 class EngineLost(EngineUnavailable):

@@ -325,3 +325,14 @@ CHECKER_TICK_SECONDS = 0.5  # the helper says that it lives, while it has work
 CHECKER_SILENT_SECONDS = 3.0  # then it is replaced
 CHECKER_START_SECONDS = 60.0  # the vocabulary of a large tokenizer takes seconds
 CHECKER_RESTART_PAUSE_SECONDS = 0.5  # after a helper that did not start
+
+# New weights (weights/coordinator.py). A paused engine that no coordinator has asked for in a third
+# of this has one started; after all of it, it goes on, or hands its requests back. An engine that
+# does not answer for so long is left out of an update.
+WEIGHTS_SILENT_SECONDS = 30.0
+WEIGHTS_POLL_SECONDS = 0.02
+WEIGHTS_ALIVE_SECONDS = 2.0  # between two words to engines that are paused
+WEIGHTS_PAUSE_SECONDS = 600.0  # of a pause by hand; then engines are resumed
+WEIGHTS_ABANDONED_SECONDS = 600.0  # versions that no engine serves from are of an earlier server
+WEIGHTS_CALL_SECONDS = 3600.0  # of a whole update, in which requests may have to finish
+WEIGHTS_UNUSED_SECONDS = 60.0  # a coordinator that finds no engine for so long exits

@@ -1,0 +1,113 @@
+"""Versions that are files already: a trainer's folder, or chunks of a file from another node."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rayfin.actors.errors import InvalidRequest, StorageFull
+from rayfin.actors.model_files.digests import tensors_digest
+from rayfin.actors.weights.store import WeightStore
+from rayfin.actors.weights.version import WeightVersion
+from rayfin.actors.weights.writer import PART_SUFFIX
+
+
+def folder_version(path: str, label: str = "") -> WeightVersion:
+    """A folder of safetensors files, or one such file, as a version.
+
+    The files stay where they are, and have to stay as they are while the version is served.
+
+    Args:
+        label: the trainer's name of the version.
+
+    Raises:
+        InvalidRequest: there is no such file, or it cannot be read.
+    """
+    place = Path(path).expanduser().resolve()
+    if place.suffix == ".bin" or (place.is_dir() and not any(place.glob("*.safetensors"))):
+        raise InvalidRequest(f"{path} holds no .safetensors file; pickles are never read", "path")
+    try:
+        files = WeightVersion(place=str(place)).files
+        if not all(_is_inside(file.resolve(), place) for file in files):
+            raise InvalidRequest(f"{path} holds a link out of it", "path")
+        digest = tensors_digest(files)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidRequest(f"{path} cannot be read: {error}", "path") from None
+    return WeightVersion(0, label, digest, str(place))
+
+
+def place_version(
+    store: WeightStore, version: WeightVersion, chunks: Iterable[Any] = ()
+) -> WeightVersion:
+    """Returns the version with its place on this node, and proposes it; once for all engines here.
+
+    Args:
+        chunks: bytes of its file, for nodes that do not have it.
+
+    Raises:
+        InvalidRequest: its tensors are not here, or are others.
+        StorageFull: there is no room.
+    """
+    with store.alone():
+        known = store.proposed
+        if known is not None and (known.serial, known.digest) == (version.serial, version.digest):
+            return known
+        if not Path(version.place).exists():
+            path = store.file_of(version.digest)
+            write_chunks(path, chunks)
+            version = replace(version, place=str(path))
+        if _digest(version) != version.digest:
+            if Path(version.place).parent == store.folder:
+                Path(version.place).unlink(missing_ok=True)
+            raise InvalidRequest(f"{version.place} has not the tensors that were sent", "weights")
+        store.propose(version)
+    return version
+
+
+def write_chunks(path: Path, chunks: Iterable[Any]) -> None:
+    """Writes the bytes of a file, which appears whole.
+
+    Raises:
+        InvalidRequest: there are none.
+        StorageFull: there is no room.
+    """
+    part = path.with_suffix(PART_SUFFIX)
+    try:
+        with part.open("wb") as file:
+            for chunk in chunks:
+                file.write(memoryview(chunk))
+            empty = not file.tell()
+        if empty:
+            raise InvalidRequest(f"{path.stem} is not on this node: send the weights", "weights")
+        part.replace(path)
+    except OSError as error:
+        raise StorageFull(f"{path.parent} has no room: {error.strerror}", "weights") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _digest(version: WeightVersion) -> str:
+    try:
+        return tensors_digest(version.files)
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _is_inside(file: Path, place: Path) -> bool:
+    """Whether a file lies where it says, or among the blobs of the Hub's cache."""
+    blobs = place.parent.parent / "blobs"
+    return file.is_relative_to(place) or (
+        place.parent.name == "snapshots" and file.is_relative_to(blobs)
+    )
+
+
+def propose(store: WeightStore, version: WeightVersion) -> WeightVersion:
+    """Proposes a version as the next one of a store, and returns it with its number.
+
+    Raises:
+        StorageFull: there is no room.
+    """
+    serial = store.current.serial + 1
+    version = replace(version, serial=serial, label=version.label or str(serial))
+    store.propose(version)
+    return version

@@ -1,0 +1,159 @@
+"""The versions of a deployment's weights on this node.
+
+    FOLDER/<digest>.safetensors   tensors of a version, unless they stay in the trainer's folder
+    FOLDER/NEXT                   the version that is proposed, JSON
+    FOLDER/CURRENT                the version that is decided: what any runner loads; none: the base
+
+Each appears whole, by a rename. To decide is to rename NEXT to CURRENT, which needs no space. All
+engines of the deployment on this node share the folder, so a decision that was made is found made.
+"""
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rayfin.actors.errors import InvalidConfig, StorageFull
+from rayfin.actors.weights.version import WeightVersion
+from rayfin.actors.weights.writer import FILE_SUFFIX, PART_SUFFIX, TensorWriter
+
+FOLDER_MODE, FILE_MODE = 0o700, 0o600
+SHARED_MEMORY = Path("/dev/shm")
+CURRENT, NEXT, LOCK = "CURRENT", "NEXT", "LOCK"
+
+
+class WeightStore:
+    """Versions below ``folder``, two at most.
+
+    Raises:
+        InvalidConfig: others may write there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for part in (folder.parent, folder):
+            part.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            raise InvalidConfig(f"weight_dir {folder} belongs to another user", "weight_dir")
+        if status.st_mode & 0o022:
+            raise InvalidConfig(f"weight_dir {folder} can be written by others", "weight_dir")
+
+    @property
+    def current(self) -> WeightVersion:
+        """The version that is decided."""
+        return self._read(CURRENT) or WeightVersion()
+
+    @property
+    def proposed(self) -> WeightVersion | None:
+        """The version that may be decided."""
+        return self._read(NEXT)
+
+    def writer(self) -> TensorWriter:
+        """Begins a file of tensors."""
+        return TensorWriter(self.folder)
+
+    def propose(self, version: WeightVersion) -> None:
+        """Makes a version, whose tensors are there, the next one; files of others go.
+
+        Raises:
+            StorageFull: there is no room.
+        """
+        part = self.folder / f"{NEXT}{PART_SUFFIX}"
+        try:
+            part.write_text(version.as_json())
+            part.chmod(FILE_MODE)
+            part.replace(self.folder / NEXT)
+        except OSError as error:
+            raise StorageFull(f"{self.folder} has no room: {error}", "weights") from None
+        self._clean()
+
+    def commit(self, version: WeightVersion) -> WeightVersion:
+        """Decides for the proposed version, unless that is done, and returns it.
+
+        Raises:
+            InvalidConfig: this node has no such version.
+        """
+        if (current := self.current).serial >= version.serial:
+            return current
+        known = self.proposed
+        if known is None or (known.serial, known.digest) != (version.serial, version.digest):
+            raise InvalidConfig(
+                f"weights {version.label!r} are not on this node: send them again", "weights"
+            )
+        with suppress(FileNotFoundError):  # an engine beside this one was faster
+            os.replace(self.folder / NEXT, self.folder / CURRENT)
+        self._clean()
+        return self.current
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within it no other process of this node writes versions."""
+        with (self.folder / LOCK).open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def touch(self) -> None:
+        """Says that an engine still serves from here."""
+        (self.folder / LOCK).touch(FILE_MODE)
+
+    def forget(self, seconds: float) -> None:
+        """Removes all versions if no engine has served from here for so many seconds."""
+        with suppress(FileNotFoundError):
+            if time.time() - (self.folder / LOCK).stat().st_mtime < seconds:
+                return
+        for path in self.folder.iterdir():
+            path.unlink(missing_ok=True)
+
+    def drop(self) -> None:
+        """Forgets the proposed version."""
+        with suppress(FileNotFoundError):
+            (self.folder / NEXT).unlink()
+        self._clean()
+
+    def remove(self) -> None:
+        """Removes all of it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def file_of(self, digest: str) -> Path:
+        """Where the tensors of a version lie that were sent."""
+        return self.folder / (digest + FILE_SUFFIX)
+
+    def _read(self, name: str) -> WeightVersion | None:
+        try:
+            return WeightVersion.of_json((self.folder / name).read_text())
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def _clean(self) -> None:
+        """Removes files of versions that are neither; who has mapped one keeps it."""
+        kept = {version.digest for version in (self.current, self.proposed) if version is not None}
+        for path in self.folder.glob(f"*{FILE_SUFFIX}"):
+            if path.stem not in kept:
+                with suppress(OSError):
+                    path.unlink()
+
+
+def default_root() -> Path:
+    """Where versions lie unless ``weight_dir`` says so: the node's shared memory, or a disk."""
+    roomy = os.access(SHARED_MEMORY, os.W_OK) and SHARED_MEMORY.is_dir()
+    base = SHARED_MEMORY if roomy else Path(tempfile.gettempdir())
+    return base / f"rayfin-weights-{os.getuid()}"
+
+
+def store_of(weight_dir: str | None, *names: str) -> WeightStore:
+    """The store of a deployment, by its names.
+
+    Raises:
+        InvalidConfig: others may write there.
+    """
+    root = default_root() if weight_dir is None else Path(weight_dir).expanduser()
+    root.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+    if weight_dir is None:
+        WeightStore(root)  # another user has not made it
+    return WeightStore(root.joinpath(*(name.replace("/", "_") for name in names)))
