@@ -7,11 +7,12 @@ that decide tokens, the layout of a page, the version of the code. So a file nev
 and engines, restarts and machines may share a folder.
 """
 
+import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 SUFFIX, PART_SUFFIX = ".page", ".part"
@@ -30,6 +31,13 @@ class PageFolder:
     path: str  # DIR
     namespace: str
     max_bytes: int  # of all files of DIR
+
+    def of(self, digest: str) -> "PageFolder":
+        """The folder of pages that other weights have made, of this digest; empty: its own."""
+        if not digest:
+            return self
+        name = hashlib.sha256(f"{self.namespace} {digest}".encode()).hexdigest()
+        return replace(self, namespace=name[: len(self.namespace)])
 
     def file(self, page_hash: bytes, rank: int = 0) -> Path:
         """The file of a page, or of a rank's share of it."""

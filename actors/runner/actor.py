@@ -23,6 +23,7 @@ from rayfin.actors.runner.result_cache import StepResultCache
 from rayfin.actors.runner.spare import (
     RunnerState,
     SparePlan,
+    at_low_priority,
     import_modules,
     maps_weights,
     plan_spares,
@@ -33,6 +34,7 @@ from rayfin.actors.timing import (
     STEP_OVERTAKEN_SECONDS,
 )
 from rayfin.actors.transport.steps import StepSocket
+from rayfin.actors.weights.version import Vote, WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +49,13 @@ class Adoption:
 
     config: EngineConfig
     epoch: int
+    version: WeightVersion  # of its weights
 
 
 OPTIONS: dict[str, Any] = {
     "max_restarts": 0,
     "max_task_retries": 0,
-    "concurrency_groups": {"prepare": 1, "steps": 2, "reads": 1, "writes": 1},
+    "concurrency_groups": {"prepare": 1, "steps": 2, "reads": 1, "writes": 1, "weights": 1},
 }
 
 
@@ -77,6 +80,7 @@ class ModelRunnerActor:
         self._store: Any = None
         self._runner: Any = None  # a ModelRunner, whose module imports torch
         self._pages: Any = None  # a DiskPages, with kv_disk_path
+        self._version = WeightVersion()
         self._loading = threading.Lock()
         self._steps: StepSocket | None = None
         self._started_bytes = 0  # of this process, when its pages were allocated first
@@ -101,12 +105,14 @@ class ModelRunnerActor:
         rank: int = 0,
         store: Address | None = None,
         measure: bool = True,
+        version: WeightVersion | None = None,
     ) -> tuple[ModelFacts, BatchLimits] | None:
         """Loads the weights, or a rank's share of them, unless a spare runner has done so.
 
         Args:
             measure: whether to measure the memory left for pages, by a step. None otherwise.
             store: of rank 0, where there are several; then all ranks load at once.
+            version: of the weights; None: the model's own.
 
         Raises:
             InvalidConfig, UnsupportedModel: the model cannot be served.
@@ -120,20 +126,28 @@ class ModelRunnerActor:
                 sizes = (args.tensor_parallel_size, args.pipeline_parallel_size)
                 place = ParallelRank(rank, *sizes, store, _host())
                 self._speaks, self._rank = place.answers, rank
-            self._load(args, place)
+            version = version or WeightVersion()
+            self._load(args, place, version)
+            if self._version != version:  # a spare has loaded the model's own
+                self._refill(version, self._runner.next_step[0])
             if not measure:
                 return None
             profile: tuple[ModelFacts, BatchLimits] = self._runner.profile()
             return profile
 
-    def _load(self, args: EngineArgs, place: ParallelRank | None = None) -> None:
+    def _load(
+        self,
+        args: EngineArgs,
+        place: ParallelRank | None = None,
+        version: WeightVersion | None = None,
+    ) -> None:
         # Here, where the device is: the scheduler's process sees this class, and no torch.
         with self._loading:
             if self._runner is None:
                 from rayfin.actors.runner.model_runner import ModelRunner
 
-                self._args = args
-                self._runner = ModelRunner(args, place)
+                self._args, self._version = args, version or self._version
+                self._runner = ModelRunner(args, place, version=self._version)
 
     @ray.method(concurrency_group="prepare")
     def plan_spares(self, served: bool) -> SparePlan:
@@ -169,11 +183,39 @@ class ModelRunnerActor:
         if self._pages is None:
             from rayfin.actors.runner.disk_pages import DiskPages
 
-            runner = self._runner
+            runner, folder = self._runner, config.page_folder.of(self._version.digest)
             self._pages = DiskPages(
-                config.page_folder, self._rank, lambda: runner.next_step, runner.overwritten
+                folder, self._rank, lambda: runner.next_step, runner.overwritten
             )
         self._pages.use(self._runner.cache, epoch)
+
+    @ray.method(concurrency_group="weights")
+    def vote(self, version: WeightVersion) -> Vote | RayfinError:
+        """Compares a version with the model, beside the steps; returns why it does not fit."""
+        with self._lifeline.work():
+            if failpoints.ACTIVE:
+                failpoints.ACTIVE.hit("weights.vote")
+            try:
+                vote: Vote = at_low_priority(lambda: self._runner.vote(version))
+                return vote
+            except RayfinError as error:
+                return error
+
+    def turn(self, version: WeightVersion, epoch: int) -> None:
+        """Computes by ``version`` from now on, in steps of ``epoch``; see ``ModelRunner.turn``."""
+        with self._lifeline.work(), self._turns.alone():
+            self._refill(version, epoch)
+            if self._config is not None and self._runner.cache is not None:
+                self._use_disk(self._config, epoch)
+
+    def _refill(self, version: WeightVersion, epoch: int) -> None:
+        if self._pages is not None:
+            self._pages.use(None, epoch)
+            self._pages = None  # other weights have other files
+        if failpoints.ACTIVE:
+            failpoints.ACTIVE.hit("weights.layer")
+        self._runner.turn(epoch, version)
+        self._version = version
 
     def sleep(self) -> None:
         """Gives the pages' memory back, until the next ``start``."""
@@ -191,9 +233,11 @@ class ModelRunnerActor:
         """
         if self._config is None or args != self._args or identity != args.identity:
             return None
+        if self._runner.next_step[0] < 0:  # amid new weights
+            return None
         generation = max(generation, (self._runner.next_step[0] >> GENERATION_BITS) + 1)
         self.start(self._config, generation << GENERATION_BITS)
-        return Adoption(self._config, self._runner.next_step[0])
+        return Adoption(self._config, self._runner.next_step[0], self._version)
 
     def execute(self, info: SchedulerInfo) -> StepResult | None:
         """Runs a step; its answer is an object ref in the scheduler's hands meanwhile.

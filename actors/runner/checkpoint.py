@@ -109,16 +109,23 @@ def load_checkpoint(
         step_model = gpu_model or paged
     if kernels and model.dtype in TOLERANCE:
         step_model = on_cpu_kernels(paged, kernels, rounded, parts, whole=not peers)
-    for part in parts:
-        step_model = part.wrap(step_model, decoder)
+    wrapped = _wrapped(step_model, parts, decoder)
     return LoadedModel(
-        *(device, config, step_model, gpu_model, pages, kernels, peers, paged.recurrent),
+        *(device, config, wrapped, gpu_model, pages, kernels, peers, paged.recurrent),
         parts=tuple(parts),
         page_types=tuple(page_types(kernel)),
         int4_saves=saves,
         parameters=parameters,
         chooses_keys=bool(inside_indexers(model)),
+        decoder=step_model,
     )
+
+
+def _wrapped(model: StepModel, parts: Sequence[ModelPart], decoder: Decoder) -> StepModel:
+    """The model with all parts around it, the inner ones first."""
+    for part in parts:
+        model = part.wrap(model, decoder)
+    return model
 
 
 def _load_weights(

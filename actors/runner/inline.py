@@ -10,6 +10,7 @@ from rayfin.actors.messages import PageTransfer, SchedulerInfo, StepResult
 from rayfin.actors.parts import Need
 from rayfin.actors.runner.disk_pages import DiskPages
 from rayfin.actors.runner.model_runner import ModelRunner
+from rayfin.actors.weights.version import Vote, WeightVersion
 
 
 @dataclass(slots=True)
@@ -70,9 +71,14 @@ class InlineExecutor:
         self._waiting: deque[SchedulerInfo] = deque()  # submitted, and not queued on a device
         self._submitted = (0, -1)  # epoch and number of the last step
         self._pages: DiskPages | None = None
-        if config.page_folder is not None:
-            self._pages = DiskPages(config.page_folder, 0, self._next_step, runner.overwritten)
+        self._version = WeightVersion()
+        self._open_pages()
         self._start()
+
+    def _open_pages(self) -> None:
+        if (folder := self._config.page_folder) is not None:
+            own, runner = folder.of(self._version.digest), self._runner
+            self._pages = DiskPages(own, 0, self._next_step, runner.overwritten)
 
     def _next_step(self) -> tuple[int, int]:
         return self._runner.next_step
@@ -119,6 +125,25 @@ class InlineExecutor:
         """Empties the runner."""
         self.epoch += 1
         self._waiting.clear()
+        self._start()
+
+    def vote(self, version: WeightVersion) -> Vote:
+        """See ``ModelRunner.vote``."""
+        return self._runner.vote(version)
+
+    def turn(self, version: WeightVersion, *, in_place: bool) -> None:
+        self.epoch += 1
+        self._waiting.clear()
+        self._version = version
+        if self._pages is not None:
+            self._pages.use(None, self.epoch)
+        self._open_pages()
+        if in_place:
+            self._runner.turn(self.epoch, version)
+            if self._pages is not None:
+                self._pages.use(self._runner.cache, self.epoch)
+            return
+        self._runner.reload(version)
         self._start()
 
     def sleep(self) -> None:

@@ -30,6 +30,7 @@ from rayfin.actors.runner.parts.settings import check_parts, parts_of_tokens
 from rayfin.actors.runner.quantized.config import source_config
 from rayfin.actors.runner.state_tensors import StateTensors
 from rayfin.actors.settings.state_snapshots import draft_states
+from rayfin.actors.weights.version import WeightVersion
 from rayfin.cache.kv_tensors import KVTensors, page_bytes
 from rayfin.kernels.attention.select import page_types, select_attention
 from rayfin.kernels.cpu.kernels import CpuKernels, try_kernels
@@ -44,6 +45,8 @@ if TYPE_CHECKING:  # each of them imports modelling code, Triton, or all classes
     from rayfin.actors.runner.parallel.groups import ProcessGroups
     from rayfin.actors.runner.sampling.sampler import StepSampler
 
+
+BASE = WeightVersion()
 
 ONE_THREAD_PARAMETERS = 32_000_000
 """Models with fewer parameters compute on one thread unless ``threads`` is given."""
@@ -68,6 +71,7 @@ class LoadedModel:
     position_offset: int = 0  # positions of an encoder before that of the first token
     chooses_keys: bool = False  # tokens see the keys that an index chooses
     whole_prompts: bool = False  # an encoder
+    decoder: StepModel | None = None  # the model inside of its parts, where it is on its kernels
 
     @property
     def state_bytes(self) -> int:
@@ -210,18 +214,37 @@ class LoadedModel:
             raise InvalidConfig(f"swap_space could not be taken: {error}", "swap_space") from None
 
 
-def load(args: EngineArgs, place: ParallelRank | None = None) -> LoadedModel:
+def load(
+    args: EngineArgs, place: ParallelRank | None = None, version: WeightVersion = BASE
+) -> LoadedModel:
     """Loads the model, or the share of the rank ``place``; then all ranks call this at once.
 
     Raises:
         InvalidConfig, UnsupportedModel: the model cannot be served.
     """
-    loaded = _load(args, place)
+    loaded = _load(args, place) if version.is_base else _load_version(args, place, version)
     if not loaded.samples or (place is not None and not place.is_last):  # it has no logits
         return loaded
     size = loaded.config.get_text_config(decoder=True).vocab_size
     more = parts_of_tokens(args, size, alone=place is None)
     return replace(loaded, parts=(*loaded.parts, *more))
+
+
+def _load_version(
+    args: EngineArgs, place: ParallelRank | None, version: WeightVersion
+) -> LoadedModel:
+    """The model with a version's weights: over packed ones of the base, if they are there."""
+    # Here, for it imports transformers' modelling code.
+    from rayfin.actors.runner.weights.load import model_folder, require_content
+    from rayfin.actors.runner.weights.refill import Refiller
+
+    require_content(version)
+    if place is None and args.weights_cache is not None and holds_weights(args):
+        loaded = _load(args, place)
+        Refiller(loaded, args).refill(version)
+        return loaded
+    with model_folder(args, version) as own:
+        return _load(own, place)
 
 
 def _load(args: EngineArgs, place: ParallelRank | None) -> LoadedModel:
@@ -290,6 +313,7 @@ def _find(args: EngineArgs, device: torch.device, cache: DecoderCache) -> Loaded
         page_types=tuple(page_types(kernel)),
         int4_saves=facts.int4_saves,
         parameters=facts.parameters,
+        decoder=decoder,
     )
 
 
@@ -300,7 +324,7 @@ def _keep(cache: DecoderCache, loaded: LoadedModel, config: StoredConfig) -> Loa
     if kernels is None:
         return loaded
     model = cache.keep(loaded.model, kernels, facts, config.max_position_embeddings)
-    return replace(loaded, model=model)
+    return replace(loaded, model=model, decoder=model)
 
 
 def _check_quantization(

@@ -1,9 +1,11 @@
 """Executes one step at a time on a device: profile, allocate pages, compute, sample."""
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +33,7 @@ from rayfin.actors.runner.execution.execution import StepExecution
 from rayfin.actors.runner.execution.failed_rows import leave_broken_device
 from rayfin.actors.runner.execution.forward import Forward
 from rayfin.actors.runner.execution.graph_steps import GraphSteps, make_graphs
-from rayfin.actors.runner.loading import load
+from rayfin.actors.runner.loading import BASE, LoadedModel, load
 from rayfin.actors.runner.memory import available_bytes, bytes_taken, largest_step, share_bytes
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.observers import RankAgreement, RowFaults, StepObserver
@@ -46,11 +48,13 @@ from rayfin.actors.runner.sampling.sampler import Sampler, StepOutput, StepSampl
 from rayfin.actors.runner.speculation.interface import Proposer
 from rayfin.actors.runner.speculation.make import make_speculator, with_speculation
 from rayfin.actors.runner.speculation.speculator import Speculator
+from rayfin.actors.weights.version import Vote, WeightVersion
 from rayfin.cache.kv_tensors import KVTensors
 from rayfin.kernels.sampling.select import select_sample
 
 if TYPE_CHECKING:
     from rayfin.actors.runner.gpu.graphs import DecodeGraphs
+    from rayfin.actors.runner.weights.refill import Refiller
 
 logger = logging.getLogger(__name__)
 
@@ -79,26 +83,34 @@ class ModelRunner:
         args: EngineArgs,
         place: ParallelRank | None = None,
         plugins: RunnerPlugins | None = None,
+        version: WeightVersion = BASE,
     ) -> None:
         self._args = args = at_hand(args)
         self._plugins = plugins or RunnerPlugins()
         if self._plugins.proposer and place is not None and place.stages > 1:
             raise InvalidConfig("a pipeline cannot speculate", "pipeline_parallel_size")
-        self._loaded = with_speculation(load(args, place), args)
-        wrap = self._plugins.wrap_model
-        self._model = wrap(self._loaded.model) if wrap else self._loaded.model
+        self._take(with_speculation(load(args, place, version), args))
         self._next = (-1, 0)  # epoch and step
         self._bound: tuple[EngineConfig, KVTensors] | None = None  # the pages of the last start
         self._observers: list[StepObserver] = []
         self._graphs: DecodeGraphs | None = None
-        peers, device = self._loaded.peers, self._loaded.device
-        self._forward = Forward(self._model, args.page_size, device, grouped=peers is not None)
         self._execution: StepExecution | None = None  # of the last start
+
+    def _take(self, loaded: LoadedModel) -> None:
+        self._loaded, wrap = loaded, self._plugins.wrap_model
+        self._model = wrap(loaded.model) if wrap else loaded.model
+        grouped, size = loaded.peers is not None, self._args.page_size
+        self._forward = Forward(self._model, size, loaded.device, grouped=grouped)
 
     @property
     def next_step(self) -> tuple[int, int]:
         """Epoch and number of the step that ``execute`` takes next; (-1, 0) before ``start``."""
         return self._next
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model with what was decided of it."""
+        return self._loaded
 
     @property
     def cache(self) -> KVTensors | None:
@@ -160,6 +172,46 @@ class ModelRunner:
             graphs = GraphSteps(self._graphs, self._sampler, loaded.device)
         self._execution = StepExecution(self._forward, *of_start, graphs, speculator)
         self._next = (epoch, 0)
+
+    def vote(self, version: WeightVersion) -> Vote:
+        """Compares a version of the weights with the model; another thread may ask.
+
+        Raises:
+            InvalidRequest: it does not fit.
+        """
+        return self._refiller.check(version)
+
+    @cached_property
+    def _refiller(self) -> "Refiller":
+        # Here, for it imports transformers' modelling code.
+        from rayfin.actors.runner.weights.refill import Refiller
+
+        return Refiller(self._loaded, self._args)
+
+    def turn(self, epoch: int, version: WeightVersion) -> None:
+        """Computes by ``version`` from now on; steps of ``epoch`` may come.
+
+        What is known of requests stays, and so do pages. One that raises takes no steps any more.
+
+        Raises:
+            RayfinError: the model cannot be refilled.
+        """
+        self._next = (-1, 0)
+        self._refiller.refill(version)
+        self._next = (epoch, 0)
+
+    def reload(self, version: WeightVersion) -> None:
+        """Loads the model anew, from ``version``; ``start`` has to follow.
+
+        Raises:
+            InvalidConfig: it cannot be loaded.
+        """
+        self._close_observers()
+        self._next, self._graphs, self._bound, self._execution = (-1, 0), None, None, None
+        for name in ("_loaded", "_model", "_forward", "_mover", "_sampler", "_slots", "_refiller"):
+            vars(self).pop(name, None)  # two models need not fit
+        gc.collect()
+        self._take(with_speculation(load(self._args, None, version), self._args))
 
     def prepare(self, needs: Sequence[Need], *, at_once: bool = False) -> None:
         """As `ModelPart.prepare`, of all parts. Other threads may call it beside steps.

@@ -38,6 +38,7 @@ class RequestSlots:
         self.logprobs = np.full(num_slots, NO_LOGPROBS, np.int64)  # how many of the likeliest
         self.asking: set[int] = set()  # slots that ask for any
         self.logprob_ids: dict[int, tuple[int, ...]] = {}  # only slots that name theirs
+        self.processed: set[int] = set()  # slots whose log probabilities are of what is drawn
         self.scored: dict[int, NewRequest] = {}  # only slots that want their prompt's
 
     def apply(self, info: SchedulerInfo) -> None:
@@ -47,6 +48,7 @@ class RequestSlots:
             self.scored.pop(handle, None)
             self.logprob_ids.pop(handle, None)
             self.asking.discard(handle)
+            self.processed.discard(handle)
         for new in info.new_requests:
             self._enter(new)
         if len(info.new_pages):
@@ -79,6 +81,9 @@ class RequestSlots:
         self.asking.discard(slot)
         if sampling.logprobs is not None:
             self.asking.add(slot)
+        self.processed.discard(slot)
+        if sampling.processed and sampling.logprobs is not None:
+            self.processed.add(slot)
         self.logprob_ids.pop(slot, None)
         if sampling.logprob_ids:
             self.logprob_ids[slot] = sampling.logprob_ids

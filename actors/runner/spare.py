@@ -8,15 +8,18 @@ packed weights (``--weights-cache``), whose memory processes share, it loads ahe
 import importlib
 import logging
 import sys
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from rayfin.actors.config import EngineArgs, EngineConfig
 from rayfin.actors.processes.environment import lower_priority
 from rayfin.actors.processes.host_memory import free_bytes
 from rayfin.actors.processes.identity import Process
 from rayfin.actors.settings.spare_runners import spares_that_fit
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +65,7 @@ def import_modules(names: Sequence[str]) -> None:
             if name not in sys.modules:
                 _try_import(name)
 
-    _at_low_priority(import_all)
+    at_low_priority(import_all)
 
 
 def maps_weights(args: EngineArgs) -> bool:
@@ -87,17 +90,16 @@ def _try_import(name: str) -> None:
         logger.debug("a spare runner does not import %s: %s", name, error)
 
 
-def _at_low_priority(work: Callable[[], None]) -> None:
+def at_low_priority(work: Callable[[], T]) -> T:
     """Runs ``work`` in a thread that ends with it, because a priority cannot be raised again.
 
     Only Linux has priorities of threads; elsewhere the priority stays.
     """
 
-    def run() -> None:
+    def run() -> T:
         if sys.platform == "linux":
             lower_priority()
-        work()
+        return work()
 
-    thread = threading.Thread(target=run, name="spare-imports")
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1, "low-priority") as thread:
+        return thread.submit(run).result()

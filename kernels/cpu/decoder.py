@@ -7,7 +7,7 @@ allocated, and small operations cost what their arithmetic costs.
 import ctypes
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -165,6 +165,31 @@ class PackedDecoder:
         self._tables = [(cos.float().contiguous(), sin.float().contiguous()) for cos, sin in tables]
         for layer, kind in zip(self._layers, self._rotary, strict=True):
             layer.cos, layer.sin = (table.data_ptr() for table in self._tables[kind])
+
+    def replace_layer(self, index: int, layer: DecoderLayer) -> None:
+        """Puts other weights of the same sizes in the place of a layer's, which are freed."""
+        old, new = self._layers[index], _layer_struct(layer)
+        for name in ("cos", "sin", "k_pages", "v_pages"):
+            setattr(new, name, getattr(old, name))
+        self._layers[index], self.layers[index] = new, layer
+
+    def replace_ends(
+        self,
+        *,
+        embedding: Matrix,
+        head: Matrix,
+        final_norm: torch.Tensor | None,
+        head_bias: torch.Tensor | None,
+        embedding_scale: float,
+    ) -> None:
+        """The same for all that is before and behind the layers."""
+        self.embedding, self.head = embedding, head
+        self.final_norm, self.head_bias = final_norm, head_bias
+        self.shape = replace(self.shape, embedding_scale=embedding_scale)
+        decoder = self._decoder
+        decoder.embedding, decoder.head = embedding.handle, head.handle
+        decoder.final_norm, decoder.head_bias = _address(final_norm), _address(head_bias)
+        decoder.embedding_scale = embedding_scale
 
     def tap(self, layers: Sequence[int]) -> None:
         """Makes each step copy the inputs of these ``layers``, rising, into ``tapped``.

@@ -78,7 +78,7 @@ def _layer_by_layer(paged: PagedModel, kernels: CpuKernels) -> LayerByLayer:
 
     def pack(index: int) -> DecoderLayer:
         part, spec = parts.layers[index], parts.attending[index]
-        return _pack_layer(kernels, part, spec, parts.rotary[index], exact)
+        return pack_layer(kernels, part, spec, parts.rotary[index], exact)
 
     return LayerByLayer(kernels, parts, pack, paged.layouts, paged.dtype)
 
@@ -86,11 +86,11 @@ def _layer_by_layer(paged: PagedModel, kernels: CpuKernels) -> LayerByLayer:
 def _build(paged: PagedModel, kernels: CpuKernels, packing: Packing) -> CpuDecoder:
     parts = inspect_decoder(paged)
     layers = [
-        _pack_layer(kernels, part, spec, parts.rotary[index], packing.layers)
+        pack_layer(kernels, part, spec, parts.rotary[index], packing.layers)
         for index, (part, spec) in enumerate(zip(parts.layers, parts.attending, strict=True))
     ]
     embedding, lm_head = parts.embedding, parts.head
-    head = _packed([lm_head], packing.head)
+    head = pack_head(lm_head, packing)
     plain = isinstance(lm_head, nn.Linear)
     if isinstance(embedding, CodedEmbedding):
         table: Matrix = embedding.matrix
@@ -132,13 +132,20 @@ def _places(model: nn.Module, layers: list[LayerParts]) -> Places:
     return places
 
 
-def _pack_layer(
+def pack_head(head: Linear, packing: Packing) -> Matrix:
+    """The head's weight."""
+    return _packed([head], packing.head)
+
+
+def pack_layer(
     kernels: CpuKernels,
     part: LayerParts,
     spec: AttentionSpec,
     rotary: int,
     pack_plain: Pack,
 ) -> DecoderLayer:
+    """A layer's weights, and what its attention is like."""
+
     def vector(norm: nn.Module | None) -> torch.Tensor | None:
         weight = norm_weight(norm)
         return None if weight is None else weight[0]

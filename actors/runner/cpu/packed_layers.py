@@ -128,7 +128,7 @@ def _pack(
     if layers:
         merge_layers(paged.transformer, deltas, kernels, activation)
     originals = list(_packable(paged.transformer, activation, deltas, mlps=parts))
-    pack_one = partial(_packed, kernels, activation, deltas)
+    pack_one = partial(pack_module, kernels, activation, deltas)
     indexers = inside_indexers(paged.transformer)
     head = inside_head(paged.transformer) if quantization else ()
 
@@ -185,7 +185,7 @@ def _packable(
                 yield owner, name, child
 
 
-def _packed(
+def pack_module(
     kernels: CpuKernels,
     activation: Activation | None,
     deltas: Deltas,
@@ -193,6 +193,7 @@ def _packed(
     packing: Packing,
     is_head: bool = False,
 ) -> nn.Module:
+    """The packed form of a module that has one."""
     if module in deltas:
         return deltas[module].pack(kernels, packing.layers)
     if has_packed_form(module, activation):

@@ -162,24 +162,50 @@ def _observe(
     paged: PagedModel, first_layer: nn.Module, embedding: Embedding
 ) -> tuple[dict[nn.Module, AttentionSpec], float]:
     """The settings of each attention module, and the factor on embeddings."""
-    model, observer = paged.transformer, _Observer()
-    device = paged.device
+    observer = _Observer()
+    for module in paged.attention_modules:
+        setattr(module, LAYER, observer)
+    try:
+        scale = fed_scale(paged.transformer, first_layer, embedding, paged.device)
+    finally:
+        for module in paged.attention_modules:
+            delattr(module, LAYER)
+    return observer.seen, scale
+
+
+def fed_scale(
+    model: nn.Module,
+    first_layer: nn.Module,
+    embedding: Embedding,
+    device: torch.device,
+    *,
+    alone: bool = False,
+) -> float:
+    """The factor on embeddings in front of the first layer.
+
+    Args:
+        alone: only the embedding has weights, so no layer runs.
+
+    Raises:
+        UnrecognizedModule: its layers are fed by something else.
+    """
     tokens = torch.arange(1, 4, device=device).remainder(embedding.num_embeddings).unsqueeze(0)
     inputs: list[torch.Tensor] = []
 
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs.append(args[0] if args else kwargs["hidden_states"])
+        if alone:
+            raise UnrecognizedModule("its layers have no weights")
 
     hook = first_layer.register_forward_pre_hook(keep, with_kwargs=True)
-    for module in paged.attention_modules:
-        setattr(module, LAYER, observer)
     try:
         positions = torch.arange(3, device=device).unsqueeze(0)
         model(input_ids=tokens, position_ids=positions, use_cache=False)
+    except UnrecognizedModule:
+        if not inputs:
+            raise
     finally:
         hook.remove()
-        for module in paged.attention_modules:
-            delattr(module, LAYER)
     if isinstance(embedding, SmallEmbedding):
         rows = embedding.rows(tokens[0]).float()
     else:
@@ -188,7 +214,7 @@ def _observe(
     scale = float((seen * rows).sum() / rows.square().sum())
     if not torch.allclose(seen, rows * scale, rtol=1e-2, atol=1e-4):
         raise UnrecognizedModule("its layers are not fed by token embeddings alone")
-    return observer.seen, 1.0 if abs(scale - 1.0) < 1e-6 else scale
+    return 1.0 if abs(scale - 1.0) < 1e-6 else scale
 
 
 def _has_whole_norm(part: LayerParts, spec: AttentionSpec) -> bool:

@@ -1,7 +1,8 @@
 """Loads a rank's share of a model from safetensors slices, without reading the whole files."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,40 +44,72 @@ from rayfin.actors.runner.quantized.loader import dequantize, quantizer_of
 
 
 class Checkpoint:
-    """The tensors of a model's safetensors files, opened on demand.
+    """The tensors of safetensors ``files`` of a ``model``, opened on demand.
 
     Names may lack the decoder's ``prefix``, since some models were saved without a head (GPT-2).
-
-    Raises:
-        InvalidConfig: There are no such files.
-        OSError: A file of the hub cannot be loaded.
     """
 
-    def __init__(self, args: EngineArgs, prefix: str) -> None:
-        require_safetensors(args.model)
-        self.model = args.model
+    def __init__(self, model: str, files: Sequence[Path], prefix: str) -> None:
+        self.model = model
         self._prefix = f"{prefix}."
         self._files: dict[str, Path] = {}
+        self._opened: dict[Path, Any] | None = None
         self.tables: dict[str, StoredLayer] = {}  # embeddings in codes, by their names in the model
-        files = _files(args)
         shards = Shards(files)
         for path in files:
             with safe_open(path, framework="pt") as file:
                 names = [name for name in file.keys() if shards.counts(name, path)]
                 self._files |= dict.fromkeys(names, path)
 
+    @classmethod
+    def of(cls, args: EngineArgs, prefix: str) -> "Checkpoint":
+        """The checkpoint that ``args`` name.
+
+        Raises:
+            InvalidConfig: There are no such files.
+            OSError: A file of the hub cannot be loaded.
+        """
+        require_safetensors(args.model)
+        return cls(args.model, _files(args), prefix)
+
     @property
     def files(self) -> list[Path]:
         """Its files, in order."""
         return sorted(set(self._files.values()))
 
+    @property
+    def names(self) -> set[str]:
+        """Of its tensors, as they are stored."""
+        return set(self._files)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Keeps each file open that is read within, and mapped as far as it is read."""
+        with ExitStack() as stack:
+            self._opened, self._stack = {}, stack
+            try:
+                yield
+            finally:
+                self._opened = None
+
+    @contextmanager
+    def _open(self, path: Path) -> Iterator[Any]:
+        if self._opened is None:
+            with safe_open(path, framework="pt") as file:
+                yield file
+            return
+        if path not in self._opened:
+            self._opened[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+        yield self._opened[path]
+
     def __contains__(self, name: str) -> bool:
-        return self._stored(name) in self._files or self._table(name) is not None
+        return self.stored(name) in self._files or self._table(name) is not None
 
     def _table(self, name: str) -> StoredLayer | None:
         return self.tables.get(name.removesuffix(".weight"))
 
-    def _stored(self, name: str) -> str:
+    def stored(self, name: str) -> str:
+        """The name under which a tensor is stored."""
         return name if name in self._files else name.removeprefix(self._prefix)
 
     def read(self, name: str, shape: torch.Size, cut: WeightSlice | None) -> torch.Tensor:
@@ -90,10 +123,10 @@ class Checkpoint:
             raise InvalidConfig(f"{self.model} lacks the weight {name}{place}", "model")
         if (table := self._table(name)) is not None:
             return _filled_up(_rows(table, cut), shape)
-        expected, stored_as = list(shape), self._stored(name)
+        expected, stored_as = list(shape), self.stored(name)
         if cut is not None:
             expected[cut.dim] = cut.whole
-        with safe_open(self._files[stored_as], framework="pt") as file:
+        with self._open(self._files[stored_as]) as file:
             stored = file.get_slice(stored_as)
             if stored.get_shape() != expected:
                 raise InvalidConfig(
@@ -147,13 +180,13 @@ def load_share(
     require_pageable(model)
     ties = model.all_tied_weights_keys
     try:
-        checkpoint = None if is_dummy else Checkpoint(args, model.base_model_prefix)
+        checkpoint = None if is_dummy else Checkpoint.of(args, model.base_model_prefix)
         stored = None
         if checkpoint and quantizer:
             stored = quantizer.stored(model, checkpoint.files, device)
             checkpoint.tables = stored.tables
         cuts = shard_model(model, peers)
-        _make_buffers(model, device)
+        make_buffers(model, device)
         if stored is not None:
             place_codes(model, cuts, stored, peers)
             model.hf_quantizer = quantizer  # type: ignore[assignment]
@@ -194,7 +227,7 @@ def _read(
         cut = cuts.get(source)
         if source in ties and (ties[source] in checkpoint or source not in checkpoint):
             source = ties[source]
-        tensor = _assemble(source, parameter.shape, cut, known, checkpoint.read)
+        tensor = assemble(source, parameter.shape, cut, known, checkpoint.read)
         if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
             raise refuse(
                 f"{checkpoint.model} holds {source} as {str(tensor.dtype).removeprefix('torch.')}, "
@@ -202,7 +235,7 @@ def _read(
             )
         _set(model, name, tensor.to(device, parameter.dtype))
     exact = model._get_dtype_plan(model.dtype)  # some are always float32
-    for name in _saved_buffers(model):
+    for name in saved_buffers(model):
         buffer = model.get_buffer(name)
         tensor = checkpoint.read(checkpoint_name(name), buffer.shape, None)
         dtype = next((exact[part] for part in exact if part in name), buffer.dtype)
@@ -230,11 +263,11 @@ def _draw(model: PreTrainedModel, cuts: Cuts, seed: int, device: torch.device) -
 
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         source = checkpoint_name(name)
-        tensor = _assemble(source, parameter.shape, cuts.get(source), lambda _: False, draw)
+        tensor = assemble(source, parameter.shape, cuts.get(source), lambda _: False, draw)
         _set(model, name, tensor.to(device, parameter.dtype))
 
 
-def _assemble(
+def assemble(
     source: str,
     shape: torch.Size,
     cut: AnyCut | None,
@@ -245,7 +278,7 @@ def _assemble(
     if isinstance(cut, ExpertsSlice):
         return read_experts(source, shape, cut, known, read)
     if isinstance(cut, TransposedSlice):
-        return _assemble(source, torch.Size(reversed(shape)), cut.of, known, read).T
+        return assemble(source, torch.Size(reversed(shape)), cut.of, known, read).T
     name = stored_name(source, known)
     if not isinstance(cut, MergedSlice):
         return read(name, shape, cut)
@@ -257,7 +290,7 @@ def _assemble(
     return torch.cat(parts, dim=cut.parts[0].dim)
 
 
-def _saved_buffers(model: PreTrainedModel) -> list[str]:
+def saved_buffers(model: PreTrainedModel) -> list[str]:
     """The buffers that checkpoints hold, such as a router's corrections."""
     buffers = {name for name, _ in model.named_buffers()}
     return [name for name in model.state_dict() if name in buffers]
@@ -278,7 +311,7 @@ def _set(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
     setattr(model.get_submodule(owner), leaf, parameter)
 
 
-def _make_buffers(model: PreTrainedModel, device: torch.device) -> None:
+def make_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Initializes buffers such as rotary frequencies with the model's code, like transformers."""
     for module in model.modules():
         buffers: dict[str, Any] = module._buffers

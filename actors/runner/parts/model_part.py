@@ -49,6 +49,8 @@ class ModelPart:
     sees_ahead = False  # its tokens may see later ones
     hooks_layers = False  # it adds to the outputs of single layers, which stay modules
 
+    follows_weights = False  # it reads none of the decoder's weights for itself
+
     def takes(self, decoder: "CpuDecoder | None") -> bool:
         """Whether it works around a decoder that is one C call; None: around any."""
         return True

@@ -30,7 +30,8 @@ from rayfin.actors.runner.sampling.logprobs import (
 )
 from rayfin.actors.runner.sampling.processor import ProcessorFactory
 from rayfin.actors.runner.sampling.processor_chain import ProcessorChain
-from rayfin.kernels.sampling.sample import NOTHING, find_bad_rows
+from rayfin.kernels.sampling.filters import allow_bits
+from rayfin.kernels.sampling.sample import NOTHING, filtered, find_bad_rows
 from rayfin.kernels.sampling.select import SampleTokens
 
 NO_TOKEN_LEFT = (
@@ -148,8 +149,12 @@ class Sampler:
         return self._processors.take_usage()
 
     def needs_host(self, info: SchedulerInfo) -> BoolArray:
-        """[R] which rows have a logits processor that CUDA graphs cannot run."""
-        return self._processors.needs_host(info.ids)
+        """[R] which rows have a logits processor that CUDA graphs cannot run, or want log
+        probabilities that these do not compute."""
+        needs = self._processors.needs_host(info.ids)
+        if self._slots.processed:
+            needs = needs | np.isin(info.ids, list(self._slots.processed))
+        return needs
 
     def row_token_rules(self, info: SchedulerInfo) -> RowTokenRules | None:
         """The rules on the rows' logits for a CUDA graph, or None if no row has any."""
@@ -209,8 +214,21 @@ class Sampler:
         if masks is not None:
             result.errors |= {int(rows[index]): error for index, error in masks.errors.items()}
         if self._slots.asking:
-            result.logprobs = self._logprobs(at, raw, tokens)
+            shown = raw
+            if self._slots.processed:
+                drawn_from = processed if allowed is None else allow_bits(processed, allowed)
+                shown = self._with_processed(at, raw, drawn_from)
+            result.logprobs = self._logprobs(at, shown, tokens)
         self._processors.accept(slots, tokens)
+
+    def _with_processed(
+        self, at: SampledRows, raw: torch.Tensor, drawn_from: torch.Tensor
+    ) -> torch.Tensor:
+        """The raw logits [S, V], but what tokens are drawn from in the rows that ask for that."""
+        asked = torch.from_numpy(np.isin(at.slots, list(self._slots.processed))).to(raw.device)
+        if not bool(asked.any()):
+            return raw
+        return torch.where(asked.unsqueeze(1), filtered(drawn_from, at.settings), raw.float())
 
     def _logprobs(self, at: SampledRows, raw: torch.Tensor, tokens: Int32Array) -> Logprobs | None:
         """Those of the rows that ask for any."""

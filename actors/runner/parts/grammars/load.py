@@ -20,6 +20,8 @@ class GrammarsPart(ModelPart):
         limited: masks that take too long fail their row. Not in groups of ranks: they must agree.
     """
 
+    follows_weights = True
+
     def __init__(self, args: EngineArgs, vocab_size: int, *, limited: bool) -> None:
         self.book = GrammarBook(lambda: Vocabulary.load(args, vocab_size))
         self._limited = limited

@@ -38,6 +38,7 @@ class AdaptersPart(ModelPart):
     """No adapters yet; ``over`` makes room for them."""
 
     hooks_layers = True
+    follows_weights = True
 
     def __init__(self, args: EngineArgs) -> None:
         self._args = args

@@ -80,7 +80,7 @@ def test_nor_by_a_rank_or_a_head(copy: Path, engine_args: Make) -> None:
     head = {"mtp.fc.weight": torch.rand(4, 8), "mtp.norm.weight": torch.rand(4)}
     save_file(right | head, copy / SINGLE, metadata={"format": "pt"})
     right = split(copy)
-    checkpoint = Checkpoint(engine_args(copy), "model")
+    checkpoint = Checkpoint.of(engine_args(copy), "model")
     for name, tensor in right.items():
         assert torch.equal(checkpoint.read(name, tensor.shape, None), tensor)
     assert {path.name for path in checkpoint.files} == {FIRST, SECOND}
@@ -99,7 +99,9 @@ def test_what_the_index_names_and_is_not_there(copy: Path, engine_args: Make, se
     save_file(less, copy / FIRST, metadata={"format": "pt"})
     for load in (
         served,
-        lambda folder: Checkpoint(engine_args(folder), "model").read(name, right[name].shape, None),
+        lambda folder: Checkpoint.of(engine_args(folder), "model").read(
+            name, right[name].shape, None
+        ),
     ):
         with pytest.raises(InvalidConfig, match=f"{name} .*{INDEX} places it in {FIRST}"):
             load(copy)
