@@ -22,6 +22,7 @@ from rayfin.actors.errors import RayfinError, RequestFailed
 from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.parts import P, PartFacts, PartUsage, RequestPart, first_of
 from rayfin.actors.settings.bidirectional import Bidirectional
+from rayfin.actors.weights.spans import Spans
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
@@ -85,6 +86,7 @@ class Sampling:
     logprobs: int | None = None  # return each token's, and those of so many likeliest tokens
     logprob_ids: tuple[int, ...] = ()  # or those of these tokens instead of the likeliest
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    processed: bool = False  # log probabilities are those that tokens are drawn by, after all rules
 
     @property
     def needs_history(self) -> bool:
@@ -186,6 +188,7 @@ class EngineRequest:
     pin: Pin | None = None
     background: bool = False  # it runs where nothing else has to wait for it
     parts: tuple[RequestPart, ...] = ()  # what it has beside tokens; those of a kind in their order
+    spans: Spans = ()  # versions of the weights that made ``output``
 
     def use(self, part: RequestPart) -> None:
         """Adds a part."""
@@ -281,7 +284,8 @@ class SchedulerInfo:
 
 @dataclass(slots=True)
 class Logprobs:
-    """Log probabilities (natural, of the model's raw logits) of N tokens, K likeliest beside each.
+    """Log probabilities (natural, of the model's raw logits unless ``Sampling.processed``) of N
+    tokens, K likeliest beside each.
 
     K is the most that any of the N asks for; a token that asks for less ignores the rest.
     """
@@ -408,6 +412,8 @@ class TokenDeltas:
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by key
     begun: dict[int, Begun] = field(default_factory=dict)  # by key, of requests that are ``timed``
     stats: EngineStats | None = None  # in a heartbeat
+    weights: str = ""  # the label of the version that made the tokens
+    kept: frozenset[int] = frozenset()  # keys whose tokens see keys and values of other versions
 
     @classmethod
     def only(cls, *ended: Ended) -> "TokenDeltas":
@@ -440,6 +446,8 @@ class TokenDelta:
     first_token: float | None = None  # ... and until it had its first token, if there was one;
     # of requests that are ``timed`` both, and cached_tokens, are in the first delta too
     vector: Float32Array | None = None  # of a request that samples nothing, in its only delta
+    weights: str = ""  # TokenDeltas.weights
+    kept: bool = False  # its tokens see keys and values of other versions
 
 
 @dataclass(slots=True, frozen=True)
@@ -452,6 +460,7 @@ class TokenLog:
     finish_reason: str | None = None  # None: it had not finished
     stop_reason: int | str | None = None
     cached_tokens: int = 0
+    spans: Spans = ()  # versions of the tokens
 
 
 @dataclass(slots=True, frozen=True)

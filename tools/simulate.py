@@ -29,7 +29,7 @@ from fake_disk import FakeFolder, fake_folder
 from fake_stream import Stream
 from harness import make_harness
 from rayfin.actors.adapters.part import AdapterRef
-from rayfin.actors.errors import InvalidRequest, Overloaded, RequestQuarantined
+from rayfin.actors.errors import EnginePaused, InvalidRequest, Overloaded, RequestQuarantined
 from rayfin.actors.guidance import CallGrammar, Guidance
 from rayfin.actors.media.part import VIRTUAL_TOKENS, MediaInput
 from rayfin.actors.media.virtual_ids import virtual_ids
@@ -37,6 +37,7 @@ from rayfin.actors.messages import COPY, BeamParams, Command, SessionRef
 from rayfin.actors.parts import all_of
 from rayfin.actors.settings.bidirectional import Bidirectional
 from rayfin.actors.timing import PAGE_READ_SECONDS, PREPARE_SECONDS
+from rayfin.actors.weights.version import WeightVersion
 
 STARTS = [[(3 * i + i * i // 7) % 50 for i in range(70)], [1] * 70]
 """What prompts begin with, where they begin alike."""
@@ -54,6 +55,8 @@ class Life:
         self.seeing = random.Random(f"images {seed}")
         self.keeping = random.Random(f"disk {seed}")
         self.pausing = random.Random(f"sessions {seed}")
+        self.training = random.Random(f"weights {seed}")
+        self.num_paused_out = 0  # refused for a pause
         self.num_refused = 0
         self.num_quarantined = 0  # for the prompt of one that was convicted
         self.harness = make_harness(**self._settings())
@@ -66,6 +69,7 @@ class Life:
         self._plan_images()
         self._plan_disk()
         self._plan_sessions()
+        self._plan_weights()
         self._plan_requests()
 
     def run(self) -> None:
@@ -185,6 +189,36 @@ class Life:
             self._at(draw.random() * 0.1, reset)
         for _ in range(draw.choice([0, 5, 30])):  # the disk has what the device has no more
             self._at(draw.random() * 0.1, self.harness.engine.lifecycle.forget_prefixes)
+
+    def _plan_weights(self) -> None:
+        """Pauses, most with new weights, and runners that die amid them."""
+        draw = self.training
+        self.harness.executor.fail_turns = draw.choice([0, 0, 0, 1, 2])
+        for _ in range(draw.choice([0, 0, 1, 2, 5])):
+            self._at(draw.random() * 0.1, self._pause)
+
+    def _pause(self) -> None:
+        draw, updates = self.training, self.harness.engine.updates
+        if not updates.state(None).pausing:
+            mode = draw.choice(["keep", "keep", "wait", "abort"])
+            updates.pause(mode, draw.choice(["wait", "wait", "refuse"]))
+            self.harness.step()  # its clients hear of their ends
+            self._at(self.harness.executor.clock, self._commit)
+
+    def _commit(self) -> None:
+        """Once the engine is paused, it gets new weights, or none; then it goes on."""
+        draw, updates = self.training, self.harness.engine.updates
+        soon = self.harness.executor.clock + draw.choice([0.0001, 0.001, 0.02])
+        if not updates.is_paused:
+            self._at(soon, self._commit)
+            return
+        if draw.random() < 0.8:
+            serial = updates.version.serial + 1
+            version = WeightVersion(serial, str(serial), f"{serial:064x}", "/nowhere")
+            in_place, pages = draw.random() < 0.8, draw.choice(["recompute", "recompute", "keep"])
+            updates.commit(version, in_place=in_place, pages=pages)
+            self.harness.engine.check_integrity()
+        self._at(soon, updates.resume)
 
     def _uncut(self) -> Bidirectional:
         """Whether images are computed whole. Those that are, are small beside a step."""
@@ -352,6 +386,10 @@ class Life:
             ), "refused for another's prompt"
             self.num_quarantined += 1
             return None
+        except EnginePaused:
+            assert self.harness.engine.updates.state(None).pausing, "refused without a pause"
+            self.num_paused_out += 1
+            return None
         except Overloaded:
             assert full, "refused without need"
             self.num_refused += 1
@@ -504,6 +542,9 @@ def account(life: Life) -> Counter[str]:
     harness, stats = life.harness, life.harness.engine.stats()
     happened = Counter(stats.finished)
     happened["steps"] = stats.steps
+    happened["new weights"] = stats.weight_serial
+    happened["requests carried over"] = sum(stats.carried_requests.values())
+    happened["refused for a pause"] = life.num_paused_out
     happened["calls"] = harness.executor.num_run
     happened["preemptions"] = stats.preemptions
     happened["swaps"] = stats.preemptions_by_swap

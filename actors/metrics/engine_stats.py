@@ -24,6 +24,7 @@ from rayfin.actors.metric import (
 )
 from rayfin.actors.metrics.ledger import RESTARTS, CounterReport, Value
 from rayfin.actors.speculation import MOST_TOKENS
+from rayfin.actors.weights.version import BASE_LABEL
 
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 REJECTIONS = ("queue_full", "draining", "quarantined", "invalid")
@@ -32,6 +33,7 @@ FAILURES = (
     *("engine_unavailable", "grammar_failed", "grammar_too_slow", "no_token_left", "other"),
 )
 LAPSES = ("price", "pages")
+CARRIED = ("recomputed", "kept")
 GRAMMAR_FAILURES = ("compile", "failed", "too_slow")
 DRAFT_POSITIONS = tuple(str(place) for place in range(MOST_TOKENS))
 
@@ -138,6 +140,19 @@ class EngineStats:
     draining: bool = gauge("engine_draining", "1 while it takes no new requests.", default=False)
     # It runs no requests, and has no pages.
     asleep: bool = False
+    paused: bool = gauge("engine_paused", "1 while it is paused for new weights.", default=False)
+    pause_seconds: float = counter("pause_seconds", "Time of its pauses.", default=0.0)
+    weight_serial: int = gauge(
+        "weights_serial", "Number of the weights that it computes by; 0 is the model's own."
+    )
+    # Label and digest of these weights.
+    weights: tuple[str, str] = (BASE_LABEL, "")
+    carried_requests: dict[str, int] = counter(
+        "carried_requests",
+        "Requests that ran on with other weights, by what became of their pages.",
+        "kv",
+        CARRIED,
+    )
     # How often its scheduler was replaced.
     generation: int = 0
     # A word of the life in which all this was counted.

@@ -119,7 +119,7 @@ def find_fork_parent(
 
 def _fork_source(request: Request) -> int | None:
     """Returns the parent's slot if the first admission may skip the prompt, or None."""
-    if request.fork_parent is None or request.admitted:
+    if request.fork_parent is None or request.admitted or request.fork_parent.mixed:
         return None
     if request.source.sampling.prompt_logprobs is not None:
         return None

@@ -50,6 +50,7 @@ from rayfin.actors.scheduler.sessions.seats import make_seats
 from rayfin.actors.scheduler.stats import take_snapshot, take_stats
 from rayfin.actors.scheduler.step_pipeline import StepPipeline
 from rayfin.actors.scheduler.step_results import StepResults
+from rayfin.actors.scheduler.weight_updates import WeightUpdates
 from rayfin.cache.prefix_index import HashChain
 
 MAX_RESTARTS_WITHOUT_PROGRESS = 8
@@ -142,10 +143,11 @@ class Engine:
         parts = PartGate(state.running, config.parts)
 
         def depth() -> int:
+            if self.updates.holds_steps:
+                return 0
             return scheduler.depth(config.steps_in_flight)
 
         self._quarantine = Quarantine(self.lifecycle, scheduler, parts, depth, clock)
-        self.lifecycle.admission.gates = [self._quarantine, parts, scheduler]
         self._multi_step = make_multi_step(state, microbatcher, config, lease_seconds)
         self._pipeline = StepPipeline(state, executor, clock)
         self._outbox = Outbox()
@@ -153,6 +155,12 @@ class Engine:
         self._results = StepResults(
             self.lifecycle, self._endings, self._outbox, self._multi_step, clock
         )
+        self.updates = WeightUpdates(
+            *(self.lifecycle, self._pipeline, self._endings, self._outbox),
+            *(self.replace_runners, clock),
+        )
+        gates = [self.updates, self._quarantine, parts, scheduler]
+        self.lifecycle.admission.gates = gates
         self._draining = self._asleep = False
         self._last_progress = clock()
         self._last_step: SchedulerInfo | None = None
@@ -169,7 +177,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.lifecycle.state.live or self._pipeline) and not self._asleep
+        still = self._asleep or self.updates.is_paused
+        return bool(self.lifecycle.state.live or self._pipeline) and not still
 
     @property
     def has_steps(self) -> bool:
@@ -180,7 +189,8 @@ class Engine:
         if tier.is_busy and not len(state.running) and (first := state.waiting.peek()) is not None:
             held_up = admission.lacks_room(first) or admission.overtakes(first)
         ready = len(state.live) > self.lifecycle.num_beside and not held_up
-        return (ready or bool(self._pipeline)) and not self._asleep
+        held_up = self._asleep or self.updates.is_paused
+        return (ready or bool(self._pipeline)) and not held_up
 
     def add(self, source: EngineRequest) -> None:
         """Puts a request into the queue.
@@ -199,6 +209,7 @@ class Engine:
             if key in state.live:
                 raise InvalidRequest(f"request key {source.key} is in use", "request_id")
             check_request(source, self.config)
+            self.updates.check(source)
             self._quarantine.check(source)
             now, ended = self._clock(), sum(state.counters.finished.values())
             rate, limits = state.completion_rate, state.queue_limits
@@ -218,6 +229,7 @@ class Engine:
         chain = HashChain(self.config.page_size, source.prefix_keys)
         output = np.array(source.output, np.int32)
         request = Request(source, state.arrivals, now, chain, output, fork_parent=fork_parent)
+        request.spans = source.spans
         if self.config.prefix_caching:
             chain.extend(source.prompt)
         state.arrivals += 1
@@ -349,7 +361,7 @@ class Engine:
         self.lifecycle.state.tables.expire_pins(self._clock())
         self._endings.expire()
         queue_prepared(self.lifecycle, self._endings)
-        if self._asleep:
+        if self._asleep or self.updates.is_paused:
             return self._drain_outbox()
         try:
             while len(self._pipeline) < self._quarantine.depth:
@@ -379,6 +391,9 @@ class Engine:
             epoch=self._pipeline.epoch,
             draining=self._draining,
             asleep=self._asleep,
+            paused=self.updates.is_paused,
+            weight_serial=self.updates.version.serial,
+            weights=(self.updates.version.label, self.updates.version.digest[:16]),
             seconds_since_progress=self._clock() - self._last_progress if self.has_work else 0.0,
         )
 
@@ -398,10 +413,12 @@ class Engine:
         tables.check_integrity()
         preemption.check_integrity()
         held = tables.num_held + preemption.num_held
-        assert self.has_work or held == 0, "idle, and pages are held"
+        busy = self.has_work or self.updates.is_paused
+        assert busy or held == 0, "idle, and pages are held"
 
     def _drain_outbox(self) -> dict[str, TokenDeltas]:
-        return self._outbox.drain(self._pipeline.epoch, self.lifecycle.state.counters.steps)
+        steps = self.lifecycle.state.counters.steps
+        return self.updates.label(self._outbox.drain(self._pipeline.epoch, steps))
 
     def _update_from_oldest(self) -> None:
         record, result = self._pipeline.wait()

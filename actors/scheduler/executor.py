@@ -6,6 +6,7 @@ from typing import Protocol
 from rayfin.actors.errors import RayfinError
 from rayfin.actors.messages import PageTransfer, SchedulerInfo, StepResult
 from rayfin.actors.parts import Need
+from rayfin.actors.weights.version import WeightVersion
 
 
 class PendingStep(Protocol):
@@ -73,6 +74,16 @@ class Executor(Protocol):
 
         Raises:
             RunnerGroupFailed: they cannot be started.
+        """
+        ...
+
+    def turn(self, version: WeightVersion, *, in_place: bool) -> None:
+        """The runners, and those that replace them, compute by ``version``; raises ``epoch``.
+
+        In place they keep what they know of requests, and their pages; else they are new and empty.
+
+        Raises:
+            RunnerGroupFailed: they have died amid it.
         """
         ...
 

@@ -124,8 +124,8 @@ class Lifecycle:
 
     def publish(self, slot: int, num_tokens: int) -> None:
         """Lets others share the pages of the slot's first ``num_tokens`` tokens."""
-        if self.state.tables.index is not None:
-            request = self.state.running.request(slot)
+        request = self.state.running.request(slot)
+        if self.state.tables.index is not None and not request.mixed:
             tokens = self.state.running.tokens[slot, :num_tokens]
             request.chain.extend(tokens)
             self.state.tables.publish(slot, request.chain, tokens)
@@ -135,6 +135,8 @@ class Lifecycle:
         self.state.counters.first_tokens(requests, now)
         for request in requests:
             slot, pin = request.slots[0], request.source.pin
+            if request.mixed:
+                continue
             self.tier.store_prompt(slot)
             if pin is not None:
                 self.state.tables.pin(slot, pin.tokens, request.source.tenant, now + pin.seconds)
@@ -143,7 +145,7 @@ class Lifecycle:
         """Saves the slot's state if a snapshot is due; returns where its next chunk has to end."""
         running, snapshots = self.state.running, self.state.snapshots
         computed, known = int(running.num_computed[slot]), int(running.num_known[slot])
-        if snapshots is None:
+        if snapshots is None or running.request(slot).mixed:
             return known
         latest = snapshots.latest.get(slot, 0)
         if snapshots.is_due(computed, known, latest):
@@ -174,7 +176,8 @@ class Lifecycle:
         were not delivered.
         """
         request = self.state.running.request(slot)
-        self.preemption.keep(slot)
+        if not request.mixed:
+            self.preemption.keep(slot)
         self._leave(request)
         self.state.waiting.push(request)
         request.preemptions += 1
@@ -203,11 +206,43 @@ class Lifecycle:
 
     def requeue(self, request: Request) -> None:
         """Puts the running request back into the queue; what it computed is discarded."""
+        self._put_back(request)
+        self.state.counters.requeued_by_restart += 1
+
+    def _put_back(self, request: Request) -> None:
         for slot in request.slots:
             self.state.tables.invalidate(slot)
         self._leave(request, share=False)
         self.state.waiting.push(request)
-        self.state.counters.requeued_by_restart += 1
+
+    def carry_over(self, digest: str) -> None:
+        """Requeues all that runs, to be computed by other weights; the runners stay.
+
+        Args:
+            digest: of these weights.
+        """
+        for request in self.state.running.holders():
+            self._put_back(request)
+        self.state.moves.clear()
+        self._turn(digest)
+
+    def keep_over(self, digest: str) -> None:
+        """Lets all that runs go on over its pages, by other weights; no other request reads those.
+
+        A beam search compares scores, which are of one version: it begins again.
+        """
+        for request in self.state.running.holders():
+            if request.source.beams is None:
+                request.mixed = True
+            else:
+                self._put_back(request)
+        self._turn(digest)
+
+    def _turn(self, digest: str) -> None:
+        """Forgets what was computed by the weights before."""
+        self.forget_prefixes()
+        self.preemption.clear()
+        self.tier.turn(digest)
 
     def restart(self) -> None:
         """Requeues all that ran: the runners end or sleep, and their caches are lost."""
@@ -275,7 +310,7 @@ class Lifecycle:
         for slot in list(request.slots):
             # Pages that decoding filled are hashed only here, not in every step: they are looked
             # up later, by the next turn of a conversation or the same request after a preemption.
-            if share and not running.lockstep[slot]:
+            if share and not (running.lockstep[slot] or request.mixed):
                 known, computed = int(running.num_known[slot]), int(running.num_computed[slot])
                 self.publish(slot, min(computed, known - 1))  # the last token is not an input
                 if ends:
@@ -284,7 +319,7 @@ class Lifecycle:
                 self.seats.left(request, slot, share=share)
             running.leave(slot)
             self.vacate(slot)
-        request.search = None
+        request.search, request.mixed = None, request.mixed and ends
 
     def vacate(self, slot: int) -> None:
         """Frees the slot's pages, and removes it from the runners."""

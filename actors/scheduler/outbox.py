@@ -27,6 +27,11 @@ class Outbox:
         self._ended: dict[str, list[Ended]] = {}
         self._begun: dict[str, dict[int, Begun]] = {}
 
+    @property
+    def has_output(self) -> bool:
+        """Whether something waits for ``drain``."""
+        return bool(self._tokens or self._ended or self._prompts)
+
     def tokens(
         self, client: str, keys: Int64Array, tokens: Int32Array, logprobs: Logprobs | None = None
     ) -> None:

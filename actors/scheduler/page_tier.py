@@ -65,6 +65,10 @@ class PageTier(Beside, Protocol):
         """Seconds in which files of all ``pages`` of the index are read; None if some have none."""
         ...
 
+    def turn(self, digest: str) -> None:
+        """The weights are others from now on; their pages have files of their own."""
+        ...
+
 
 class NoTier:
     """Keeps nothing."""
@@ -88,6 +92,8 @@ class NoTier:
     def store(self, slot: int) -> None: ...
 
     def forget(self) -> None: ...
+
+    def turn(self, digest: str) -> None: ...
 
     def restart(self) -> list[Request]:
         return []
@@ -126,7 +132,7 @@ class DiskTier:
         executor: Executor,
         clock: Callable[[], float],
     ) -> None:
-        self._folder = folder
+        self._base = self._folder = folder
         self._page_bytes = page_bytes
         self._tables = state.tables
         self._running = state.running
@@ -328,6 +334,12 @@ class DiskTier:
         self._stored.clear()
         empty = np.zeros((0, self._tables.page_size), np.int32)
         self._executor.transfer(PageTransfer(True, [], [], empty, [], forget=True))
+
+    def turn(self, digest: str) -> None:
+        for transfer in (*self._reading, *self._writing):
+            transfer.valid = False
+        self._stored.clear()
+        self._folder = self._base.of(digest)
 
     def restart(self) -> list[Request]:
         requests = list(self._waiting)

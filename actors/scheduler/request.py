@@ -6,6 +6,7 @@ import numpy as np
 
 from rayfin.actors.messages import EngineRequest, Int32Array
 from rayfin.actors.scheduler.beam_search import BeamSearch
+from rayfin.actors.weights.spans import Spans, VersionSpan, joined
 from rayfin.cache.prefix_index import HashChain
 
 
@@ -33,6 +34,8 @@ class Request:
     deaths_on_trial: int = 0  # ... and of those, during its trials
     fork_parent: "Request | None" = None  # an earlier choice of the same prompt
     search: BeamSearch | None = None  # of a running beam search
+    mixed: bool = False  # its pages are of several versions of the weights, and not shared
+    spans: Spans = ()  # versions of its tokens up to the last change of weights
 
     @property
     def admitted(self) -> bool:
@@ -65,6 +68,11 @@ class Request:
     def num_tokens(self) -> int:
         """Known tokens, while the request waits."""
         return len(self.source.prompt) + len(self.output)
+
+    def spans_up_to(self, tokens: int, label: str) -> Spans:
+        """The versions of its first ``tokens`` of output, of which ``label`` made the last."""
+        known = sum(span.tokens for span in self.spans)
+        return joined((*self.spans, VersionSpan(label, tokens - known, self.mixed)))
 
     def waits(self, now: float) -> tuple[float, float | None]:
         """Seconds from its arrival to its admission, or ``now``; and to its first token, if any."""

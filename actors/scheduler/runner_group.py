@@ -28,6 +28,7 @@ from rayfin.actors import failpoints
 from rayfin.actors.config import EngineArgs, EngineConfig, resolve, scarcest
 from rayfin.actors.errors import (
     CallLost,
+    EngineUnavailable,
     Fenced,
     PeerLost,
     RayfinError,
@@ -61,6 +62,7 @@ from rayfin.actors.timing import (
     WAIT_SLICE_SECONDS,
 )
 from rayfin.actors.transport.steps import StepLink, open_link
+from rayfin.actors.weights.version import Vote, WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -227,6 +229,7 @@ class RunnerGroup:
         has_spares = ranks == 1 and placement is not None
         self.spares = SpareRunners(names if has_spares else names[:1], calls)
         self._config: EngineConfig | None = None
+        self.version = WeightVersion()  # what runners compute by, and those that replace them
         self._submitted = (self.epoch, -1)  # epoch and number of the last step
         self._link: StepLink | None = None
 
@@ -245,6 +248,8 @@ class RunnerGroup:
         """
         if (adopted := self._adopt()) is not None:
             self._config, self.epoch = adopted.config, adopted.epoch
+            if adopted.version != self.version:
+                self._turn()
             self._open_link()
             logger.warning("adopted %s at epoch %d", ", ".join(self._names), self.epoch)
             return self._config
@@ -293,6 +298,34 @@ class RunnerGroup:
         self._pause(self.watchdog.backoff())
         self.epoch += 1
         self._start_new(RUNNER_PROCESS_SECONDS)
+
+    def vote(self, version: WeightVersion) -> Vote:
+        """Asks all ranks whether they can serve a version; any thread may ask.
+
+        Raises:
+            RayfinError: one cannot, or has died.
+        """
+        try:
+            votes = ray.get(self._on_all("vote", version), timeout=MODEL_LOAD_SECONDS)
+        except (RayError, TimeoutError) as error:
+            raise EngineUnavailable(f"a runner does not vote: {describe(error)}") from error
+        for vote in votes:
+            if isinstance(vote, RayfinError):
+                raise vote
+        return Vote(all(vote.in_place for vote in votes), votes[0].kept)
+
+    def turn(self, version: WeightVersion, *, in_place: bool) -> None:
+        """See ``Executor.turn``."""
+        self.version = version
+        if in_place:
+            self._turn()
+        else:
+            self.restart()
+
+    def _turn(self) -> None:
+        self.epoch += 1
+        turned = self._on_all("turn", self.version, self.epoch)
+        self.wait(turned, MODEL_LOAD_SECONDS, "taking new weights")
 
     def sleep(self) -> None:
         """See ``Executor.sleep``."""
@@ -508,11 +541,11 @@ class RunnerGroup:
     def _load(self) -> list[Any]:
         measure = self._config is None
         if len(self._runners) == 1:
-            return self._on_all("load", self._args, 0, None, measure)
+            return self._on_all("load", self._args, 0, None, measure, self.version)
         first = [self._runners[0].open_store.remote()]
         (store,) = self.wait(first, MODEL_LOAD_SECONDS, "opening a store")
         return [
-            runner.load.remote(self._args, rank, store, measure)
+            runner.load.remote(self._args, rank, store, measure, self.version)
             for rank, runner in enumerate(self._runners)
         ]
 

@@ -63,6 +63,11 @@ class StepBuilder:
         self._step = 0
         self._sent_pages[:] = 0
 
+    def turn(self, epoch: int) -> None:
+        """Starts the steps of another epoch of the same runners, which keep what they know."""
+        self.epoch = epoch
+        self._step = 0
+
     def build(
         self,
         decoding: Int64Array,

@@ -9,6 +9,7 @@ from rayfin.actors.scheduler.executor import Executor, PendingStep
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.scheduler_state import SchedulerState
 from rayfin.actors.scheduler.step_builder import Chunk, StepBuilder, StepRecord
+from rayfin.actors.weights.version import WeightVersion
 
 
 class StepPipeline:
@@ -85,6 +86,12 @@ class StepPipeline:
         if asleep:
             self._executor.sleep()
         self._builder.restart(self._executor.epoch)
+
+    def turn(self, version: WeightVersion, *, in_place: bool) -> None:
+        """See ``Executor.turn``; no step may be in flight."""
+        self._executor.turn(version, in_place=in_place)
+        begin = self._builder.turn if in_place else self._builder.restart
+        begin(self._executor.epoch)
 
     def sleep(self) -> None:
         """See ``Executor.sleep``; no step may be in flight."""

@@ -15,7 +15,7 @@ def split_deltas(
     ended = {end.key: end for end in message.ended}
     keys = message.keys.tolist()
     deltas = {
-        key: TokenDelta(request_ids[key], [])
+        key: TokenDelta(request_ids[key], [], weights=message.weights)
         for key in {*keys, *ended, *message.prompt_logprobs}
         if key in request_ids and (key not in ended or ended[key].error is None)
     }
@@ -23,6 +23,8 @@ def split_deltas(
         if key in deltas:
             deltas[key].tokens.append(token)
     _add_logprobs(message, deltas)
+    for key in message.kept & deltas.keys():
+        deltas[key].kept = True
     for key, begun in message.begun.items():
         if (first := deltas.get(key)) is not None:
             first.queued, first.first_token, first.cached_tokens = begun
@@ -52,6 +54,7 @@ class WholeDeltas:
             delta = self._deltas.pop(end.key, None)
             if delta is not None and end.error is None:
                 del gathered[end.key]
+                delta.weights = message.weights
                 _end(delta, end)
                 yield end.key, delta
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from rayfin.actors.errors import DeadlineExceeded
 from rayfin.actors.messages import EngineRequest, TokenDelta
+from rayfin.actors.weights.spans import SpanLog
 
 KEY_STEP = 0x2545F4914F6CDD1D  # odd: the keys of a request's attempts are far apart
 KEY_MASK = 2**62 - 1  # keys travel as int64
@@ -27,6 +28,7 @@ class Replay:
         self._source = source
         self._started = now
         self._output = list(source.output)
+        self._spans = SpanLog(source.spans)
         self._prompt_delivered = np.zeros(len(source.prompt), np.bool_)  # its log probabilities
         self._advanced = False  # whether the current attempt has produced a token
         self._lost = False  # and no delta since
@@ -63,6 +65,7 @@ class Replay:
             key=self._key(source.key),
             parent_key=None if fork_parent is None else self._key(fork_parent),
             output=list(self._output),
+            spans=self._spans.spans,
             timeout=self.left(now),
             sampling=sampling,
             deaths=self.deaths,
@@ -93,6 +96,7 @@ class Replay:
         """Records a delta of the current attempt, and removes what was delivered before."""
         self._lost, self.waiting_since = False, now
         self._output += delta.tokens
+        self._spans.add(delta.weights, len(delta.tokens), kept=delta.kept)
         self._advanced = self._advanced or bool(delta.tokens)
         if delta.prompt_logprobs:
             delivered = self._prompt_delivered

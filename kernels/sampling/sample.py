@@ -27,15 +27,20 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     greedy = torch.where(torch.isfinite(highest), greedy, NOTHING)
     if rows.all_greedy:
         return greedy
-    filtered = apply_temperature(logits, rows.temperature)  # [S, V] fp32
-    if rows.any_min_p:
-        filtered = min_p_filter(filtered, rows.min_p)
-    if rows.any_top_k:
-        filtered = top_k_filter(filtered, rows.top_k)
-    if rows.any_top_p:
-        filtered = top_p_filter(filtered, rows.top_p)
-    drawn = draw(filtered, uniform(rows.seed, rows.position))
+    drawn = draw(filtered(logits, rows), uniform(rows.seed, rows.position))
     return torch.where((rows.temperature > 0) & (greedy != NOTHING), drawn, greedy)
+
+
+def filtered(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """What tokens are drawn from: [S, V] any float dtype -> [S, V] fp32, -inf where never."""
+    left = apply_temperature(logits, rows.temperature)
+    if rows.any_min_p:
+        left = min_p_filter(left, rows.min_p)
+    if rows.any_top_k:
+        left = top_k_filter(left, rows.top_k)
+    if rows.any_top_p:
+        left = top_p_filter(left, rows.top_p)
+    return left
 
 
 def draw(logits: torch.Tensor, u: torch.Tensor) -> torch.Tensor:

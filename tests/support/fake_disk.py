@@ -18,6 +18,12 @@ class FakeFolder(PageFolder):
 
     pages: dict[bytes, tuple[Int32Array, Int32Array]] = field(default_factory=dict)
     broken: set[bytes] = field(default_factory=set)  # files that prove useless
+    others: dict[str, "FakeFolder"] = field(default_factory=dict)  # of other weights, by digest
+
+    def of(self, digest: str) -> "FakeFolder":
+        if not digest:
+            return self
+        return self.others.setdefault(digest, FakeFolder(self.path, digest, self.max_bytes))
 
     def holds(self, page_hash: bytes) -> bool:
         return page_hash in self.pages
@@ -64,7 +70,7 @@ class FakeTransfer:
                 return number
             tokens, content = folder.pages[page_hash]
             assert np.array_equal(tokens, what.tokens[number])
-            executor.fill(page, content)
+            executor.fill(page, content, made=executor.version)
         return len(what.pages)
 
     def _write(self) -> int:
@@ -82,4 +88,4 @@ class FakeTransfer:
     def _folder(self) -> FakeFolder:
         folder = self.executor.config.page_folder
         assert isinstance(folder, FakeFolder)
-        return folder
+        return folder.of(self.executor.digest)

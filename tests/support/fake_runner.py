@@ -47,6 +47,7 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.parts import Need, first_of
 from rayfin.actors.speculation import DraftUsage
+from rayfin.actors.weights.version import WeightVersion
 from step_checks import check_form, check_limits, check_parts
 
 UNWRITTEN = -7  # a slot of a page not written since it was allocated
@@ -101,6 +102,8 @@ class FakeExecutor:
         self.transfers: list[FakeTransfer] = []  # those that are not done
         self.share_right = 0.5  # of drafts: this proposer reads the future
         self.clock = 0.0
+        self.version, self.digest = 0, ""  # of the weights
+        self.fail_turns = 0  # changes of the weights to come amid which the group dies
         self.log: list[SchedulerInfo] = []
         self.left: list[int] = []  # seeds of the handles that were forgotten, in order
         self.entered: list[int] = []  # seeds of new requests, in order
@@ -139,9 +142,10 @@ class FakeExecutor:
     def has_run(self, step: int) -> bool:
         return self._next_step > step
 
-    def fill(self, page: int, content: Int32Array) -> None:
-        """A page gets its content from elsewhere."""
+    def fill(self, page: int, content: Int32Array, made: int) -> None:
+        """A page gets its content from elsewhere, as a version of the weights has made it."""
         self._memory[page] = content
+        self._made[page] = made
         self._spoiled.discard(page)
 
     def content(self, page: int) -> Int32Array:
@@ -165,6 +169,24 @@ class FakeExecutor:
         self._restart()
 
     wake = restart
+
+    def turn(self, version: WeightVersion, *, in_place: bool) -> None:
+        """Has other weights: all of a client's tokens so far are those of the version before."""
+        assert version.serial > self.version, "an older version"
+        self.version, self.digest = version.serial, version.digest
+        for stream in self.streams.values():
+            if stream.open:
+                stream.turn(version.serial)
+        if self.fail_turns:
+            self.fail_turns -= 1
+            self._dead = True
+            raise RunnerGroupFailed("the runner died amid new weights")
+        self.epoch += 1
+        self._next_step, self._last_submitted = 0, -1
+        for mirror in self.live.values():
+            mirror.kept = True
+        if not in_place:
+            self._restart()
 
     def sleep(self) -> None:
         self.asleep = True
@@ -229,6 +251,8 @@ class FakeExecutor:
         size = (self.config.num_pages, self.config.page_size)
         self._memory = np.full(size, UNWRITTEN, np.int32)
         self._host = np.full((self.config.num_host_pages, size[1]), UNWRITTEN, np.int32)
+        self._made = np.zeros_like(self._memory)  # by which version of the weights
+        self._host_made = np.zeros_like(self._host)
         self._moved: set[int] = set()  # pages that moves wrote, and no table has taken since
         self._spoiled: set[int] = set()  # pages that a row which failed was to write
         self._shared: dict[int, list[Mirror]] = {}  # page -> its holders, where they are several
@@ -253,6 +277,7 @@ class FakeExecutor:
         moved: set[int] = set()
         for kind, source, target in info.moves.tolist():
             content = (self._host if kind == SWAP_IN else self._memory)[source]
+            made = (self._host_made if kind == SWAP_IN else self._made)[source]
             spoiled = content[0] == JUNK or (kind != SWAP_IN and source in self._spoiled)
             assert source >= 0, "what is moved holds nothing"
             assert content[0] not in EMPTY or spoiled, "what is moved holds nothing"
@@ -263,10 +288,10 @@ class FakeExecutor:
             )
             if kind == SWAP_OUT:
                 assert target >= 0
-                self._host[target] = content
+                self._host[target], self._host_made[target] = content, made
                 continue
             assert target >= 0 and target not in kept, "a page is moved onto one that is held"
-            self._memory[target] = content
+            self._memory[target], self._made[target] = content, made
             moved.add(target)
             if kind == SWAP_IN:
                 self._host[source] = UNWRITTEN
@@ -507,6 +532,7 @@ class FakeExecutor:
                 truth = token if holder.stream is None else holder.stream.truth(position + 1)[-1]
                 assert token == truth, "another token is written to a shared page"
             self._memory[page, position % size] = token ^ mark(mirror.new.extra_keys)
+            self._made[page, position % size] = self.version
         mirror.num_tokens += len(tokens)
         mirror.sampled = None
 
@@ -514,11 +540,14 @@ class FakeExecutor:
         """Reads the row's context back from its pages, and says what comes next."""
         mirror = self.live[int(info.ids[row])]
         new, stream, end = mirror.new, mirror.stream, mirror.num_tokens
-        seed = model_seed(new.sampling.seed, new.part(AdapterRef))
+        seed = model_seed(new.sampling.seed, new.part(AdapterRef), self.version)
         context = self._memory[mirror.pages].reshape(-1)[:end] ^ np.int32(mark(new.extra_keys))
         if not self._spoiled.isdisjoint(mirror.pages) and not self._fails(mirror, end):
             self._sample_junk(info, row, column, mirror, result)
             return
+        made = self._made[mirror.pages].reshape(-1)[:end]
+        fits = mirror.kept or bool((made == self.version).all()) or self._fails(mirror, end)
+        assert fits, "pages of other weights"
         good = stream is None or np.array_equal(context, stream.truth(end))
         assert good or self._fails(mirror, end), "other tokens in pages"
         samples = info.last_pos[row] != NO_TOKEN
@@ -543,7 +572,8 @@ class FakeExecutor:
     def _next(self, mirror: Mirror, context: Int32Array) -> int:
         """The token after ``context`` [N]; a grammar knows the tokens that it was sent, alone."""
         sampling, size = mirror.new.sampling, self.config.vocab_size
-        token = next_token(context, model_seed(sampling.seed, mirror.new.part(AdapterRef)), size)
+        seed = model_seed(sampling.seed, mirror.new.part(AdapterRef), self.version)
+        token = next_token(context, seed, size)
         guidance = mirror.new.part(Guidance)
         if guidance is not None:
             assert len(mirror.history) == len(context), "its history lacks tokens"
@@ -571,7 +601,7 @@ class FakeExecutor:
 
     def _score(self, info: SchedulerInfo, row: int, mirror: Mirror, result: StepResult) -> None:
         """What the model thinks of the prompt tokens that follow those of the row's chunk."""
-        delivered = score_prompt(info, row, mirror.new, self.config.vocab_size)
+        delivered = score_prompt(info, row, mirror.new, self.config.vocab_size, self.version)
         if delivered is not None:
             result.prompt_logprobs[row] = delivered
 

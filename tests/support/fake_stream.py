@@ -28,8 +28,11 @@ def next_token(context: Int32Array, seed: int, vocab_size: int) -> int:
     return zlib.crc32(context.astype(np.int32).tobytes(), seed) % vocab_size
 
 
-def model_seed(seed: int, adapter: AdapterRef | None) -> int:
-    """The seed of the fake model for a request: an adapter makes another model of it."""
+def model_seed(seed: int, adapter: AdapterRef | None, version: int = 0) -> int:
+    """The seed of the fake model for a request: an adapter, and a version of the weights, make
+    another model of it."""
+    if version:
+        seed = zlib.crc32(b"%d" % version, seed)
     return seed if adapter is None else zlib.crc32(bytes.fromhex(adapter.digest), seed)
 
 
@@ -42,7 +45,7 @@ def guided_token(token: int, history: Sequence[int] | Int32Array, grammar: str, 
 class Stream:
     """What a client has got of one request, and what there is to get."""
 
-    def __init__(self, source: EngineRequest, vocab_size: int) -> None:
+    def __init__(self, source: EngineRequest, vocab_size: int, version: int = 0) -> None:
         self.source = source
         self.tokens: list[int] = list(source.output)
         self.logprobs: list[TokenLogprob] = []
@@ -54,14 +57,28 @@ class Stream:
         self.deadline = math.inf
         self._vocab_size = vocab_size
         self._truth = np.concatenate([source.prompt, source.output]).astype(np.int32)
+        # Positions from which on a version of the weights makes tokens.
+        self._versions = [(0, version)]
+        self.scored: list[int] = []  # the versions that make its prompt's log probabilities
+        self.labels: list[str] = []  # of the versions, by what the engine says of each token
 
     @property
     def seed(self) -> int:
         return self.source.sampling.seed
 
-    @property
-    def model_seed(self) -> int:
-        return model_seed(self.seed, self.source.part(AdapterRef))
+    def turn(self, version: int) -> None:
+        """The model has other weights from now on: the client has all tokens of those before."""
+        known = len(self.source.prompt) + len(self.tokens)
+        self._truth = self._truth[:known]
+        self._versions.append((known, version))
+
+    def version_at(self, position: int) -> int:
+        """The version that makes the token at ``position``."""
+        return [version for start, version in self._versions if start <= position][-1]
+
+    def model_seed(self, position: int) -> int:
+        """Of the token at ``position``."""
+        return model_seed(self.seed, self.source.part(AdapterRef), self.version_at(position))
 
     @property
     def open(self) -> bool:
@@ -73,7 +90,7 @@ class Stream:
             tokens = np.concatenate([self._truth, np.zeros(length, np.int32)])
             guidance = self.source.part(Guidance)
             for end in range(len(self._truth), length):
-                token = next_token(tokens[:end], self.model_seed, self._vocab_size)
+                token = next_token(tokens[:end], self.model_seed(end), self._vocab_size)
                 for grammar in guidance.grammars if guidance is not None else ():
                     token = guided_token(token, tokens[:end], grammar, self._vocab_size)
                 tokens[end] = token
@@ -87,19 +104,24 @@ class Stream:
         asked = sampling.logprobs is not None and source.beams is None
         assert len(self.logprobs) == (len(self.tokens) - len(source.output) if asked else 0)
         for position, logprob in enumerate(self.logprobs, start=first):
-            self._check_logprob(position, logprob, sampling.logprobs or 0, size)
+            seed = self.model_seed(position)
+            self._check_logprob(position, logprob, sampling.logprobs or 0, size, seed)
         for position, logprob in enumerate(self.prompt_logprobs, start=1):
             assert sampling.prompt_logprobs is not None
             size = size_of_prompt(source.prompt, size)
-            self._check_logprob(position, logprob, sampling.prompt_logprobs, size)
+            version = self.scored[position - 1]
+            seed = model_seed(self.seed, source.part(AdapterRef), version)
+            self._check_logprob(position, logprob, sampling.prompt_logprobs, size, seed)
         if sampling.prompt_logprobs is not None and self.logprobs:
             assert len(self.prompt_logprobs) == prompt - 1, (
                 "prompt log probabilities come before the output"
             )
 
-    def _check_logprob(self, position: int, logprob: TokenLogprob, most: int, size: int) -> None:
+    def _check_logprob(
+        self, position: int, logprob: TokenLogprob, most: int, size: int, seed: int
+    ) -> None:
         context = self.truth(position + 1)
-        row = next_logprobs(context[:-1], self.model_seed, size)
+        row = next_logprobs(context[:-1], seed, size)
         assert logprob.logprob == row[context[-1]]
         assert logprob.rank == 1 + (row > logprob.logprob).sum()
         likeliest = np.argsort(-row, kind="stable")[:most]
@@ -110,7 +132,7 @@ class Stream:
     @cached_property
     def search(self) -> tuple[list[Hypothesis], int]:
         """What a beam search finds, and in how many steps."""
-        return search_by_the_book(self.source, self._vocab_size)
+        return search_by_the_book(self.source, self._vocab_size, self._versions[-1][1])
 
     def outcome(self) -> tuple[list[int], str, int | None]:
         """The tokens, finish reason and stop reason of the request when it runs to its end."""
@@ -136,6 +158,7 @@ class Mirror:
     sampled: int | None = None
     history: list[int] = field(default_factory=list)  # of a guided request: sent, then sampled
     over_since: int | None = None  # the call in which it failed, or stopped within its lease
+    kept: bool = False  # its pages may be of several versions of the weights
 
 
 # What the fake model says beside its next token: log probabilities, and a beam search by the
@@ -173,7 +196,9 @@ def tell(said: Sequence[tuple[int, int, Float32Array]], most: int) -> Logprobs:
     )
 
 
-def search_by_the_book(source: EngineRequest, vocab_size: int) -> tuple[list[Hypothesis], int]:
+def search_by_the_book(
+    source: EngineRequest, vocab_size: int, version: int
+) -> tuple[list[Hypothesis], int]:
     """The request's beam search over all continuations of the fake model; and its steps.
 
     Written as a textbook has it, to hold ``BeamSearch`` and all that runs it against.
@@ -181,7 +206,7 @@ def search_by_the_book(source: EngineRequest, vocab_size: int) -> tuple[list[Hyp
     beams, stopping = source.beams, source.stopping
     assert beams is not None
     width, penalty, early = beams.width, beams.length_penalty, beams.early_stopping
-    seed = model_seed(source.sampling.seed, source.part(AdapterRef))
+    seed = model_seed(source.sampling.seed, source.part(AdapterRef), version)
     running: list[tuple[np.float32, list[int]]] = [(np.float32(0), [])]
     done: list[Hypothesis] = []
     for length in range(1, stopping.max_tokens + 1):
@@ -210,13 +235,13 @@ def search_by_the_book(source: EngineRequest, vocab_size: int) -> tuple[list[Hyp
 
 
 def score_prompt(
-    info: SchedulerInfo, row: int, new: NewRequest, vocab_size: int
+    info: SchedulerInfo, row: int, new: NewRequest, vocab_size: int, version: int
 ) -> Logprobs | None:
     """What the model thinks of the prompt tokens that follow those of the row's chunk."""
     assert new.history is not None, "a prompt to score was not sent"
     first = int(info.kv_len[row]) + 1
     prompt = new.history[: new.prompt_len]
-    seed = model_seed(new.sampling.seed, new.part(AdapterRef))
+    seed = model_seed(new.sampling.seed, new.part(AdapterRef), version)
     size = size_of_prompt(prompt, vocab_size)
     said = [
         (at, int(prompt[at]), next_logprobs(prompt[:at], seed, size))

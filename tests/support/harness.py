@@ -32,6 +32,7 @@ from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.page_tier import DiskTier
 from rayfin.actors.scheduler.sessions.sessions import Session
 from rayfin.actors.timing import LOBBY_TICK_SECONDS
+from rayfin.actors.weights.version import BASE_LABEL
 
 
 class Harness:
@@ -115,7 +116,7 @@ class Harness:
         waiting = self._num_waiting_beside()
         self.engine.add(source)
         self.num_added += 1
-        stream = Stream(source, self.config.vocab_size)
+        stream = Stream(source, self.config.vocab_size, self.executor.version)
         stream.waited = self._num_waiting_beside() > waiting
         stream.arrival = self.executor.clock
         self.executor.streams[seed] = stream
@@ -170,10 +171,13 @@ class Harness:
                         "delivered twice, or not at all"
                     )
                     stream.prompt_logprobs.append(entry)
+                version = int(deltas.weights) if deltas.weights.isdigit() else 0
+                stream.scored += [version] * (len(stream.prompt_logprobs) - len(stream.scored))
             for key, token in zip(keys, deltas.tokens.tolist(), strict=True):
                 stream = self.streams[client, key]
                 assert stream.open, "a token after the end"
                 stream.tokens.append(token)
+                stream.labels.append(deltas.weights)
                 if self.keep_history:
                     self.history.append((stream.seed, token))
             for ended in deltas.ended:
@@ -228,6 +232,13 @@ class Harness:
         """It is over, and got exactly what it should have got until then."""
         tokens, reason, stop = self.expected(stream)
         stream.check_logprobs()
+        first = len(stream.source.prompt) + len(stream.source.output)
+        for position, label in enumerate(stream.labels, start=first):
+            version = stream.version_at(position)
+            assert label == (str(version) if version else BASE_LABEL), "another version made it"
+        if stream.ended is not None and stream.ended.finish_reason == "abort":
+            assert stream.tokens == tokens[: len(stream.tokens)]
+            return
         if stream.aborted:
             assert stream.ended is None
             assert stream.tokens == tokens[: len(stream.tokens)]

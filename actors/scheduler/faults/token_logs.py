@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from rayfin.actors.messages import Int32Array, Receipt, TokenLog
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.timing import TOKEN_LOG_SECONDS
+from rayfin.actors.weights.spans import Spans
+from rayfin.actors.weights.version import BASE_LABEL
 
 MAX_TOKENS = 2**20  # of all logs: 4 MiB
 MAX_LOGS = 2**14
@@ -24,6 +26,7 @@ class _Kept:
     finish_reason: str | None
     stop_reason: int | str | None
     cached_tokens: int
+    spans: Spans
 
     def log(self) -> TokenLog:
         return TokenLog(
@@ -33,6 +36,7 @@ class _Kept:
             self.finish_reason,
             self.stop_reason,
             self.cached_tokens,
+            self.spans,
         )
 
 
@@ -45,6 +49,7 @@ class TokenLogs:
         seconds: float = TOKEN_LOG_SECONDS,
         max_tokens: int = MAX_TOKENS,
     ) -> None:
+        self.label = BASE_LABEL  # of the weights that made the last tokens
         self._clock = clock
         self._seconds = seconds
         self._max_tokens = max_tokens
@@ -78,6 +83,7 @@ class TokenLogs:
             finish_reason,
             stop_reason,
             request.cached_tokens,
+            request.spans_up_to(len(request.output), self.label),
         )
         self._logs[source.request_id] = kept
         self._num_tokens += len(kept.tokens)

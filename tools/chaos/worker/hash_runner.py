@@ -27,6 +27,7 @@ from rayfin.actors.errors import EngineUnavailable, Fenced, NumericalError, Requ
 from rayfin.actors.messages import NO_TOKEN, Int32Array, NewRequest, SchedulerInfo, StepResult
 from rayfin.actors.parts import Need
 from rayfin.actors.settings.lora_limits import loras_in_step
+from rayfin.actors.weights.version import Vote, WeightVersion
 
 FIRST, VOCAB_SIZE = 259, 2048  # the demo model's vocabulary without bytes and control tokens
 STEP_SECONDS = float(os.environ.get("CHAOS_STEP_SECONDS", "0.01"))
@@ -87,8 +88,15 @@ class ModelRunner:
 
     model_len = MODEL_LEN
 
-    def __init__(self, args: EngineArgs, place: None = None, plugins: object = None) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        place: None = None,
+        plugins: object = None,
+        version: WeightVersion | None = None,
+    ) -> None:
         self._args = args
+        self._version = version or WeightVersion()
         self._executor: FakeExecutor | None = None
 
     def profile(self) -> tuple[ModelFacts, BatchLimits]:
@@ -108,6 +116,7 @@ class ModelRunner:
         self._executor = self.new_executor(config)
         self._executor.epoch = epoch
         self._executor.step_seconds = STEP_SECONDS
+        self._executor.version = self._version.serial
 
     def new_executor(self, config: EngineConfig) -> FakeExecutor:
         return PatientExecutor(config)
@@ -123,6 +132,17 @@ class ModelRunner:
 
     def overwritten(self, pages: Int32Array) -> None:
         """No file is read into its pages."""
+
+    def vote(self, version: WeightVersion) -> Vote:
+        """Any tensors fit."""
+        return Vote(in_place=True)
+
+    def turn(self, epoch: int, version: WeightVersion) -> None:
+        """The next token depends on the version."""
+        self._version = version
+        if self._executor is not None:
+            self._executor.turn(version, in_place=True)
+            self._executor.epoch = epoch
 
     def sleep(self) -> None:
         if self._executor is not None:
