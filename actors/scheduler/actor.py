@@ -57,6 +57,7 @@ from rayfin.actors.scheduler.faults.runner_pinger import RunnerPinger
 from rayfin.actors.scheduler.inbox import WAKE, ClientLinks, ClientMessage, EngineCall
 from rayfin.actors.scheduler.runner_group import RunnerGroup
 from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS, Subscriptions
+from rayfin.actors.scheduler.weight_desk import WeightDesk, joined_version
 from rayfin.actors.timing import (
     CLIENT_LEASE_SECONDS,
     LOBBY_TICK_SECONDS,
@@ -66,6 +67,13 @@ from rayfin.actors.timing import (
     SUPERVISOR_CLAIM_SECONDS,
     SUPERVISOR_LEASE_SECONDS,
 )
+from rayfin.actors.weights.coordinator_actor import (
+    coordinator_name,
+    decided_version,
+    start_coordinator,
+    store_here,
+)
+from rayfin.actors.weights.version import EngineWeights, Vote, WeightOrder, WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +88,7 @@ OPTIONS: dict[str, Any] = {
     "num_cpus": 0,
     "enable_task_events": False,  # Ray's GCS would keep a record of each call
     "concurrency_groups": {
-        **{"requests": 1, "control": 6, "prepare": 1, "end": 1},
+        **{"requests": 1, "control": 6, "prepare": 1, "end": 1, "weights": 1},
         **dict.fromkeys(STREAMS, 1),
     },
 }
@@ -135,6 +143,7 @@ class SchedulerActor:
         owner = None if ahead is None else UNCLAIMED
         self._started = EngineStart(ahead or EngineArgs(), owner=owner)
         self._engine: Engine | None = None
+        self._desk: WeightDesk | None = None
         self._group: RunnerGroup | None = None
         self._failure: str | None = None
         self._ticked = time.monotonic()
@@ -165,9 +174,22 @@ class SchedulerActor:
                 may_restart=self._is_current,
                 on_prepared=partial(self._inbox.put, WAKE),
             )
+            desk = WeightDesk(
+                self._name,
+                store_here(start.args.weight_dir, self._name),
+                self._group,
+                self._call,
+                self._hand_back,
+                partial(start_coordinator, coordinator_name(self._name)),
+            )
+            version = joined_version(desk.store, decided_version(coordinator_name(self._name)))
+            self._group.version = version
             self._engine = Engine(self._group.start(), self._group)
+            self._engine.updates.begin(version)
+            self._desk = desk
         threading.Thread(target=self._loop, name="engine", daemon=True).start()
         RunnerPinger(self._group, self._engine, self._report_broken).watch()
+        desk.watch()
         if start.owner != UNCLAIMED:
             self._group.spares.watch()
         status_line.watch(self._engine.stats, partial(logger.info, "engine %s: %s", self._name))
@@ -356,6 +378,28 @@ class SchedulerActor:
         while not pending.done() and time.monotonic() < deadline:
             time.sleep(LOBBY_TICK_SECONDS)
         return pending.error() if pending.done() else None
+
+    @ray.method(concurrency_group="weights")
+    def stage_weights(self, version: WeightVersion, chunks: Sequence[Any]) -> Vote:
+        """Says whether the engine can serve a version; see ``WeightDesk.stage``.
+
+        Args:
+            chunks: refs of its file's bytes.
+        """
+        return self._running_desk().stage(version, [ray.get(chunk) for chunk in chunks])
+
+    @ray.method(concurrency_group="control")
+    def weights(self, order: WeightOrder) -> EngineWeights:
+        """Carries out an order of a coordinator; see ``WeightDesk.carry_out``."""
+        return self._running_desk().carry_out(order)
+
+    def _running_desk(self) -> WeightDesk:
+        self._running_engine()
+        assert self._desk is not None, "an engine that runs has a desk"
+        return self._desk
+
+    def _hand_back(self) -> None:
+        self._inbox.put(ClientMessage("", evict=True))
 
     @ray.method(concurrency_group="control")
     def snapshot(self) -> EngineSnapshot:
