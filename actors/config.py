@@ -120,6 +120,11 @@ class EngineArgs:
         None, "folder of packed weights, on a CPU: starts that find theirs map them; default: none"
     )
     weights_cache_gb: float = _flag(64.0, "most that folder holds, GiB; what is unused goes first")
+    weight_dir: str | None = _flag(
+        None,
+        "folder of each node for new weights of a running model (docs/rollouts.md); default: the "
+        "node's shared memory",
+    )
     spare_runners: int | None = _flag(
         None,
         "processes that wait with all imports done, to take over from a runner that dies, on a CPU "

@@ -10,7 +10,9 @@ from fastapi import APIRouter, Depends, FastAPI, Query
 from rayfin import __version__
 from rayfin.actors.errors import InvalidRequest, ModelNotFound
 from rayfin.actors.messages import Command
+from rayfin.deployments.api.weights import add_weight_routes
 from rayfin.deployments.client.engine_client import EngineReport
+from rayfin.deployments.client.weights import WeightsClient
 from rayfin.deployments.http.auth import require_operator
 
 logger = logging.getLogger("rayfin.admin")
@@ -38,6 +40,7 @@ class Operated:
     names: Sequence[str]
     client: Engines
     settings: Mapping[str, Any] = field(default_factory=dict)  # for /server_info
+    weights: WeightsClient | None = None
 
 
 Reports = list[tuple[Operated, list[EngineReport]]]
@@ -135,6 +138,7 @@ def add_admin_routes(app: FastAPI, models: Sequence[Operated]) -> None:
         return {"is_sleeping": bool(states) and set(states) == {"asleep"}}
 
     app.include_router(router)
+    add_weight_routes(app, models)
 
 
 def _answer(reports: Reports) -> Answer:

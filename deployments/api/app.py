@@ -113,7 +113,8 @@ def build_api(
 
 
 def operated(service: OpenAIService) -> Operated:
-    return Operated(service.model_names, service.client, service.settings)
+    names, settings = service.model_names, service.settings
+    return Operated(names, service.client, settings, service.weights)
 
 
 def _layers(service: OpenAIService) -> dict[str, Middleware | None]:

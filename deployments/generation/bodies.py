@@ -60,6 +60,7 @@ class GenerationBody(BaseModel):
     add_special_tokens: bool | None = None
     priority: int | None = None
     return_token_ids: bool | None = None
+    return_weight_versions: bool | None = None  # docs/rollouts.md
     use_beam_search: bool | None = None  # see beams.py
     length_penalty: float | None = None
     early_stopping: Any = None

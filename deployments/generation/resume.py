@@ -18,6 +18,7 @@ from starlette.requests import Request
 
 from rayfin.actors.errors import InvalidRequest, NotFound
 from rayfin.actors.messages import Receipt, TokenDelta, TokenLog
+from rayfin.actors.weights.spans import SpanLog, first
 from rayfin.deployments.client.engine_client import EngineClient
 from rayfin.deployments.generation.build_requests import KEY_BITS
 from rayfin.deployments.generation.choice import Choice
@@ -225,14 +226,19 @@ async def _recompute(
         sampling=replace(choice.request.sampling, logprobs=None, prompt_logprobs=None),
     )
     tokens: list[int] = []
+    versions = SpanLog()
     last = TokenDelta(request.request_id, [])
     if mark.tokens > 0:
         async with aclosing(client.stream(request)) as deltas:
             async for last in deltas:
                 tokens += last.tokens
+                versions.add(last.weights, len(last.tokens), kept=last.kept)
                 if len(tokens) >= mark.tokens:
                     break
-    return TokenLog(receipt, request.sampling.seed, tokens, last.finish_reason, last.stop_reason)
+    return TokenLog(
+        *(receipt, request.sampling.seed, tokens, last.finish_reason, last.stop_reason),
+        spans=versions.spans,
+    )
 
 
 def _resume(choice: Choice, log: TokenLog, mark: Mark) -> None:
@@ -247,6 +253,8 @@ def _resume(choice: Choice, log: TokenLog, mark: Mark) -> None:
         prompt_logprobs=None if sent else request.sampling.prompt_logprobs,
     )
     request.output = log.tokens[:kept]
+    request.spans = first(log.spans, kept)
+    choice.output.versions = SpanLog(request.spans)
     had, since = TokenDelta(name, log.tokens[:sent]), TokenDelta(name, log.tokens[sent:kept])
     if log.finish_reason is not None and kept == len(log.tokens):
         last = had if mark.ended else since

@@ -20,6 +20,7 @@ from rayfin.actors.parts import RequestPart
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.deployments.adapters.names import AdapterNames
 from rayfin.deployments.client.engine_client import EngineClient
+from rayfin.deployments.client.weights import WeightsClient
 from rayfin.deployments.generation.quotas import TokenQuotas
 from rayfin.deployments.generation.reply_settings import ReplySettings
 from rayfin.deployments.guidance.compile_check import GrammarChecker, InlineChecker
@@ -65,6 +66,7 @@ class OpenAIService:
     answers: AnswerStore = field(default_factory=AnswerStore)
     settings: Mapping[str, Any] = field(default_factory=dict)  # shown to operators
     request_log: RequestLog | None = None  # None: requests are not logged
+    weights: WeightsClient | None = None  # None: they cannot change
     quotas: TokenQuotas | None = None  # None: unlimited
     tracing: "Tracing | None" = None
     created: int = field(default_factory=lambda: int(time.time()))

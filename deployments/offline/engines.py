@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rayfin.actors.config import EngineArgs, resolve
 from rayfin.actors.errors import InvalidConfig, RayfinError
@@ -12,8 +12,12 @@ from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.processes.environment import set_ray_environment
 from rayfin.actors.runner.parallel.rank import group_size
 from rayfin.actors.scheduler.engine import Engine
-from rayfin.actors.scheduler.executor import Executor
 from rayfin.actors.timing import OFFLINE_LEASE_SECONDS
+from rayfin.deployments.offline.weights import LocalWeights
+
+if TYPE_CHECKING:
+    from rayfin.actors.runner.inline import InlineExecutor
+    from rayfin.deployments.client.weights import Weights
 
 
 class OfflineEngine(Protocol):
@@ -42,6 +46,12 @@ class OfflineEngine(Protocol):
         """
         ...
 
+    def update_weights(
+        self, weights: "Weights", label: str, *, partial: bool, dtype: str | None
+    ) -> dict[str, Any]:
+        """Changes the weights while no request runs; see ``LLM.update_weights``."""
+        ...
+
     def check_integrity(self) -> None: ...
 
     def close(self) -> None:
@@ -49,7 +59,7 @@ class OfflineEngine(Protocol):
         ...
 
 
-def load_engine(args: EngineArgs) -> tuple[Engine, EngineInfo, Executor]:
+def load_engine(args: EngineArgs) -> "tuple[Engine, EngineInfo, InlineExecutor]":
     """Loads the scheduler and the model runner into this process, without Ray.
 
     Raises:
@@ -92,7 +102,8 @@ class InlineEngine:
     """The scheduler and the model runner in this process, without Ray."""
 
     def __init__(self, args: EngineArgs) -> None:
-        self._engine, self.info, _ = load_engine(args)
+        self._engine, self.info, executor = load_engine(args)
+        self._weights = LocalWeights(args, executor)
 
     def run(self, requests: list[EngineRequest]) -> Iterator[TokenDeltas]:
         engine = self._engine
@@ -119,8 +130,21 @@ class InlineEngine:
     def check_integrity(self) -> None:
         self._engine.check_integrity()
 
+    def update_weights(
+        self, weights: "Weights", label: str, *, partial: bool, dtype: str | None
+    ) -> dict[str, Any]:
+        staged = self._weights.stage(weights, label, partial=partial, dtype=dtype)
+        updates = self._engine.updates
+        updates.pause("keep")
+        while not updates.is_paused:
+            self._engine.step()
+        self._weights.commit(self._engine, staged)
+        updates.resume()
+        return staged.as_json()
+
     def close(self) -> None:
-        del self._engine
+        self._weights.close()
+        del self._engine, self._weights
 
 
 def start_engine(executor: str, args: EngineArgs) -> OfflineEngine:

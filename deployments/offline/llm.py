@@ -540,6 +540,33 @@ class LLM:
             self._engine.carry_out(Command.WAKE)
             self._asleep = False
 
+    def update_weights(
+        self,
+        weights: Any,
+        version: str = "",
+        *,
+        partial: bool = False,
+        dtype: str | None = None,
+    ) -> dict[str, Any]:
+        """Computes by other weights from now on, as if the model had been loaded with them.
+
+        Args:
+            weights: a folder or file of safetensors, or tensors by name (``named_parameters()``).
+            version: its name, for outputs; its number if empty.
+            partial: tensors that are left out stay as they are.
+            dtype: "bfloat16", "float16" or "float32", which tensors are rounded to.
+
+        Returns:
+            serial, version, digest; how ("in place", or "restart" where a model is loaded anew);
+            kept: names of the model's files that were left out, such as layers that draft.
+
+        Raises:
+            InvalidRequest: the tensors are not those of this model; the message names one, and
+                nothing has changed.
+            StorageFull: there is no room for them.
+        """
+        return self._engine.update_weights(weights, version, partial=partial, dtype=dtype)
+
     def check_integrity(self) -> None:
         """Checks the cache's invariants. Between calls, no request holds a page.
 

@@ -4,7 +4,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, RayfinError
@@ -20,12 +20,15 @@ from rayfin.actors.messages import (
 from rayfin.actors.metrics.snapshot import EngineSnapshot
 from rayfin.actors.parts import RequestPart
 from rayfin.actors.scheduler.engine import Engine
-from rayfin.actors.scheduler.executor import Executor
 from rayfin.actors.scheduler.inbox import EngineCall
 from rayfin.actors.timing import LOBBY_TICK_SECONDS
 from rayfin.deployments.client.deltas import split_deltas
 from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.offline.engines import load_engine
+from rayfin.deployments.offline.weights import InlineWeights, LocalWeights
+
+if TYPE_CHECKING:
+    from rayfin.actors.runner.inline import InlineExecutor
 
 CLIENT = ""
 NAME = "inline"
@@ -34,7 +37,9 @@ NAME = "inline"
 class LocalClient:
     """The ``EngineClient`` of an engine in this process; made in the event loop that uses it."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, executor: Executor) -> None:
+    def __init__(
+        self, engine: Engine, info: EngineInfo, executor: "InlineExecutor", args: EngineArgs
+    ) -> None:
         self._engine = engine
         self._info = info
         self._executor = executor
@@ -42,6 +47,8 @@ class LocalClient:
         self._streams: dict[int, asyncio.Queue[TokenDelta | RayfinError]] = {}
         self._names: dict[int, str] = {}  # request ids, by key
         self._failure: str | None = None
+        self._versions = LocalWeights(args, executor)
+        self.weights = InlineWeights(self._versions, self._call)
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -53,11 +60,12 @@ class LocalClient:
         Raises:
             InvalidConfig: it cannot be served in this process.
         """
-        return cls(*await asyncio.to_thread(load_engine, args))
+        return cls(*await asyncio.to_thread(load_engine, args), args)
 
     def close(self) -> None:
         self._inbox.put(None)
         self._thread.join()
+        self._versions.close()
 
     async def info(self) -> EngineInfo:
         return self._info

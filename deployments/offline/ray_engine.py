@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.errors import EngineUnavailable, RayfinError
+from rayfin.actors.errors import EngineUnavailable, InvalidRequest, RayfinError
 from rayfin.actors.messages import Command, EngineRequest, TokenDeltas
 from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.processes.environment import set_ray_environment
@@ -82,6 +82,11 @@ class RayEngine:
 
     def carry_out(self, command: Command) -> None:
         ray.get(self._scheduler.manage.remote(command))
+
+    def update_weights(
+        self, weights: Any, label: str, *, partial: bool, dtype: str | None
+    ) -> dict[str, Any]:
+        raise InvalidRequest("update_weights needs executor='inline'", "executor")
 
     def check_integrity(self) -> None:
         ray.get(self._scheduler.check_integrity.remote())

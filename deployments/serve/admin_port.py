@@ -20,6 +20,7 @@ from rayfin.actors.timing import ADMIN_BIND_PAUSE_SECONDS, ADMIN_BIND_SECONDS, A
 from rayfin.deployments.api.admin import Operated, add_admin_routes
 from rayfin.deployments.client.engine_names import find_engines
 from rayfin.deployments.client.pool import EnginePool
+from rayfin.deployments.client.weights import RemoteWeights
 from rayfin.deployments.edge.proxy import limit_heads
 from rayfin.deployments.http.errors import add_error_handlers
 from rayfin.deployments.http.keys import ApiKeys
@@ -92,7 +93,12 @@ class AdminDeployment:
             for _, deployment, _ in models
         }
         operated = [
-            Operated(names, self._clients[deployment], settings)
+            Operated(
+                names,
+                self._clients[deployment],
+                settings,
+                RemoteWeights(context.app_name, deployment, settings.get("weight_dir")),
+            )
             for names, deployment, settings in models
         ]
         limit_heads()

@@ -26,6 +26,7 @@ from rayfin.deployments.client.engine_names import engine_prefix, find_engines
 from rayfin.deployments.client.metered import MeteredEngineClient
 from rayfin.deployments.client.pool import EnginePool, Patience
 from rayfin.deployments.client.wait_for_engine import WaitingRoom, starter
+from rayfin.deployments.client.weights import RemoteWeights
 from rayfin.deployments.generation.build_requests import sampling_defaults
 from rayfin.deployments.generation.service import OpenAIService, ServedModels
 from rayfin.deployments.guidance.grammar_check import ProcessChecker
@@ -135,6 +136,7 @@ async def model_service(
         checker=checker,
         settings=model.shown(),
         request_log=_request_log(server, text.tokenizer),
+        weights=RemoteWeights(context.app_name, model.deployment, model.engine.weight_dir),
         **shared,
     )
 

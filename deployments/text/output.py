@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
 from rayfin.actors.sampling_params import SamplingParams
+from rayfin.actors.weights.spans import SpanLog
 from rayfin.deployments.text.answer_parts import AnswerParts
 from rayfin.deployments.text.detokenizer import HALF
 from rayfin.deployments.text.parsing.events import Event
@@ -172,6 +173,8 @@ class OutputText:
         if parser is not None and self._detokenizer is not None:
             hidden = tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
             self._parts = AnswerParts(parser, tokenizer.added_ids, hidden, self._stops)
+        self.versions = SpanLog(request.spans)
+        """Which weights have made which of its tokens."""
         self._tokens = 0
         self._length = 0  # characters of their text, including those that stop strings hold back
         self.finished = False
@@ -189,6 +192,7 @@ class OutputText:
         self._push(delta, result)
         result.logprobs = (delta.logprobs or [])[: len(result.token_ids)]
         result.offsets = result.offsets[: len(result.logprobs)]
+        self.versions.add(delta.weights, len(result.token_ids), kept=delta.kept)
         return result
 
     @property

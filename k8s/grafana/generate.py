@@ -281,6 +281,15 @@ RELIABILITY = [
     Panel("No step finished for", {BY_ENGINE: f"rayfin_engine_stalled_seconds{{{ENGINE}}}"}, "s"),
     Panel("Draining", {BY_ENGINE: f"rayfin_engine_draining{{{ENGINE}}}"}),
     Panel("Awake or asleep", {"{{sleep_state}}": total("engine_sleep_state", by="sleep_state")}),
+    Panel("Number of the weights", {BY_ENGINE: f"rayfin_weights_serial{{{ENGINE}}}"}),
+    Panel(
+        "Pauses for new weights",
+        {
+            "paused": total("engine_paused"),
+            "seconds": rate("pause_seconds_total"),
+            "requests carried over, {{kv}}": rate("carried_requests_total", by="kv"),
+        },
+    ),
     Panel(
         "Age of the numbers",
         {

@@ -6,14 +6,16 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from starlette.requests import Request
 
 from rayfin.actors.errors import RayfinError
 from rayfin.actors.messages import Receipt
 from rayfin.actors.sampling_params import SamplingParams
+from rayfin.actors.weights.spans import as_json
 from rayfin.deployments.api.openai.bodies import ChatCompletionRequest, CompletionRequest
-from rayfin.deployments.api.openai.chunks import ChunkFrame, usage_so_far
+from rayfin.deployments.api.openai.chunks import ChunkFrame, member, usage_so_far
 from rayfin.deployments.generation.beams import search_params, text_params
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Generation
@@ -117,6 +119,17 @@ class CompletionAdapter(GenerationAdapter):
         if not self._continuous_usage:
             return ""
         return usage_so_far(len(choice.prompt.ids), self._cursor.sent(choice), details)
+
+    def _versions(self, choice: Choice) -> list[dict[str, Any]] | None:
+        """Returns which weights have made which of a choice's tokens; None if unwanted."""
+        asked = self._settings.return_weight_versions
+        return as_json(choice.output.versions.spans) if asked else None
+
+    def _with_versions(self, written: str, choice: Choice, delta: TextDelta) -> str:
+        """Returns a choice of a chunk, with that if it is the last one."""
+        if not (self._settings.return_weight_versions and delta.finish_reason):
+            return written
+        return f"{written[:-1]}{member('weight_versions', self._versions(choice))}}}"
 
     def _names_tokens_by_id(self) -> bool:
         asked = self._settings.return_tokens_as_token_ids

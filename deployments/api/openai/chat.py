@@ -149,6 +149,7 @@ class ChatAdapter(CompletionAdapter):
                     finish_reason=choice.finish_reason,
                     stop_reason=choice.last.stop_reason,
                     token_ids=choice.token_ids if with_ids else None,
+                    weight_versions=self._versions(choice),
                 )
                 for choice in generation.choices
             ],
@@ -205,6 +206,7 @@ class ChatAdapter(CompletionAdapter):
             choice.parsed.finish_reason(delta.finish_reason),
             delta.stop_reason,
         )
+        written = self._with_versions(written, choice, delta)
         return self._cursor.event(self._chunk(choice, written), choice)
 
     def _chunk(self, choice: Choice, written: str, more: str = "") -> str:

@@ -112,6 +112,7 @@ class TextAdapter(CompletionAdapter):
             token_ids=choice.token_ids if with_ids else None,
             prompt_token_ids=prompt.shown_ids if with_ids else None,
             prompt_logprobs=scores,
+            weight_versions=self._versions(choice),
         )
 
     def events(self, choice: Choice, delta: TextDelta) -> list[str]:
@@ -130,6 +131,7 @@ class TextAdapter(CompletionAdapter):
             delta.finish_reason,
             delta.stop_reason,
         )
+        written = self._with_versions(written, choice, delta)
         chunk = self._frame.chunk(written, self._usage_so_far(choice))
         return [self._cursor.event(chunk, choice)]
 

@@ -30,6 +30,7 @@ class CompletionChoice(BaseModel):
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
     routed_experts: None = None
+    weight_versions: list[dict[str, Any]] | None = _optional()
 
 
 class Completion(BaseModel):
@@ -88,6 +89,7 @@ class ChatChoice(BaseModel):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     routed_experts: None = None
+    weight_versions: list[dict[str, Any]] | None = _optional()
 
 
 class ChatCompletion(BaseModel):

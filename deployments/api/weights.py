@@ -1,0 +1,291 @@
+"""The operators' routes of new weights, with vLLM's and SGLang's names for them.
+
+Bodies name files that every node sees. Nothing is unpickled, and no caller's function runs.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Protocol
+
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from rayfin.actors.errors import InvalidRequest, ModelNotFound
+from rayfin.actors.messages import Command
+from rayfin.actors.timing import WEIGHTS_PAUSE_SECONDS
+from rayfin.actors.weights.version import KeptPages, NewRequests, PauseMode
+from rayfin.deployments.client.engine_client import EngineReport
+from rayfin.deployments.client.weights import WeightsClient, states_as_json
+from rayfin.deployments.http.auth import require_operator
+from rayfin.deployments.http.json_body import read_body
+
+logger = logging.getLogger("rayfin.admin")
+
+Answer = dict[str, Any]
+Operator = Annotated[str, Depends(require_operator)]
+
+SGLANG_MODES: Mapping[str, tuple[PauseMode, KeptPages]] = {
+    "abort": ("abort", "recompute"),
+    "retract": ("keep", "recompute"),
+    "in_place": ("keep", "keep"),
+}
+
+ELSEWHERE = (
+    "its tensors come by NCCL or pickled, which this server reads not: give a folder of "
+    "safetensors to /admin/weights, or tensors to rayfin.connect(...).update_weights"
+)
+
+
+class Managed(Protocol):
+    """The part of ``EngineClient`` that these routes use."""
+
+    async def manage(self, command: Command, engine: str | None) -> list[EngineReport]: ...
+
+
+class WeightedModel(Protocol):
+    """A model whose weights may change."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def client(self) -> Managed: ...
+
+    @property
+    def weights(self) -> WeightsClient | None: ...
+
+
+class WeightsRequest(BaseModel):
+    """The body of /admin/weights."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    path: str = Field(min_length=1, max_length=4096)
+    version: str = Field("", max_length=256)
+    mode: PauseMode = "keep"
+    kv: KeptPages = "recompute"
+    new: NewRequests = "wait"
+    partial: bool = False
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+
+
+class DiskWeightsRequest(BaseModel):
+    """The body of SGLang's /update_weights_from_disk."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model_path: str = Field(min_length=1, max_length=4096)
+    weight_version: str | None = Field(None, max_length=256)
+    abort_all_requests: bool = False
+    flush_cache: bool = True
+
+
+class PauseRequest(BaseModel):
+    """The body of SGLang's /pause_generation."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class RpcRequest(BaseModel):
+    """The body of vLLM's /collective_rpc."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    method: str = Field(max_length=256)
+    args: list[Any] = Field(default_factory=list, max_length=16)
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class WeightRoutes:
+    """What the routes do with the models of the server."""
+
+    def __init__(self, models: Sequence[WeightedModel]) -> None:
+        self._models = models
+
+    def of(self, name: str | None) -> WeightsClient:
+        """The weights of a model; None names the only one.
+
+        Raises:
+            ModelNotFound: there is no such model.
+            InvalidRequest: there are several models, or its weights cannot change.
+        """
+        if name is None and len(self._models) > 1:
+            raise InvalidRequest("model is needed: there are several.", "model")
+        for model in self._models:
+            if name is None or name in model.names:
+                if model.weights is None:
+                    raise InvalidRequest("The weights of this model cannot change.", "model")
+                return model.weights
+        raise ModelNotFound(f"The model `{(name or '')[:128]}` does not exist.", "model")
+
+    async def state(self, name: str | None) -> Answer:
+        """What the engines of a model say of their weights."""
+        return states_as_json(await self.of(name).states())
+
+    async def load(self, name: str | None, operator: str, body: WeightsRequest) -> Answer:
+        """Makes all engines of a model serve what lies at a path."""
+        logger.warning("%s gives new weights: %r", operator, body.path)
+        weights = self.of(name)
+        return await weights.update(
+            body.path,
+            body.version,
+            mode=body.mode,
+            kv=body.kv,
+            new=body.new,
+            partial=body.partial,
+            dtype=body.dtype,
+        )
+
+    async def manage(self, command: Command) -> None:
+        """Sends a command to all engines."""
+        for model in self._models:
+            await model.client.manage(command, None)
+
+    async def call(self, operator: str, body: RpcRequest) -> list[Any]:
+        """Carries out one of the methods that workers of vLLM have and trainers call.
+
+        Raises:
+            InvalidRequest: it is none of these.
+        """
+        match body.method:
+            case "reload_weights":
+                path = body.kwargs.get("weights_path", next(iter(body.args), None))
+                if not isinstance(path, str):
+                    raise InvalidRequest("reload_weights needs kwargs.weights_path.", "kwargs")
+                return [await self.load(None, operator, WeightsRequest(path=path))]
+            case "checksum":
+                return [(await self.state(None))["digest"]]
+            case "sleep":
+                await self.manage(Command.SLEEP)
+            case "wake_up":
+                await self.manage(Command.WAKE)
+            case "reset_prefix_cache":
+                await self.manage(Command.RESET_CACHE)
+            case _:
+                raise InvalidRequest(
+                    "method must be reload_weights, checksum, sleep, wake_up or "
+                    "reset_prefix_cache: no other code runs in an engine.",
+                    "method",
+                )
+        return [None]
+
+
+Model = Annotated[str | None, Query(description="whose weights, where there are several models")]
+
+
+def add_weight_routes(app: FastAPI, models: Sequence[WeightedModel]) -> None:
+    """Adds /admin/weights, and the routes of vLLM's and SGLang's that trainers call."""
+    router, routes = APIRouter(dependencies=[Depends(require_operator)]), WeightRoutes(models)
+    _add_native(router, routes)
+    _add_vllm(router, routes)
+    _add_sglang(router, routes)
+    app.include_router(router)
+
+
+def _add_native(router: APIRouter, routes: WeightRoutes) -> None:
+    @router.get("/admin/weights")
+    async def weights(model: Model = None) -> Answer:
+        return await routes.state(model)
+
+    @router.post("/admin/weights")
+    async def load(request: Request, operator: Operator, model: Model = None) -> Answer:
+        return await routes.load(model, operator, await read_body(request, WeightsRequest))
+
+    @router.post("/pause")
+    async def pause(
+        model: Model = None,
+        mode: PauseMode = "abort",
+        new: NewRequests = "wait",
+        clear_cache: bool = True,
+        timeout: Annotated[float, Query(gt=0, le=86400)] = WEIGHTS_PAUSE_SECONDS,
+    ) -> Answer:
+        await routes.of(model).pause(mode, new, timeout)
+        if clear_cache:
+            await routes.manage(Command.RESET_CACHE)
+        return {"status": "paused"}
+
+    @router.post("/resume")
+    async def resume(model: Model = None) -> Answer:
+        await routes.of(model).resume()
+        return {"status": "resumed"}
+
+    @router.get("/is_paused")
+    async def is_paused(model: Model = None) -> Answer:
+        return {"is_paused": (await routes.state(model))["paused"]}
+
+
+def _add_vllm(router: APIRouter, routes: WeightRoutes) -> None:
+    @router.post("/collective_rpc")
+    async def collective_rpc(request: Request, operator: Operator) -> Answer:
+        return {"results": await routes.call(operator, await read_body(request, RpcRequest))}
+
+    @router.get("/get_world_size")
+    async def world_size() -> Answer:
+        return {"world_size": len((await routes.state(None))["engines"])}
+
+    @router.get("/weight_info")
+    async def weight_info(model: Model = None) -> Answer:
+        return await routes.state(model)
+
+    async def refuse() -> Answer:
+        raise InvalidRequest(ELSEWHERE, None, "unsupported")
+
+    for path in TRANSFERS:
+        router.post(path)(refuse)
+
+
+def _add_sglang(router: APIRouter, routes: WeightRoutes) -> None:
+    @router.post("/pause_generation")
+    async def pause(request: Request) -> Answer:
+        body = await read_body(request, PauseRequest)
+        mode, _ = SGLANG_MODES[body.mode]
+        await routes.of(None).pause(mode)
+        return {"message": "Generation paused successfully.", "status": "ok"}
+
+    @router.post("/continue_generation")
+    async def resume() -> Answer:
+        await routes.of(None).resume()
+        return {"message": "Generation continued successfully.", "status": "ok"}
+
+    @router.post("/update_weights_from_disk")
+    async def from_disk(request: Request, operator: Operator) -> Answer:
+        body = await read_body(request, DiskWeightsRequest)
+        mode: PauseMode = "abort" if body.abort_all_requests else "keep"
+        own = WeightsRequest(
+            path=body.model_path,
+            version=body.weight_version or "",
+            mode=mode,
+            kv="recompute" if body.flush_cache else "keep",
+        )
+        report = await routes.load(None, operator, own)
+        return {"success": True, "message": "Weights are updated.", **report}
+
+    @router.get("/get_weight_version")
+    @router.get("/weight_version")
+    async def version(model: Model = None) -> Answer:
+        return {"weight_version": (await routes.state(model))["version"]}
+
+    @router.post("/weights_checker")
+    async def checker() -> Answer:
+        return {"success": True, "digest": (await routes.state(None))["digest"]}
+
+    @router.post("/release_memory_occupation")
+    async def release() -> Answer:
+        await routes.manage(Command.SLEEP)
+        return {}
+
+    @router.post("/resume_memory_occupation")
+    async def occupy() -> Answer:
+        await routes.manage(Command.WAKE)
+        return {}
+
+
+TRANSFERS = (
+    *("/init_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update"),
+    *("/update_weights", "/finish_weight_update", "/shutdown_weight_transfer_engine"),
+    *("/init_weights_update_group", "/destroy_weights_update_group"),
+    *("/update_weights_from_distributed", "/update_weights_from_tensor"),
+)
+"""Routes of vLLM's and SGLang's by which trainers send tensors: each says what works instead."""

@@ -1,0 +1,193 @@
+"""New weights for an engine in this process: its store, and the way from tensors to a commit."""
+
+import asyncio
+import functools
+import itertools
+import os
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import EngineBusy
+from rayfin.actors.scheduler.engine import Engine
+from rayfin.actors.timing import WEIGHTS_PAUSE_SECONDS, WEIGHTS_POLL_SECONDS
+from rayfin.actors.weights.sources import propose
+from rayfin.actors.weights.store import WeightStore, store_of
+from rayfin.actors.weights.version import (
+    EngineWeights,
+    KeptPages,
+    NewRequests,
+    PauseMode,
+    Vote,
+    WeightVersion,
+)
+from rayfin.deployments.client.weights import write_version
+
+if TYPE_CHECKING:
+    from rayfin.actors.runner.inline import InlineExecutor
+    from rayfin.deployments.client.weights import Weights
+
+Ask = Callable[[Engine], Any]
+
+ROOM = "offline"
+"""Stores of engines in a process, by its number."""
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A version that may be committed."""
+
+    version: WeightVersion
+    vote: Vote
+
+    def as_json(self) -> dict[str, Any]:
+        """What a caller of an update gets."""
+        return {
+            "serial": self.version.serial,
+            "version": self.version.label,
+            "digest": self.version.digest,
+            "how": "in place" if self.vote.in_place else "restart",
+            "kept": list(self.vote.kept),
+        }
+
+
+class LocalWeights:
+    """Versions of an engine in this process.
+
+    Args:
+        executor: of the engine.
+    """
+
+    def __init__(self, args: EngineArgs, executor: "InlineExecutor") -> None:
+        self._args, self._executor = args, executor
+        self._store: WeightStore | None = None
+
+    @property
+    def store(self) -> WeightStore:
+        """Where its versions lie; made at the first use.
+
+        Raises:
+            InvalidConfig: others may write there.
+        """
+        if self._store is None:
+            name = f"{os.getpid()}-{next(_numbers)}"
+            self._store = store_of(self._args.weight_dir, ROOM, name)
+            _remove_abandoned(self._store.folder.parent)
+        return self._store
+
+    def stage(
+        self,
+        weights: "Weights",
+        label: str = "",
+        *,
+        partial: bool = False,
+        dtype: str | None = None,
+    ) -> Staged:
+        """Writes and checks a version. The engine may run steps meanwhile.
+
+        Raises:
+            InvalidRequest: it does not fit the model; nothing has changed.
+            StorageFull: there is no room.
+        """
+        store = self.store
+        from rayfin.actors.runner.weights.check import base_files  # imports torch
+
+        base = base_files(self._args) if partial else None
+        version = write_version(store, weights, label, base, partial=partial, dtype=dtype)
+        version = propose(store, version)
+        try:
+            return Staged(version, self._executor.vote(version))
+        except BaseException:
+            store.drop()
+            raise
+
+    def commit(self, engine: Engine, staged: Staged, pages: KeptPages = "recompute") -> None:
+        """Makes a paused engine compute by a version; of the thread that steps it."""
+        version = self.store.commit(staged.version)
+        engine.updates.commit(version, in_place=staged.vote.in_place, pages=pages)
+
+    def close(self) -> None:
+        """Removes all versions."""
+        if self._store is not None:
+            self._store.remove()
+            self._store = None
+
+
+class InlineWeights:
+    """The ``WeightsClient`` of an engine that a thread of this process steps.
+
+    Args:
+        call: has that thread call a function with the engine.
+    """
+
+    def __init__(self, local: LocalWeights, call: Callable[[Ask], Awaitable[Any]]) -> None:
+        self._local, self._call = local, call
+        self._busy = False
+
+    async def update(
+        self,
+        weights: "Weights",
+        version: str = "",
+        *,
+        mode: PauseMode = "keep",
+        kv: KeptPages = "recompute",
+        new: NewRequests = "wait",
+        partial: bool = False,
+        dtype: str | None = None,
+    ) -> dict[str, Any]:
+        """See ``WeightsClient``."""
+        if self._busy:
+            raise EngineBusy("another update is amid", "weights")
+        self._busy, local, began = True, self._local, time.monotonic()
+        try:
+            stage = functools.partial(local.stage, weights, version, partial=partial, dtype=dtype)
+            staged = await asyncio.to_thread(stage)
+            paused = time.monotonic()
+            await self.pause(mode, new)
+            await self._call(lambda engine: local.commit(engine, staged, kv))
+        finally:
+            self._busy = False
+            await self.resume()
+        now = time.monotonic()
+        seconds = {"seconds": round(now - began, 3), "pause_seconds": round(now - paused, 3)}
+        return {**staged.as_json(), "engines": 1, **seconds}
+
+    async def pause(
+        self,
+        mode: PauseMode = "keep",
+        new: NewRequests = "wait",
+        seconds: float = WEIGHTS_PAUSE_SECONDS,
+    ) -> None:
+        """See ``WeightsClient``; it lasts until ``resume``."""
+        await self._call(lambda engine: engine.updates.pause(mode, new))
+        while not (await self._state()).paused:
+            await asyncio.sleep(WEIGHTS_POLL_SECONDS)
+
+    async def resume(self) -> None:
+        """See ``WeightsClient``."""
+        await self._call(lambda engine: engine.updates.resume())
+
+    async def states(self) -> dict[str, EngineWeights]:
+        """See ``WeightsClient``."""
+        return {"inline": await self._state()}
+
+    async def _state(self) -> EngineWeights:
+        state: EngineWeights = await self._call(lambda engine: engine.updates.state(None))
+        return state
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Removes stores of processes that have ended without a word."""
+    for path in folder.iterdir():
+        number = path.name.partition("-")[0]
+        if (
+            number.isdigit()
+            and not Path(f"/proc/{number}").exists()
+            and Path("/proc/self").exists()
+        ):
+            WeightStore(path).remove()

@@ -1,0 +1,153 @@
+"""New weights for a served model under its streams, on real Ray; runners and coordinator die."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from safetensors.torch import load_file, save_file
+
+from demo_model.evaluate import MODEL_DIR
+from rayfin import LLM, SamplingParams
+
+LENGTH = 600
+PROMPTS = ["The weights change, and it says: " * 2, "One ", "To be or not to be, "]
+ADMIN = {"Authorization": "Bearer operator"}
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The demo model's weights, and two of a trainer's."""
+    folder = tmp_path_factory.mktemp("steps")
+    tensors = load_file(MODEL_DIR / "model.safetensors")
+    made = []
+    for number in range(3):
+        path = folder / f"step-{number}.safetensors"
+        scaled = {
+            name: own * (1 + 0.02 * number) if own.ndim == 2 and "proj" in name else own
+            for name, own in tensors.items()
+        }
+        save_file(scaled, path, {"format": "pt"})
+        made.append(path)
+    return made
+
+
+@pytest.fixture
+def restored(app: Any, steps: list[Path]) -> Iterator[None]:
+    """Other tests want the demo model's weights."""
+    yield
+    update(app, steps[0], "restored")
+
+
+def update(app: Any, path: Path, version: str, **fields: Any) -> Any:
+    with app.client() as http:
+        body = {"path": str(path), "version": version, **fields}
+        answer = http.post("/admin/weights", json=body, headers=ADMIN)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def state(app: Any) -> Any:
+    with app.client() as http:
+        return http.get("/admin/weights", headers=ADMIN).json()
+
+
+async def read(app: Any, prompt: str, seed: int, begun: Callable[[int], None]) -> Any:
+    """A stream's tokens, their log probabilities, and which weights made them."""
+    tokens, logprobs, versions = list[int](), list[float](), None
+    body = {
+        **{"prompt": prompt, "temperature": 1.0, "seed": seed, "max_tokens": LENGTH},
+        **{"ignore_eos": True, "logprobs": 0},
+        **{"return_token_ids": True, "return_weight_versions": True},
+    }
+    async with app.async_client() as http:
+        async for event in app.stream(http, body):
+            (choice,) = event["choices"]
+            tokens += choice["token_ids"]
+            logprobs += choice["logprobs"]["token_logprobs"]
+            versions = choice.get("weight_versions", versions)
+            begun(len(tokens))
+    return prompt, tokens, logprobs, versions
+
+
+async def streams(app: Any, act: Callable[[], None]) -> list[Any]:
+    """Streams, amid which ``act`` is called."""
+    ready = asyncio.Event()
+
+    def begun(count: int) -> None:
+        if count > 20:
+            ready.set()
+
+    readers = [
+        asyncio.create_task(read(app, prompt, seed, begun)) for seed, prompt in enumerate(PROMPTS)
+    ]
+    await ready.wait()
+    await asyncio.to_thread(act)
+    return await asyncio.gather(*readers)
+
+
+def check(answers: list[Any], folders: dict[str, Path], tmp_path: Path) -> set[str]:
+    """Each span's log probabilities are the floats that a fresh engine of its version gives."""
+    seen = set()
+    for label, path in folders.items():
+        model = tmp_path / label
+        model.mkdir()
+        for own in MODEL_DIR.iterdir():
+            if own.suffix != ".safetensors":
+                (model / own.name).symlink_to(own)
+        (model / "model.safetensors").symlink_to(path)
+        with LLM(str(model), threads=1, kv_cache_memory=64 << 20) as fresh:
+            for prompt, tokens, logprobs, versions in answers:
+                assert len(tokens) == len(logprobs) == LENGTH == versions[-1]["end"]
+                ids = fresh.get_tokenizer()(prompt)["input_ids"]
+                params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+                whole = {"prompt_token_ids": [*ids, *tokens]}
+                (scored,) = fresh.generate([whole], params, use_tqdm=False)
+                for span in versions:
+                    if span["version"] != label:
+                        continue
+                    seen.add(label)
+                    for index in range(span["start"], span["end"]):
+                        own = scored.prompt_logprobs[len(ids) + index][tokens[index]]
+                        assert own.logprob == logprobs[index], (label, index)
+    return seen
+
+
+def test_under_streams(app: Any, steps: list[Path], restored: None, tmp_path: Path) -> None:
+    app.idle()
+    before = state(app)
+    folders = {before["version"]: steps[0], "step-1": steps[1], "step-2": steps[2]}
+
+    def twice() -> None:
+        first = update(app, steps[1], "step-1")
+        assert first["how"] == "in place" and first["serial"] == before["serial"] + 1
+        (runner,) = ray.get(app.scheduler().runners.remote())
+        os.kill(runner.pid, signal.SIGKILL)  # its successor has step-1
+        update(app, steps[2], "step-2")
+
+    answers = asyncio.run(streams(app, twice))
+    assert check(answers, folders, tmp_path) >= {before["version"], "step-2"}
+    now = state(app)
+    assert (now["version"], now["behind"], now["paused"]) == ("step-2", [], False)
+    app.idle()
+
+
+def test_what_does_not_fit_changes_nothing(app: Any, steps: list[Path], tmp_path: Path) -> None:
+    before = state(app)
+    tensors = load_file(steps[1])
+    name = next(iter(tensors))
+    save_file({key: own for key, own in tensors.items() if key != name}, tmp_path / "x.safetensors")
+    with app.client() as http:
+        body = {"path": str(tmp_path / "x.safetensors")}
+        refused = http.post("/admin/weights", json=body, headers=ADMIN)
+        assert refused.status_code == 400 and name in refused.json()["error"]["message"]
+        assert http.post("/admin/weights", json=body).status_code == 401
+        pickled = http.post("/update_weights_from_tensor", json={}, headers=ADMIN)
+        assert pickled.status_code == 400
+        called = http.post("/collective_rpc", json={"method": "exec"}, headers=ADMIN)
+        assert called.status_code == 400
+    assert state(app) == before
