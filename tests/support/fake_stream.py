@@ -109,7 +109,7 @@ class Stream:
         for position, logprob in enumerate(self.prompt_logprobs, start=1):
             assert sampling.prompt_logprobs is not None
             size = size_of_prompt(source.prompt, size)
-            version = self.scored[position - 1]
+            version = self.scored[position - 1] if self.scored else self.version_at(0)
             seed = model_seed(self.seed, source.part(AdapterRef), version)
             self._check_logprob(position, logprob, sampling.prompt_logprobs, size, seed)
         if sampling.prompt_logprobs is not None and self.logprobs:
