@@ -159,8 +159,7 @@ class Engine:
             *(self.lifecycle, self._pipeline, self._endings, self._outbox),
             *(self.replace_runners, clock),
         )
-        gates = [self.updates, self._quarantine, parts, scheduler]
-        self.lifecycle.admission.gates = gates
+        self.lifecycle.admission.gates = [self.updates, self._quarantine, parts, scheduler]
         self._draining = self._asleep = False
         self._last_progress = clock()
         self._last_step: SchedulerInfo | None = None

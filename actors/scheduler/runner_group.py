@@ -307,8 +307,8 @@ class RunnerGroup:
         """
         try:
             votes = ray.get(self._on_all("vote", version), timeout=MODEL_LOAD_SECONDS)
-        except (RayError, TimeoutError) as error:
-            raise EngineUnavailable(f"a runner does not vote: {describe(error)}") from error
+        except (RayError, TimeoutError) as error:  # Ray's is both
+            raise EngineUnavailable(f"a runner does not vote: {error!r}") from error
         for vote in votes:
             if isinstance(vote, RayfinError):
                 raise vote

@@ -154,7 +154,7 @@ class WeightRoutes:
                 path = body.kwargs.get("weights_path", next(iter(body.args), None))
                 if not isinstance(path, str):
                     raise InvalidRequest("reload_weights needs kwargs.weights_path.", "kwargs")
-                return [await self.load(None, operator, WeightsRequest(path=path))]
+                return [await self.load(None, operator, WeightsRequest(path=path, version=""))]
             case "checksum":
                 return [(await self.state(None))["digest"]]
             case "sleep":
