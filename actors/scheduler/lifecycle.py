@@ -316,7 +316,7 @@ class Lifecycle:
                 if ends:
                     self.tier.store(slot)
             if ends and self.seats is not None:
-                self.seats.left(request, slot, share=share)
+                self.seats.left(request, slot, share=share and not request.mixed)
             running.leave(slot)
             self.vacate(slot)
         request.search, request.mixed = None, request.mixed and ends
