@@ -40,7 +40,7 @@ def measure_steps(
     if states is not None:
         drafts = states.draft_room
         most = min(most, limits.max_decoding_batch + drafts)
-    context = min(MEASURED_CONTEXT, config.num_pages * page_size)
+    context = min(MEASURED_CONTEXT, config.max_model_len, config.num_pages * page_size)
 
     def run(tokens: int) -> float:
         info = decode_step(tokens, context, page_size, drafts)
