@@ -24,7 +24,6 @@ ATTRIBUTES = {
     "reward": "encode()",
     "get_world_size": "LLM(tensor_parallel_size=, pipeline_parallel_size=)",
     "reset_mm_cache": "reset_prefix_cache()",
-    "update_weights": "another LLM",
     "from_engine_args": "LLM(model, ...)",
 }
 
@@ -32,8 +31,8 @@ ASYNC_METHODS = {
     "collective_rpc": "the settings of AsyncEngineArgs",
     "pause_generation": "sleep(), which keeps requests until wake_up()",
     "resume_generation": "wake_up()",
-    "init_weight_transfer_engine": "another AsyncLLM, with the new weights",
-    "update_weights": "another AsyncLLM, with the new weights",
+    "init_weight_transfer_engine": "/admin/weights of a server, or LLM.update_weights()",
+    "update_weights": "/admin/weights of a server, or LLM.update_weights()",
     "start_profile": "do_log_stats(), or /metrics of a server",
     "stop_profile": "do_log_stats(), or /metrics of a server",
     "scale_elastic_ep": "rayfin serve --max-engines",
