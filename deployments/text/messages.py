@@ -25,7 +25,7 @@ from rayfin.deployments.text.parsing.format import IdStyle
 ContentFormat = Literal["string", "openai", "given"]
 """Content as templates get it: text, a list of parts, or in the form that it was sent in."""
 
-MAX_MESSAGES = 2**15  # and parts of one: an agent's session has thousands, and a body few more keys
+MAX_MESSAGES = 8192  # and parts of one: an agent has thousands, which take 0.2 s to read
 MAX_TOOLS = 128  # tools of a request, and tool calls of a message
 MEDIA_TYPES: dict[str, MediaKind] = {
     **dict.fromkeys(("image_url", "input_image", "image", "image_pil"), "image"),
