@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, __version__
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
@@ -121,6 +121,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
     "granitemoehybrid": {"layer_types": _MIXED},
+    "inkling2_text": {"unpadded_vocab_size": VOCABULARY},
     "inkling2_loop_text": {
         "loop_layer_index_start": 2,
         "loop_layer_index_end": LAYERS,
@@ -291,7 +292,8 @@ def tables(verdicts: list[Verdict]) -> str:
     refused = [verdict for verdict in verdicts if verdict.state not in ("served", "not built")]
     unbuilt = [verdict for verdict in verdicts if verdict.state == "not built"]
     others = (*ENCODERS, *DECODERS_OF_PAIRS)
-    lines = [f"Of {len(verdicts)} causal families, {len(served)} are served."]
+    families = f"{len(verdicts)} causal families of transformers {__version__}"
+    lines = [f"Of {families}, {len(served)} are served."]
     lines += ["", f"### Served: {len(served)}", "", " ".join(f"`{name}`" for name in served)]
     parts = [
         ("Refused decoders", "Why", [row for row in refused if row.family not in others]),

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
+from transformers import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -23,7 +25,13 @@ def _documented() -> dict[str, bool]:
 
 
 def test_every_family_has_its_row() -> None:
-    assert _documented().keys() == set(FAMILIES)
+    """And no other one has, unless an older transformers is installed than the table is of."""
+    found = re.search(r"^Of \d+ causal families of transformers (\S+),", DOCS.read_text(), re.M)
+    assert found is not None
+    documented = _documented().keys()
+    assert documented >= set(FAMILIES)
+    if Version(__version__) >= Version(found[1]):
+        assert documented == set(FAMILIES)
 
 
 def test_few_decoders_are_refused() -> None:
@@ -52,7 +60,7 @@ def test_tables() -> None:
         Verdict("c", "not built", "KeyError"),
     ]
     text = tables(verdicts)
-    assert text.startswith("Of 4 causal families, 1 are served.")
+    assert text.startswith(f"Of 4 causal families of transformers {__version__}, 1 are served.")
     assert "### Served: 1\n\n`a`\n" in text
     assert "### Refused decoders: 1\n\n| Family | Why |\n|---|---|\n| `b` | it is a/b |\n" in text
     assert "| `bart` | no |" in text and "| `c` | KeyError |" in text

@@ -42,7 +42,7 @@ def redirect_attention(model: PreTrainedModel, name: str, attention: Attention) 
     modules: Iterator[Any] = iter(model.modules())
     for module in modules:
         kind = type(module).__name__
-        if kind in SCALES:
+        if kind in SCALES and hasattr(module, "_attn"):  # transformers 5.24 redid GPT-J and CodeGen
             _redirect_method(module, model.config, name, attention, SCALES[kind](module))
         elif kind == FIRST_GPT and model.config.model_type == "openai-gpt":
             _redirect_first_gpt(module, model.config, name, attention)
@@ -80,8 +80,6 @@ def _redirect_method(
         if config._attn_implementation != name:
             both: tuple[torch.Tensor, torch.Tensor] = original(query, key, value, attention_mask)
             return both
-        # Rotary tables are fp32, and some of these families leave query and key so.
-        query, key = query.to(value.dtype), key.to(value.dtype)
         out = attention(self, query, key, value, None, scaling=scale, sliding_window=window)[0]
         return out.transpose(1, 2), None
 

@@ -84,6 +84,8 @@ def rayfin_attention(
     ):  # the model's own: transformers makes none for this attention
         name = type(module).__name__
         raise UnsupportedModel(f"{name} cannot be served: it attends through its own mask", "model")
+    # Rotary tables are fp32, and some families leave query and key so.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     layer: AttentionLayer = getattr(module, LAYER)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if slopes is not None:  # ALiBi, [H]
