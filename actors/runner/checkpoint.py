@@ -109,7 +109,7 @@ def load_checkpoint(
         step_model = gpu_model or paged
     if kernels and model.dtype in TOLERANCE:
         step_model = on_cpu_kernels(paged, kernels, rounded, parts, whole=not peers)
-    wrapped = _wrapped(step_model, parts, decoder)
+    wrapped = _wrapped(step_model, parts, decoder, None if place or recipe else config)
     return LoadedModel(
         *(device, config, wrapped, gpu_model, pages, kernels, peers, paged.recurrent),
         parts=tuple(parts),
@@ -121,8 +121,19 @@ def load_checkpoint(
     )
 
 
-def _wrapped(model: StepModel, parts: Sequence[ModelPart], decoder: Decoder) -> StepModel:
-    """The model with all parts around it, the inner ones first."""
+def _wrapped(
+    model: StepModel,
+    parts: Sequence[ModelPart],
+    decoder: Decoder,
+    config: PretrainedConfig | None,
+) -> StepModel:
+    """The model with all parts around it, the inner ones first.
+
+    Args:
+        config: of a whole model whose logits become tokens.
+    """
+    if config is not None:
+        decoder.paged.pad_logits(config.get_text_config(decoder=True).vocab_size)
     for part in parts:
         model = part.wrap(model, decoder)
     return model

@@ -151,6 +151,8 @@ def stable_top(logits: torch.Tensor, count: int) -> torch.Tensor:
 
     [S, V] fp32 -> [S, count] int64. `torch.topk` does not define the order of ties.
     """
+    if not count:
+        return torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
     return torch.topk(sort_keys(logits), count, dim=-1, sorted=True).indices
 
 

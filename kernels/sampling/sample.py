@@ -122,7 +122,7 @@ def top_logprobs(
     logits = logits.float()
     normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)  # [S, 1]
     chosen = logits.gather(1, tokens.long().unsqueeze(1))  # [S, 1]
-    rank = (logits > chosen).sum(dim=-1) + 1
+    rank = (logits > chosen).sum(dim=-1, dtype=torch.int32).long() + 1
     top_ids = stable_top(logits, min(k, logits.shape[-1]))
     top = logits.gather(1, top_ids) - normaliser
     return (chosen - normaliser).squeeze(1), top_ids, top, rank

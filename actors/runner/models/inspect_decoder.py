@@ -112,6 +112,8 @@ def inspect_decoder(paged: PagedModel, experts: type[nn.Module] | None = None) -
         raise UnrecognizedModule("its mask limits what layers see")
     config = model.config.get_text_config(decoder=True)
     decoder, layers, embedding = _backbone(model)
+    if model.lm_head.out_features < config.vocab_size:
+        raise UnrecognizedModule("its head has fewer rows than there are tokens")
     parts = [inspect_layer(layer, experts) for layer in layers]
     observed, embedding_scale = _observe(paged, layers[0], embedding)
     attending = [observed[part.attention] for part in parts]

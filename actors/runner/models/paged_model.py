@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
@@ -293,6 +294,7 @@ class PagedModel:
         self._takes_positions = "position_ids" in accepted
         self._picks_logits = "logits_to_keep" in accepted
         self._has_windows = False
+        self._columns = 0  # of logits, at least
         self.recurrent: RecurrentLayers | None = None
         redirect_attention(model, ATTENTION, rayfin_attention)
         redirect_indexers(model, ATTENTION, LAYER)
@@ -320,6 +322,13 @@ class PagedModel:
     def is_limited_by_mask(self) -> bool:
         """Whether a layer sees less than what its call of attention says."""
         return bool(self._limits)
+
+    def pad_logits(self, vocabulary: int) -> None:
+        """From now on logits have a column for each token: those without a row of the head -inf.
+
+        Apertus 1.5 has no rows for tokens of images, which it reads and never writes.
+        """
+        self._columns = vocabulary
 
     def limit_by_mask(self) -> bool:
         """Takes the config's window for all layers; False if none has one, or calls have theirs."""
@@ -381,7 +390,8 @@ class PagedModel:
             self._step.inputs = None
             if self.recurrent is not None:
                 self.recurrent.end(complete=complete)
-        return output
+        missing = self._columns - output.shape[-1]
+        return pad(output, (0, missing), value=-torch.inf) if missing > 0 else output
 
     def _run(
         self,

@@ -54,6 +54,20 @@ def test_logits_agree(family: str, tiny_model: Make, kernels: CpuKernels) -> Non
         assert logit_difference(fused, paged, probe_logits(paged, paged)) < tolerance
 
 
+def test_a_head_with_fewer_rows_than_tokens(tiny_model: Make, kernels: CpuKernels) -> None:
+    """As of Apertus 1.5, which reads tokens of images and never writes one."""
+    paged = load(tiny_model("llama").folder)
+    expected = probe_logits(paged, paged)
+    head: Any = paged.transformer.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight[:-8], requires_grad=False)
+    head.out_features -= 8
+    assert build_cpu_decoder(paged, kernels) is None
+    paged.pad_logits(expected.shape[1])
+    logits = probe_logits(paged, paged)
+    torch.testing.assert_close(logits[:, :-8], expected[:, :-8])
+    assert bool((logits[:, -8:] == -torch.inf).all())
+
+
 def test_a_difference_is_noticed(
     tiny_model: Make, kernels: CpuKernels, caplog: pytest.LogCaptureFixture
 ) -> None:
