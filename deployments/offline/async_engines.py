@@ -10,6 +10,7 @@ from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.parts import RequestPart
 from rayfin.deployments.adapters.names import AdapterNames
 from rayfin.deployments.client.engine_client import EngineClient
+from rayfin.deployments.client.weights import RemoteWeights, WeightsClient
 from rayfin.deployments.generation.reply_settings import ReplySettings
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.layers import HttpSettings
@@ -56,7 +57,10 @@ def own_model(model: ModelArgs) -> ModelArgs:
 
 
 async def service_over(
-    model: ModelArgs, client: "LocalClient | EnginePool", adapters: AdapterNames | None
+    model: ModelArgs,
+    client: "LocalClient | EnginePool",
+    adapters: AdapterNames | None,
+    weights: WeightsClient,
 ) -> OpenAIService:
     """The service of a model in this process, over any engines."""
     counts = IngressCounters()
@@ -73,6 +77,7 @@ async def service_over(
         client=over,
         counts=counts,
         adapters=adapters,
+        weights=weights,
         model_names=model.names,
         max_model_len=info.max_model_len,
         **text.fields(),
@@ -108,7 +113,7 @@ class InlineModel:
     async def open(self) -> OpenAIService:
         self._client = client = await LocalClient.load(shipped(self._model.engine))
         self._adapters = await own_adapters(self._model, client)
-        return await service_over(self._model, client, self._adapters)
+        return await service_over(self._model, client, self._adapters, client.weights)
 
     async def prepare(self, part: RequestPart) -> None:
         assert self._client is not None
@@ -149,7 +154,8 @@ class ActorModel:
             f"{name}-{os.getpid()}", lambda: {supervisor.name: supervisor.scheduler}
         )
         self._adapters = await own_adapters(self._model, client)
-        return await service_over(self._model, client, self._adapters)
+        weights = RemoteWeights(name, "engine", self._model.engine.weight_dir)
+        return await service_over(self._model, client, self._adapters, weights)
 
     async def prepare(self, part: RequestPart) -> None:
         assert self._client is not None

@@ -16,6 +16,8 @@ from rayfin.actors.errors import EngineUnavailable, InvalidConfig, InvalidReques
 from rayfin.actors.messages import Command
 from rayfin.actors.pooling.part import PoolingTask
 from rayfin.actors.sampling_params import RequestOutputKind, SamplingParams
+from rayfin.actors.weights.version import KeptPages, NewRequests, PauseMode
+from rayfin.deployments.client.weights import WeightsClient, states_as_json
 from rayfin.deployments.generation.choice import Prompt
 from rayfin.deployments.generation.generation import Generation, off_loop
 from rayfin.deployments.generation.plan import AnswerRules, OutputPlan, plan_answers, plan_text
@@ -358,6 +360,66 @@ class AsyncLLM:
         """
         if tags is None or "kv_cache" in tags:
             await self._manage(Command.WAKE)
+
+    async def update_weights(
+        self,
+        weights: Any,
+        version: str = "",
+        *,
+        mode: PauseMode = "keep",
+        kv: KeptPages = "recompute",
+        new: NewRequests = "wait",
+        partial: bool = False,
+        dtype: str | None = None,
+    ) -> dict[str, Any]:
+        """Makes all engines compute by other weights, or none; requests go on.
+
+        Args:
+            weights, version, partial, dtype: those of ``LLM.update_weights``.
+            mode, kv, new: what requests do meanwhile (docs/rollouts.md).
+
+        Raises:
+            InvalidRequest: the tensors are not those of this model; nothing has changed.
+            EngineBusy: another update is amid.
+        """
+        return await (await self._weights()).update(
+            weights, version, mode=mode, kv=kv, new=new, partial=partial, dtype=dtype
+        )
+
+    async def pause_generation(
+        self,
+        *,
+        mode: PauseMode = "abort",
+        wait_for_inflight_requests: bool = False,
+        clear_cache: bool = True,
+    ) -> None:
+        """Pauses all engines between two steps, until :meth:`resume_generation`.
+
+        Args:
+            mode: requests that run end ("abort"), finish before ("wait"), or go on later ("keep").
+            wait_for_inflight_requests: the mode "wait".
+            clear_cache: removes cached prefixes.
+        """
+        await (await self._weights()).pause("wait" if wait_for_inflight_requests else mode)
+        if clear_cache:
+            await self._manage(Command.RESET_CACHE)
+
+    async def resume_generation(self) -> None:
+        """Ends a pause."""
+        await (await self._weights()).resume()
+
+    async def is_paused(self) -> bool:
+        """Returns whether all engines are paused."""
+        return bool(states_as_json(await (await self._weights()).states())["paused"])
+
+    async def get_weight_version(self) -> str:
+        """Returns the name of the weights that the engines compute by."""
+        return str(states_as_json(await (await self._weights()).states())["version"])
+
+    async def _weights(self) -> WeightsClient:
+        weights = (await self._service()).weights
+        assert weights is not None, "an engine of a program has weights that change"
+        return weights
 
     async def is_sleeping(self) -> bool:
         """Returns whether an engine sleeps."""

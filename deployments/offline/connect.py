@@ -12,6 +12,7 @@ from rayfin.actors.parts import RequestPart
 from rayfin.deployments.adapters.names import AdapterNames
 from rayfin.deployments.client.engine_names import INGRESS
 from rayfin.deployments.client.pool import EnginePool
+from rayfin.deployments.client.weights import RemoteWeights
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.offline.async_engines import service_over
@@ -35,7 +36,8 @@ class ServedModel:
         engines = serve.get_deployment_handle(model.deployment, app)
         self._client = client = engine_pool(caller, model, engines, app)
         self._adapters = await adapter_names(app, model, client)
-        return await service_over(model, client, self._adapters)
+        weights = RemoteWeights(app, model.deployment, model.engine.weight_dir)
+        return await service_over(model, client, self._adapters, weights)
 
     async def prepare(self, part: RequestPart) -> None:
         assert self._client is not None

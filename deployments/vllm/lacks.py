@@ -29,10 +29,7 @@ ATTRIBUTES = {
 
 ASYNC_METHODS = {
     "collective_rpc": "the settings of AsyncEngineArgs",
-    "pause_generation": "sleep(), which keeps requests until wake_up()",
-    "resume_generation": "wake_up()",
-    "init_weight_transfer_engine": "/admin/weights of a server, or LLM.update_weights()",
-    "update_weights": "/admin/weights of a server, or LLM.update_weights()",
+    "init_weight_transfer_engine": "update_weights()",
     "start_profile": "do_log_stats(), or /metrics of a server",
     "stop_profile": "do_log_stats(), or /metrics of a server",
     "scale_elastic_ep": "rayfin serve --max-engines",

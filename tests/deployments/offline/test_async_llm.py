@@ -266,7 +266,7 @@ def test_settings_have_vllms_names_or_the_nearest_is_said() -> None:
 
 
 def test_what_is_missing_says_what_works(program: Program) -> None:
-    with pytest.raises(NotImplementedError, match="wake_up"):
-        program.llm.pause_generation()
+    with pytest.raises(NotImplementedError, match="update_weights"):
+        program.llm.init_weight_transfer_engine()
     with pytest.raises(AttributeError):
         _ = program.llm.nothing

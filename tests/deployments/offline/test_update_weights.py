@@ -13,6 +13,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.messages import EngineRequest, Sampling, StopRules, TokenDelta
 from rayfin.actors.weights.spans import SpanLog
+from rayfin.deployments.offline.async_llm import AsyncEngineArgs, AsyncLLM
 from rayfin.deployments.offline.llm import LLM, SamplingParams
 from rayfin.deployments.offline.local_client import LocalClient
 
@@ -154,3 +155,18 @@ def test_a_model_that_is_loaded_anew(tiny_models: ModuleType, tmp_path: Path) ->
         assert greedy(llm) != wanted
         report = llm.update_weights(load_file(tmp_path / "1" / "model.safetensors"))
         assert report["how"] == "restart" and greedy(llm) == wanted
+
+
+def test_a_program_of_coroutines(folders: list[Path]) -> None:
+    async def program() -> None:
+        args = AsyncEngineArgs(str(folders[0]), **SETTINGS)
+        async with AsyncLLM.from_engine_args(args) as llm:
+            assert await llm.get_weight_version() == "default"
+            report = await llm.update_weights(str(folders[1]), "step-1")
+            assert report["engines"] == 1 and await llm.get_weight_version() == "step-1"
+            await llm.pause_generation(mode="keep")
+            assert await llm.is_paused()
+            await llm.resume_generation()
+            assert not await llm.is_paused()
+
+    asyncio.run(program())
