@@ -370,8 +370,6 @@ def _require_quantisable(args: EngineArgs, device: torch.device) -> None:
         why = f"runs on the Triton kernels of a GPU, not with attention {args.attention!r}"
     elif args.attention not in ("auto", "cpu"):
         why = f"runs on the compiled CPU kernels, not with attention {args.attention!r}"
-    elif args.dtype == "float16":
-        why = "wants dtype float32 or bfloat16, not 'float16'"
     elif try_load() is None:
         why = "runs on the compiled CPU kernels, and they are not built"
     if why:

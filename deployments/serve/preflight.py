@@ -107,10 +107,9 @@ def _check_settings(args: EngineArgs, folder: str) -> None:
             f"quantized ones ({source.get('quant_method')}); leave it out, or 'dequantize' them",
             "quantization",
         )
-    compiled = args.attention in ("auto", "cpu") and args.dtype != "float16"
     if (
         args.kv_cache_dtype.startswith("fp8")
-        and compiled
+        and args.attention in ("auto", "cpu")
         and (args.device == "cpu" or not _may_have_gpu())
     ):
         raise InvalidConfig(

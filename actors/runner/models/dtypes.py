@@ -1,5 +1,6 @@
 """The dtypes of weights and of the KV cache's pages."""
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,8 @@ from rayfin.kernels.shapes import PagedAttention
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {
     "float32": torch.float32,
@@ -26,9 +29,13 @@ def resolve_dtype(
 ) -> torch.dtype:
     """The model's dtype. ``auto`` is the checkpoint's dtype on a GPU and float32 on a CPU.
 
-    float32 is exact for a bf16 checkpoint, and torch's 16-bit matrix products on an AVX2 CPU are
-    several times slower than its float32 ones.
+    float32 is exact for a checkpoint of 16 bits, and torch's 16-bit matrix products on an AVX2 CPU
+    are several times slower than its float32 ones. float16 is float32 there too, which holds all
+    of its numbers.
     """
+    if args.dtype == "float16" and device.type == "cpu":
+        logger.warning("dtype float16 is computed in float32 on a CPU, which is faster")
+        return torch.float32
     if args.dtype != "auto":
         return DTYPES[args.dtype]
     if device.type == "cpu":

@@ -150,6 +150,24 @@ def test_resolve_dtype(engine_args: Make) -> None:
     assert resolve_dtype(engine_args("x", dtype="auto"), config, cuda) == torch.float16
     assert resolve_dtype(engine_args("x", dtype="bfloat16"), config, cpu) == torch.bfloat16
     assert resolve_dtype(engine_args("x", dtype="auto"), LlamaConfig(), cuda) == torch.bfloat16
+    half = engine_args("x", dtype="float16")
+    assert resolve_dtype(half, config, cuda) == torch.float16
+
+
+def test_float16_is_float32_on_a_cpu(
+    tiny_model: Make,
+    served: Make,
+    request_of: Make,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = tiny_model("llama").folder
+    expected = served(folder, dtype="float32").run(request_of(0, [3, 7, 11], 8))
+    assert not caplog.records
+    engine = served(folder, dtype="float16")
+    assert engine.run(request_of(0, [3, 7, 11], 8)) == expected
+    assert engine.runner._loaded.page_type == torch.float32
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == ["dtype float16 is computed in float32 on a CPU, which is faster"]
 
 
 def test_changes_of_the_configuration(copy: Path, engine_args: Make) -> None:
