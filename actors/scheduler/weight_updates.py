@@ -83,7 +83,9 @@ class WeightUpdates:
         running = self._lifecycle.state.running
         if self._mode == "wait":
             return not len(running) and not self._readmits
-        return not any(request.scoring for request in running.holders())
+        # The log probabilities of a prompt are of one version, also if its request was preempted.
+        live = self._lifecycle.state.live.values()
+        return not any(request.scoring and request.admitted for request in live)
 
     @property
     def _readmits(self) -> bool:

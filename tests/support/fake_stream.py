@@ -106,6 +106,7 @@ class Stream:
         for position, logprob in enumerate(self.logprobs, start=first):
             seed = self.model_seed(position)
             self._check_logprob(position, logprob, sampling.logprobs or 0, size, seed)
+        assert len(set(self.scored)) <= 1, "a prompt was scored by two versions"
         for position, logprob in enumerate(self.prompt_logprobs, start=1):
             assert sampling.prompt_logprobs is not None
             size = size_of_prompt(source.prompt, size)
