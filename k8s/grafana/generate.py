@@ -218,6 +218,15 @@ SCHEDULER = [
         {"{{reason}}": total("num_requests_waiting_by_reason", by="reason")},
         stacked=True,
     ),
+    Panel(
+        "Sessions",
+        {"seated": total("num_sessions_seated"), "parked turns": total("num_requests_parked")},
+    ),
+    Panel("Sessions that lost their pages", each("session_lapses_total", "reason"), "ops"),
+    Panel(
+        "Tokens of sessions computed again",
+        {BY_ENGINE: rate("session_tokens_recomputed_total", by="engine")},
+    ),
     Panel("Prompt tokens waiting", {BY_ENGINE: f"rayfin_num_waiting_tokens{{{ENGINE}}}"}),
     Panel("Tokens of a step", quantiles("iteration_tokens_total")),
     heatmap("Tokens of a step, all", "iteration_tokens_total"),
