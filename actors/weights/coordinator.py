@@ -96,6 +96,13 @@ class WeightCoordinator:
 
     async def recover(self) -> None:
         """Ends what another coordinator has left undone."""
+        self._begin("a recovery")
+        try:
+            await self._recover()
+        finally:
+            self._busy = None
+
+    async def _recover(self) -> None:
         states = await self._each(WeightOrder("state"))
         top = max(states.values(), key=lambda own: own.version.serial, default=None)
         if top is None:
@@ -132,7 +139,8 @@ class WeightCoordinator:
             if not states:
                 raise EngineUnavailable("no engine is ready")
             current = max((own.version for own in states.values()), key=lambda own: own.serial)
-            if current.digest == version.digest and version.label in ("", current.label):
+            same = current.digest == version.digest and version.label in ("", current.label)
+            if same and all(own.version.serial == current.serial for own in states.values()):
                 return UpdateReport(current, len(states), True, (), self._clock() - began, 0.0)
             serial = max(current.serial, self.decided.serial) + 1
             version = replace(version, serial=serial, label=version.label or str(serial))
@@ -205,7 +213,7 @@ class WeightCoordinator:
         commit = WeightOrder("commit", version=version, pages=pages)
         await self._each(commit, self._votes, decided=True)
         if resume:
-            await self._each(WeightOrder("resume"), decided=True)
+            await self._each(WeightOrder("resume"), self._votes, decided=True)
 
     async def pause(
         self, mode: PauseMode, new: NewRequests, seconds: float = WEIGHTS_PAUSE_SECONDS
@@ -241,7 +249,7 @@ class WeightCoordinator:
         return await self._each(WeightOrder("state"))
 
     async def watch(self) -> None:
-        """Lets paused engines hear of this coordinator; ends a pause in time."""
+        """Lets engines hear of this coordinator; ends a pause in time, and what is left undone."""
         while True:
             await self._sleep(WEIGHTS_ALIVE_SECONDS)
             until = self._paused_until
@@ -249,10 +257,32 @@ class WeightCoordinator:
                 if until is not None and self._clock() > until:
                     logger.warning("a pause has taken its time: engines are resumed")
                     await self.resume()
-                elif until is not None:
-                    await self._each(WeightOrder("state"))
+                else:
+                    await self._tend()
             except RayfinError as error:
                 logger.warning("engines are not asked: %s", error)
+
+    async def _tend(self) -> None:
+        """Gives engines that were left out of an update, or began amid it, what was decided."""
+        states = await self._each(WeightOrder("state"), patience=0.0)
+        if self._busy is not None:
+            return
+        versions = [self.decided, *(own.version for own in states.values())]
+        self.decided = max(versions, key=lambda own: own.serial)
+        behind = [name for name, own in states.items() if own.version.serial < self.decided.serial]
+        paused = any(own.pausing for own in states.values()) and self._paused_until is None
+        if not behind and not paused:
+            return
+        self._begin("what was left undone")
+        try:
+            if behind:
+                logger.warning("%s get weights %r", ", ".join(behind), self.decided.label)
+                commit = WeightOrder("commit", version=self.decided)
+                await self._each(commit, decided=True, patience=0.0)
+            if self._paused_until is None:
+                await self._each(WeightOrder("resume"), decided=True, patience=0.0)
+        finally:
+            self._busy = None
 
     def _begin(self, what: str) -> float:
         now = self._clock()
@@ -268,11 +298,12 @@ class WeightCoordinator:
         required: Mapping[str, object] | None = None,
         *,
         decided: bool = False,
+        patience: float = WEIGHTS_SILENT_SECONDS,
     ) -> dict[str, EngineWeights]:
         async def call(port: EnginePort) -> EngineWeights:
             return await port.order(order)
 
-        return await self._all(call, required, decided=decided)
+        return await self._all(call, required, decided=decided, patience=patience)
 
     async def _all(
         self,
@@ -280,24 +311,31 @@ class WeightCoordinator:
         required: Mapping[str, object] | None = None,
         *,
         decided: bool = False,
+        patience: float = WEIGHTS_SILENT_SECONDS,
     ) -> dict[str, Any]:
         """The answers of all engines, by name.
 
-        One that cannot be reached, or has gone amid this, is asked again; after
-        WEIGHTS_SILENT_SECONDS it is left out.
+        One that cannot be reached, or has gone amid this, is asked again, then left out.
 
         Args:
-            required: engines that are waited for though they are not there now.
+            required: engines that are waited for though they are not there now; others are not,
+                for one that begins asks what is decided.
             decided: an engine that fails is asked again, as one that cannot be reached.
+            patience: seconds in which engines are asked again.
 
         Raises:
             RayfinError: the first one that an engine has raised.
         """
         answers, known = dict[str, Any](), set(required or ())
-        deadline = self._clock() + WEIGHTS_SILENT_SECONDS
+        deadline = self._clock() + patience
         while True:
-            found = await self._find()
-            known |= found.keys()
+            found, looked = dict[str, EnginePort](), False
+            try:
+                found, looked = dict(await self._find()), True
+            except EngineUnavailable as error:
+                logger.warning("engines are not found: %s", error)
+            if not required:
+                known |= found.keys()
             asked = [name for name in found if name not in answers]
             calls = (call(found[name]) for name in asked)
             for name, answer in zip(
@@ -305,11 +343,12 @@ class WeightCoordinator:
             ):
                 fails = isinstance(answer, EngineUnavailable)
                 if fails or (decided and isinstance(answer, Exception)):
-                    logger.warning("engine %s is asked again: %s", name, answer)
+                    level = logging.WARNING if decided or patience else logging.DEBUG
+                    logger.log(level, "engine %s is asked again: %s", name, answer)
                 elif isinstance(answer, BaseException):
                     raise answer
                 else:
                     answers[name] = answer
-            if answers.keys() >= known or self._clock() > deadline:
+            if (looked and answers.keys() >= known) or self._clock() >= deadline:
                 return answers
             await self._sleep(10 * WEIGHTS_POLL_SECONDS)

@@ -63,18 +63,23 @@ class WeightCoordinatorActor:
         self._coordinator = WeightCoordinator(self._find)
         self._found = time.monotonic()
         self._ready: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def _find(self) -> Mapping[str, EnginePort]:
-        names = await asyncio.to_thread(engine_names, self._prefix)
-        actors = {name: find_actor(name) for name in names}
+        try:
+            names = await asyncio.to_thread(engine_names, self._prefix)
+            actors = {name: find_actor(name) for name in names}
+        except (RayError, RuntimeError) as error:  # Ray's registry restarts
+            raise EngineUnavailable(f"Ray's registry does not answer: {error}") from error
         if names:
             self._found = time.monotonic()
         return {name: _RemoteEngine(name, own) for name, own in actors.items() if own is not None}
 
     async def begin(self) -> None:
         """Ends what the coordinator before has left; returns when that is done."""
-        if self._ready is None:
+        if self._ready is None or (self._ready.done() and self._ready.exception() is not None):
             self._ready = asyncio.ensure_future(self._coordinator.recover())
+        if not self._tasks:
             self._tasks = [
                 asyncio.ensure_future(self._coordinator.watch()),
                 asyncio.ensure_future(self._leave()),

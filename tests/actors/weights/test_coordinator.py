@@ -236,3 +236,53 @@ def test_a_pause_by_hand_ends_in_time() -> None:
         watch.cancel()
 
     run(pause())
+
+
+def test_an_engine_that_was_cut_off_gets_what_was_decided() -> None:
+    """It was out of reach for longer than an update waits; the bytes need not be sent again."""
+
+    async def update() -> None:
+        world = World(3)
+        coordinator, cut = world.coordinator(), world.nodes["app/engine/1"]
+        cut.up_at = 100.0
+        assert (await coordinator.update(NEW)).version.serial == 1
+        watch = asyncio.create_task(coordinator.watch())
+        await world.clock.sleep(99.0 - world.clock.now)
+        assert (cut.serves.serial, coordinator.decided.serial) == (0, 1)
+        while world.clock.now < 150.0:
+            await world.clock.sleep(1.0)
+        assert world.serials() == {1} and all(own.mode is None for own in world.nodes.values())
+        watch.cancel()
+
+    async def send_again() -> None:
+        world = World(2)
+        world.nodes["app/engine/1"].up_at = 100.0
+        await world.coordinator().update(NEW)
+        await world.clock.sleep(100.0)
+        assert world.serials() == {0, 1}
+        assert (await world.coordinator().update(NEW)).version.serial == 2
+        assert world.serials() == {2}
+
+    run(update())
+    run(send_again())
+
+
+def test_a_registry_that_fails_amid_it() -> None:
+    """Ray's registry restarts: what is decided is completed, and no engine stays paused."""
+
+    async def update(fails: int) -> None:
+        world, calls = World(2), itertools.count()
+
+        async def find() -> Mapping[str, Node]:
+            if next(calls) == fails:
+                raise EngineUnavailable("the registry restarts")
+            return await world.find()
+
+        coordinator = WeightCoordinator(find, world.clock, world.clock.sleep)
+        world.asked = coordinator
+        await coordinator.update(NEW)
+        assert world.serials() == {1}, fails
+        assert all(own.mode is None for own in world.nodes.values()), fails
+
+    for fails in range(12):
+        run(update(fails))
