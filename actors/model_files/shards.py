@@ -4,6 +4,7 @@ A folder may hold a tensor twice: a shard that was written again, or a whole cop
 """
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,26 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
         OSError, ValueError: it cannot be read.
     """
     with path.open("rb") as file:
-        header: dict[str, dict[str, Any]] = json.loads(
-            file.read(int.from_bytes(file.read(8), "little"))
-        )
+        length, size = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
+        if length > size - 8:
+            raise ValueError(f"its header of {length} bytes is longer than the file")
+        try:
+            header: Any = json.loads(file.read(length))
+        except RecursionError:
+            raise ValueError("its header is nested too deep") from None
+    if not isinstance(header, dict):
+        raise ValueError("its header is no object")
     header.pop("__metadata__", None)
-    return header
+    for name, entry in header.items():
+        try:
+            first, last = entry["data_offsets"]
+            lies_there = 0 <= first <= last <= size - 8 - length
+        except (KeyError, TypeError):
+            lies_there = False
+        if not lies_there:
+            raise ValueError(f"{name[:128]} does not lie in the file")
+    tensors: dict[str, dict[str, Any]] = header
+    return tensors
 
 
 def place_in_index(model: str, name: str) -> str:

@@ -5,11 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rayfin.actors.errors import InvalidRequest, StorageFull
+from rayfin.actors.errors import InvalidConfig, InvalidRequest, StorageFull
 from rayfin.actors.model_files.digests import tensors_digest
 from rayfin.actors.weights.store import WeightStore
 from rayfin.actors.weights.version import WeightVersion
 from rayfin.actors.weights.writer import PART_SUFFIX
+
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, InvalidConfig)
+"""What paths, indexes and files raise that somebody else has written."""
 
 
 def folder_version(path: str, label: str = "") -> WeightVersion:
@@ -23,16 +26,20 @@ def folder_version(path: str, label: str = "") -> WeightVersion:
     Raises:
         InvalidRequest: there is no such file, or it cannot be read.
     """
-    place = Path(path).expanduser().resolve()
-    if place.suffix == ".bin" or (place.is_dir() and not any(place.glob("*.safetensors"))):
-        raise InvalidRequest(f"{path} holds no .safetensors file; pickles are never read", "path")
     try:
+        place = Path(path).expanduser().resolve()
+        if place.suffix == ".bin" or (place.is_dir() and not any(place.glob("*.safetensors"))):
+            raise InvalidRequest(
+                f"{path} holds no .safetensors file; pickles are never read", "path"
+            )
         files = WeightVersion(place=str(place)).files
         if not all(_is_inside(file.resolve(), place) for file in files):
             raise InvalidRequest(f"{path} holds a link out of it", "path")
+        if any(file.exists() and not file.is_file() for file in files):  # a pipe has no end
+            raise InvalidRequest(f"{path} holds what is no file", "path")
         digest = tensors_digest(files)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidRequest(f"{path} cannot be read: {error}", "path") from None
+    except UNREADABLE as error:
+        raise InvalidRequest(f"{path!r} cannot be read: {error}", "path") from None
     return WeightVersion(0, label, digest, str(place))
 
 
@@ -89,7 +96,7 @@ def write_chunks(path: Path, chunks: Iterable[Any]) -> None:
 def _digest(version: WeightVersion) -> str:
     try:
         return tensors_digest(version.files)
-    except (OSError, ValueError, KeyError, TypeError):
+    except UNREADABLE:
         return ""
 
 

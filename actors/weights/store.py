@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rayfin.actors.errors import InvalidConfig, StorageFull
+from rayfin.actors.timing import WEIGHTS_ABANDONED_SECONDS
 from rayfin.actors.weights.version import WeightVersion
 from rayfin.actors.weights.writer import FILE_SUFFIX, PART_SUFFIX, TensorWriter
 
@@ -83,6 +84,8 @@ class WeightStore:
             return current
         known = self.proposed
         if known is None or (known.serial, known.digest) != (version.serial, version.digest):
+            if (current := self.current).serial >= version.serial:  # just now, by another engine
+                return current
             raise InvalidConfig(
                 f"weights {version.label!r} are not on this node: send them again", "weights"
             )
@@ -100,7 +103,8 @@ class WeightStore:
 
     def touch(self) -> None:
         """Says that an engine still serves from here."""
-        (self.folder / LOCK).touch(FILE_MODE)
+        with suppress(OSError):
+            (self.folder / LOCK).touch(FILE_MODE)
 
     def forget(self, seconds: float) -> None:
         """Removes all versions if no engine has served from here for so many seconds."""
@@ -137,6 +141,10 @@ class WeightStore:
             if path.stem not in kept:
                 with suppress(OSError):
                     path.unlink()
+        for path in self.folder.glob(f"*{PART_SUFFIX}"):  # of a trainer that died while it wrote
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > WEIGHTS_ABANDONED_SECONDS:
+                    path.unlink()
 
 
 def default_root() -> Path:
@@ -156,4 +164,15 @@ def store_of(weight_dir: str | None, *names: str) -> WeightStore:
     root.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
     if weight_dir is None:
         WeightStore(root)  # another user has not made it
+    _remove_ended(root, names[0])
     return WeightStore(root.joinpath(*(name.replace("/", "_") for name in names)))
+
+
+def _remove_ended(root: Path, session: str) -> None:
+    """Removes the stores of Ray sessions that have ended: no engine says that it serves there."""
+    for depth in ("*", "*/*"):
+        for lock in root.glob(f"session_*/{depth}/{LOCK}"):
+            with suppress(OSError):
+                silent = time.time() - lock.stat().st_mtime
+                if session not in lock.parts and silent > WEIGHTS_ABANDONED_SECONDS:
+                    shutil.rmtree(lock.parent, ignore_errors=True)

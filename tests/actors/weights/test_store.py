@@ -1,5 +1,7 @@
 """Versions on a node: whole by a rename, two at most."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from rayfin.actors.model_files.digests import tensors_digest
 from rayfin.actors.weights import writer as writing
 from rayfin.actors.weights.sources import folder_version, place_version, propose
 from rayfin.actors.weights.spans import SpanLog, VersionSpan, as_json
-from rayfin.actors.weights.store import WeightStore
+from rayfin.actors.weights.store import WeightStore, store_of
 from rayfin.actors.weights.tensors import plain_name, tensors_version
 from rayfin.actors.weights.version import WeightVersion
 
@@ -106,6 +108,100 @@ def test_a_folder_of_the_trainer(store: WeightStore, tmp_path: Path) -> None:
     store.commit(version)
     store.drop()
     assert (tmp_path / "model.safetensors").exists()
+
+
+def header(value: object, length: int | None = None) -> bytes:
+    text = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + b"12345678"
+
+
+def one(*offsets: object) -> dict[str, object]:
+    return {"x": {"dtype": "F32", "shape": [2], "data_offsets": list(offsets)}}
+
+
+HOSTILE = {
+    "empty": b"",
+    "longer than the file": header({}, 2**40),
+    "longer than all memory": header({}, 2**64 - 1),
+    "no object": header([1]),
+    "no entries": header({"x": 1, "y": [2]}),
+    "no offsets": header({"x": {"dtype": "F32", "shape": [2]}}),
+    "nested": header(b"[" * 200_000),
+    "no JSON": header(b"\xff{"),
+    "outside": header(one(0, 9)),
+    "far outside": header(one(0, 2**80)),
+    "before": header(one(-8, 0)),
+    "backwards": header(one(8, 0)),
+    "three": header(one(0, 4, 8)),
+    "texts": header(one("0", "8")),
+    "no numbers": header(one(None, None)),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_file(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(HOSTILE[kind])
+    with pytest.raises(InvalidRequest, match="cannot be read") as refusal:
+        folder_version(str(tmp_path))
+    assert refusal.value.param == "path"
+
+
+@pytest.mark.parametrize("path", ["a\0b", "~no-such-user/x", "x" * 5000, "missing"])
+def test_a_hostile_path(path: str) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be read") as refusal:
+        folder_version(path)
+    assert refusal.value.param == "path"
+
+
+@pytest.mark.parametrize("index", ['{"weight_map": 1}', "[", '{"weight_map": {"x": "../y"}}'])
+def test_a_hostile_index(index: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file(tensors(0), folder / "part.safetensors")
+    save_file(tensors(0), tmp_path / "y")
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(InvalidRequest, match="cannot be read|a link out") as refusal:
+        folder_version(str(folder))
+    assert refusal.value.param == "path"
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(InvalidRequest, match="no file"):
+        folder_version(str(tmp_path))
+
+
+def test_what_a_trainer_left_that_died(store: WeightStore) -> None:
+    old, new = store.writer(), store.writer()
+    parts = sorted(store.folder.glob("*.part"))
+    os.utime(parts[0], (1, 1))
+    propose(store, tensors_version(store, tensors(0)))
+    assert list(store.folder.glob("*.part")) == parts[1:]
+    old.abandon()
+    new.abandon()
+
+
+def test_what_ended_sessions_have_left(tmp_path: Path) -> None:
+    """Of another cluster that lives, or of this one, nothing goes."""
+    names = {"ended": "session_1", "lives": "session_2", "own": "session_3"}
+    stores = {name: store_of(str(tmp_path), session, "app", "e") for name, session in names.items()}
+    for name, own in stores.items():
+        own.touch()
+        if name != "lives":
+            os.utime(own.folder / "LOCK", (1, 1))
+    store_of(str(tmp_path), "session_3", "alone")
+    assert [name for name, own in stores.items() if own.folder.exists()] == ["lives", "own"]
+
+
+def test_an_engine_beside_it_is_faster(store: WeightStore) -> None:
+    class Late(WeightStore):
+        @property
+        def proposed(self) -> WeightVersion | None:
+            store.commit(version)
+            return super().proposed
+
+    version = propose(store, tensors_version(store, tensors(0)))
+    assert Late(store.folder).commit(version) == version
 
 
 def test_names_without_wrappers() -> None:
