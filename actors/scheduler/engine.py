@@ -157,7 +157,7 @@ class Engine:
         )
         self.updates = WeightUpdates(
             *(self.lifecycle, self._pipeline, self._endings, self._outbox),
-            *(self.replace_runners, clock),
+            *(self.replace_runners, clock, lambda: self._asleep),
         )
         self.lifecycle.admission.gates = [self.updates, self._quarantine, parts, scheduler]
         self._draining = self._asleep = False
@@ -383,6 +383,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters; cheap, and safe to take from another thread."""
+        progress = max(self._last_progress, self.updates.resumed_at)  # a pause is no stall
         return take_stats(
             self.config,
             self.lifecycle,
@@ -393,7 +394,7 @@ class Engine:
             paused=self.updates.is_paused,
             weight_serial=self.updates.version.serial,
             weights=(self.updates.version.label, self.updates.version.digest[:16]),
-            seconds_since_progress=self._clock() - self._last_progress if self.has_work else 0.0,
+            seconds_since_progress=self._clock() - progress if self.has_work else 0.0,
         )
 
     def snapshot(self, name: str) -> EngineSnapshot:

@@ -87,9 +87,11 @@ class StepPipeline:
             self._executor.sleep()
         self._builder.restart(self._executor.epoch)
 
-    def turn(self, version: WeightVersion, *, in_place: bool) -> None:
-        """See ``Executor.turn``; no step may be in flight."""
+    def turn(self, version: WeightVersion, *, in_place: bool, asleep: bool) -> None:
+        """See ``Executor.turn``; no step may be in flight. New runners sleep if ``asleep``."""
         self._executor.turn(version, in_place=in_place)
+        if asleep and not in_place:
+            self._executor.sleep()
         begin = self._builder.turn if in_place else self._builder.restart
         begin(self._executor.epoch)
 

@@ -30,6 +30,7 @@ class WeightUpdates:
 
     Args:
         replace: replaces runners that have died.
+        asleep: whether the runners have no pages.
     """
 
     def __init__(
@@ -40,13 +41,15 @@ class WeightUpdates:
         outbox: Outbox,
         replace: Callable[[RunnerGroupFailed], None],
         clock: Callable[[], float],
+        asleep: Callable[[], bool],
     ) -> None:
         self.version = WeightVersion()
         self._lifecycle, self._pipeline, self._endings = lifecycle, pipeline, endings
-        self._outbox, self._replace, self._clock = outbox, replace, clock
+        self._outbox, self._replace, self._clock, self._asleep = outbox, replace, clock, asleep
         self._mode: PauseMode | None = None
         self._new: NewRequests = "wait"
         self._since = 0.0
+        self.resumed_at = clock()  # the end of the last pause
         self._mixed: set[Request] = set()  # they run over keys and values of another version
 
     def begin(self, version: WeightVersion) -> None:
@@ -109,15 +112,16 @@ class WeightUpdates:
         """
         if self._mode is None:
             self._since = self._clock()
-        self._mode, self._new = mode, new
-        if mode == "abort":
+        again, self._mode, self._new = mode == self._mode, mode, new
+        if mode == "abort" and not again:  # what has come since waits
             for request in list(self._lifecycle.state.live.values()):
                 self._endings.end(request, "abort")
 
     def resume(self) -> None:
         """Ends the pause, if there is one."""
         if self._mode is not None:
-            self._lifecycle.state.counters.pause_seconds += self._clock() - self._since
+            self.resumed_at = self._clock()
+            self._lifecycle.state.counters.pause_seconds += self.resumed_at - self._since
             self._mode = None
 
     def commit(self, version: WeightVersion, *, in_place: bool, pages: KeptPages) -> None:
@@ -150,7 +154,7 @@ class WeightUpdates:
         self.version = version
         self._endings.logs.label = version.label
         try:
-            self._pipeline.turn(version, in_place=in_place)
+            self._pipeline.turn(version, in_place=in_place, asleep=self._asleep())
             if not in_place:
                 lifecycle.resume()
         except RunnerGroupFailed as failure:  # its successor loads the version

@@ -6,6 +6,7 @@ import pytest
 
 from harness import Harness, make_harness
 from rayfin.actors.errors import EngineBusy, EnginePaused
+from rayfin.actors.messages import Command
 from rayfin.actors.weights.spans import as_json
 from rayfin.actors.weights.version import WeightVersion
 
@@ -139,3 +140,55 @@ def test_logs_tell_spans() -> None:
     spans = as_json(log.spans)
     assert spans[0] == {"version": "default", "start": 0, "end": before}
     assert spans[-1]["version"] == "2" and spans[-1]["end"] == 10 and spans[-1]["kv"] == "kept"
+
+
+def test_a_pause_is_no_stall() -> None:
+    """An engine that goes on after a long pause is not taken for one that hangs."""
+    harness = make_harness()
+    harness.add(4, 30)
+    for _ in range(3):
+        harness.step()
+    harness.engine.updates.pause("keep")
+    until_paused(harness)
+    harness.executor.clock += 1000.0
+    harness.engine.updates.resume()
+    assert harness.engine.has_work and harness.engine.stats().seconds_since_progress == 0.0
+    harness.executor.clock += 5.0
+    assert harness.engine.stats().seconds_since_progress == 5.0
+    harness.run()
+    harness.check()
+
+
+def test_what_comes_after_an_abort_waits() -> None:
+    """The order may come twice: its answer was lost, or an engine beside it has begun."""
+    harness = make_harness()
+    running = harness.add(4, 30)
+    harness.step()
+    harness.engine.updates.pause("abort")
+    waiting = harness.add(4, 3)
+    harness.engine.updates.pause("abort")
+    until_paused(harness)
+    harness.engine.updates.resume()
+    harness.run()
+    assert running.ended is not None and running.ended.finish_reason == "abort"
+    assert waiting.ended is not None and waiting.ended.finish_reason == "length"
+    harness.check()
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_new_weights_for_one_that_sleeps(in_place: bool) -> None:
+    """It has no pages before it wakes."""
+    harness = make_harness()
+    stream = harness.add(4, 12)
+    for _ in range(3):
+        harness.step()
+    harness.engine.carry_out(Command.SLEEP)
+    harness.engine.updates.pause("keep")
+    until_paused(harness)
+    harness.engine.updates.commit(version(1), in_place=in_place, pages="keep")
+    harness.engine.updates.resume()
+    assert harness.executor.asleep and harness.engine.stats().asleep
+    harness.engine.carry_out(Command.WAKE)
+    harness.run()
+    harness.check()
+    assert {"default", "1"} == set(stream.labels)
