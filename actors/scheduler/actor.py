@@ -57,7 +57,7 @@ from rayfin.actors.scheduler.faults.runner_pinger import RunnerPinger
 from rayfin.actors.scheduler.inbox import WAKE, ClientLinks, ClientMessage, EngineCall
 from rayfin.actors.scheduler.runner_group import RunnerGroup
 from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS, Subscriptions
-from rayfin.actors.scheduler.weight_desk import WeightDesk, joined_version
+from rayfin.actors.scheduler.weight_desk import WeightDesk, catch_up, joined_version
 from rayfin.actors.timing import (
     CLIENT_LEASE_SECONDS,
     LOBBY_TICK_SECONDS,
@@ -182,17 +182,23 @@ class SchedulerActor:
                 self._hand_back,
                 partial(start_coordinator, coordinator_name(self._name)),
             )
-            version = joined_version(desk.store, decided_version(coordinator_name(self._name)))
-            self._group.version = version
-            self._engine = Engine(self._group.start(), self._group)
-            self._engine.updates.begin(version)
-            self._desk = desk
+            ask = partial(decided_version, coordinator_name(self._name))
+            self._group.version = joined_version(desk.store, ask())
+            desk.store.touch()
+            engine = Engine(self._group.start(), self._group)
+            engine.updates.begin(self._group.version)
+            self._desk, self._engine = desk, engine
+            try:
+                catch_up(engine, joined_version(desk.store, ask()))
+            except BaseException:
+                self._engine = None
+                raise
         threading.Thread(target=self._loop, name="engine", daemon=True).start()
-        RunnerPinger(self._group, self._engine, self._report_broken).watch()
+        RunnerPinger(self._group, engine, self._report_broken).watch()
         desk.watch()
         if start.owner != UNCLAIMED:
             self._group.spares.watch()
-        status_line.watch(self._engine.stats, partial(logger.info, "engine %s: %s", self._name))
+        status_line.watch(engine.stats, partial(logger.info, "engine %s: %s", self._name))
         return self._info()
 
     @ray.method(concurrency_group="control")

@@ -232,6 +232,7 @@ class RunnerGroup:
         self.version = WeightVersion()  # what runners compute by, and those that replace them
         self._submitted = (self.epoch, -1)  # epoch and number of the last step
         self._link: StepLink | None = None
+        self.waits = False  # in ``hear``
 
     @property
     def generation(self) -> int:
@@ -249,7 +250,12 @@ class RunnerGroup:
         if (adopted := self._adopt()) is not None:
             self._config, self.epoch = adopted.config, adopted.epoch
             if adopted.version != self.version:
-                self._turn()
+                try:
+                    self._turn()
+                except RunnerGroupFailed as failure:  # it may take none where it is
+                    logger.warning("%s is replaced: %s", ", ".join(self._names), failure)
+                    self.stop()
+                    return self._start_new(MODEL_LOAD_SECONDS)
             self._open_link()
             logger.warning("adopted %s at epoch %d", ", ".join(self._names), self.epoch)
             return self._config
@@ -400,6 +406,13 @@ class RunnerGroup:
 
     def hear(self, get: Callable[[float], list[Any]], seconds: float, what: str) -> list[Any]:
         """``wait`` for what ``get`` returns, which raises TimeoutError after the seconds given."""
+        self.waits = True
+        try:
+            return self._hear(get, seconds, what)
+        finally:
+            self.waits = False
+
+    def _hear(self, get: Callable[[float], list[Any]], seconds: float, what: str) -> list[Any]:
         deadline = time.monotonic() + seconds
         pings: list[Any] = [None] * len(self._runners)
         while True:

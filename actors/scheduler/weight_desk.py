@@ -168,6 +168,15 @@ class WeightDesk:
                 logger.warning("engine %s stays paused: %s", self._name, error)
 
 
+def catch_up(engine: Engine, decided: WeightVersion) -> None:
+    """Gives an engine that takes orders from now on, and has no requests yet, what was decided
+    while it was loaded: that went past it."""
+    if decided.serial > engine.updates.version.serial:
+        engine.updates.pause("keep")
+        engine.updates.commit(decided, in_place=False, pages="recompute")
+        engine.updates.resume()
+
+
 def joined_version(store: WeightStore, decided: WeightVersion) -> WeightVersion:
     """The version of an engine that begins: CURRENT, or what was decided while it was not there.
 

@@ -12,6 +12,7 @@ class Pinged(Protocol):
     """The part of a runner group that the pinger uses."""
 
     epoch: int
+    waits: bool  # for a call that may take long, such as a load, behind which pings queue
 
     def ping(self) -> Any | None: ...
 
@@ -55,7 +56,7 @@ class RunnerPinger:
             alive = self._group.alive(ping)
             if alive:
                 return
-            if self._engine.has_work:
+            if self._engine.has_work or self._group.waits:
                 idle_since = time.monotonic()
             elif alive is False or time.monotonic() - idle_since > PING_PATIENCE_SECONDS:
                 self._on_death(f"the idle runner {'has died' if alive is False else 'hangs'}")

@@ -11,7 +11,9 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import Fenced, RunnerGroupFailed, StepMissing
 from rayfin.actors.messages import SchedulerInfo, StepResult
+from rayfin.actors.runner.actor import Adoption
 from rayfin.actors.scheduler import runner_group as group
+from rayfin.actors.weights.version import WeightVersion
 
 LOST = ActorUnavailableError("The actor is temporarily unavailable", None)
 GAP = RayTaskError("execute", "", StepMissing("step 1 has come, and 0 has not"))
@@ -218,3 +220,23 @@ def test_ranks_that_wait_for_others_are_pinged(
 
     assert own.hear(get, 60.0, "starting") == ["started"]
     assert pinged == expected
+
+
+def test_adopted_runners_that_cannot_turn_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler died amid new weights, of a model that only new runners load."""
+    own, called = group.RunnerGroup(EngineArgs(), "e"), list[str]()
+    own.version = WeightVersion(1, "step-1", "d1", "/nowhere")
+
+    def start_new(patience: float) -> Any:
+        called.append("new")
+        return own._config
+
+    def turn() -> None:
+        raise RunnerGroupFailed("the weights of this model cannot be replaced where they are")
+
+    adopted = Adoption("config", 1 << 32, WeightVersion())  # type: ignore[arg-type]
+    monkeypatch.setattr(own, "_adopt", lambda: adopted)
+    monkeypatch.setattr(own, "_turn", turn)
+    monkeypatch.setattr(own, "stop", lambda: called.append("stop"))
+    monkeypatch.setattr(own, "_start_new", start_new)
+    assert own.start() == "config" and called == ["stop", "new"]

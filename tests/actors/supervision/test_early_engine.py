@@ -228,15 +228,24 @@ def test_its_spare_runners_come_after_its_supervisor(monkeypatch: pytest.MonkeyP
             assert seconds == SPARE_AFTER_CLAIM_SECONDS and not self.watched
 
     class Group:
+        version = None
+
         def __init__(self, *_: Any, **__: Any) -> None:
             self.spares = Spares()
 
         def start(self) -> None: ...
 
+    engine = SimpleNamespace(stats=None, updates=SimpleNamespace(begin=lambda version: None))
+    store = SimpleNamespace(touch=lambda: None)
+    desk = SimpleNamespace(store=store, watch=lambda: None)
     for owner, watched in ((UNCLAIMED, 0), ("its own", 1)):
         own = scheduler(monkeypatch, ARGS)
         monkeypatch.setattr(actor, "RunnerGroup", Group)
-        monkeypatch.setattr(actor, "Engine", lambda *_: SimpleNamespace(stats=None))
+        monkeypatch.setattr(actor, "Engine", lambda *_: engine)
+        monkeypatch.setattr(actor, "WeightDesk", lambda *_: desk)
+        monkeypatch.setattr(actor, "store_here", lambda *_: None)
+        for name in ("joined_version", "catch_up", "decided_version"):
+            monkeypatch.setattr(actor, name, lambda *_: None)
         monkeypatch.setattr(actor, "RunnerPinger", lambda *_: SimpleNamespace(watch=lambda: None))
         monkeypatch.setattr(status_line, "watch", lambda *_: None)
         monkeypatch.setattr(own, "_loop", lambda: None)

@@ -8,6 +8,7 @@ from rayfin.actors.scheduler.faults.runner_pinger import RunnerPinger
 
 class Runners:
     epoch = 0
+    waits = False
 
     def __init__(self, *answers: bool | None) -> None:
         self.answers = list(answers)
@@ -50,6 +51,12 @@ def deaths(runners: Runners, engine: Engine) -> list[str]:
 
 def test_answer_is_no_news(clock: Time) -> None:
     assert deaths(Runners(None, None, True), Engine()) == []
+
+
+def test_who_loads_or_takes_new_weights_does_not_hang(clock: Time) -> None:
+    runners = Runners(*[None] * 100, True)
+    runners.waits = True
+    assert deaths(runners, Engine()) == [] and clock.now > keeper.PING_PATIENCE_SECONDS
 
 
 def test_death_is_told(clock: Time) -> None:
