@@ -129,7 +129,8 @@ class ModelRunnerActor:
             version = version or WeightVersion()
             self._load(args, place, version)
             if self._version != version:  # a spare has loaded the model's own
-                self._refill(version, self._runner.next_step[0])
+                self._runner.reload(version)
+                self._version = version
             if not measure:
                 return None
             profile: tuple[ModelFacts, BatchLimits] = self._runner.profile()

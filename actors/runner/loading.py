@@ -236,13 +236,15 @@ def _load_version(
     """The model with a version's weights: over packed ones of the base, if they are there."""
     # Here, for it imports transformers' modelling code.
     from rayfin.actors.runner.weights.load import model_folder, require_content
-    from rayfin.actors.runner.weights.refill import Refiller
+    from rayfin.actors.runner.weights.refill import Refiller, can_refill
 
     require_content(version)
     if place is None and args.weights_cache is not None and holds_weights(args):
         loaded = _load(args, place)
-        Refiller(loaded, args).refill(version)
-        return loaded
+        if can_refill(loaded, args):
+            Refiller(loaded, args).refill(version)
+            return loaded
+        del loaded
     with model_folder(args, version) as own:
         return _load(own, place)
 

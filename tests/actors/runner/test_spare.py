@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from rayfin.actors.config import BatchLimits, EngineArgs, EngineConfig, ModelFac
 from rayfin.actors.processes.environment import BEHIND_RUNNERS
 from rayfin.actors.runner import model_runner, spare
 from rayfin.actors.runner.actor import ModelRunnerActor
+from rayfin.actors.runner.weights import refill
 from rayfin.actors.settings.spare_runners import LEFT_BYTES, SPARE_BYTES
+from rayfin.actors.weights.sources import folder_version
 from rayfin.kernels.cpu.kernels import try_kernels
 
 Make = Callable[..., Any]
@@ -152,3 +155,25 @@ def test_packed_weights_are_mapped_ahead(
 
 def test_a_runner_without_pages_plans_none() -> None:
     assert actor().plan_spares(True).count == 0
+
+
+@pytest.mark.skipif(try_kernels(1) is None, reason="the CPU kernels are not built")
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_spare_takes_over_with_new_weights(
+    in_place: bool,
+    tiny_model: Make,
+    loads: list[EngineArgs],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also of a model that only new runners load: it has mapped the ones before."""
+    folder = tiny_model("llama").folder
+    args = settings(folder, weights_cache=str(tmp_path / "cache"))
+    actor().load(args)
+    own, version = actor(), replace(folder_version(str(folder), "step-1"), serial=1)
+    own.warm(args, [])
+    if not in_place:
+        monkeypatch.setattr(refill, "can_refill", lambda loaded, args: False)
+    assert own.load(args, measure=False, version=version) is None
+    assert own._version == version and len(loads) == 3
+    assert own.load(args, measure=False, version=version) is None and len(loads) == 3

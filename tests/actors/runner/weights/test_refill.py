@@ -15,6 +15,8 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.loading import LoadedModel, load
+from rayfin.actors.runner.weights import refill
+from rayfin.actors.runner.weights.check import check_finite
 from rayfin.actors.runner.weights.refill import Refiller
 from rayfin.actors.weights.sources import folder_version
 from rayfin.actors.weights.store import WeightStore
@@ -161,3 +163,26 @@ def test_what_does_not_fit(tiny_models: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="a link out"):
         folder_version(str(tmp_path / "pickles"))
     assert all(map(np.array_equal, before, content(loaded)))
+
+
+def test_codes_of_8_bits(tmp_path: Path) -> None:
+    """torch does not say itself whether those of FP8 are numbers."""
+    for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
+        save_file({"x": torch.ones(9).to(kind)}, tmp_path / "x.safetensors")
+        check_finite([tmp_path / "x.safetensors"])
+        save_file({"x": torch.full((9,), torch.nan).to(kind)}, tmp_path / "x.safetensors")
+        with pytest.raises(InvalidRequest, match="x has numbers that are none"):
+            check_finite([tmp_path / "x.safetensors"])
+
+
+def test_a_successor_over_packed_weights_that_cannot_be_refilled(
+    tiny_models: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(2):
+        tiny_models.make_tiny_model("llama", tmp_path / str(seed), seed=seed)
+    args = engine_args(tmp_path / "0", weights_cache=str(tmp_path / "cache"))
+    load(args)
+    version, fresh = folder_version(str(tmp_path / "1")), load(engine_args(tmp_path / "1"))
+    assert same(load(args, None, version), fresh)
+    monkeypatch.setattr(refill, "can_refill", lambda loaded, args: False)
+    assert same(load(args, None, version), fresh)
