@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ray.exceptions import ActorDiedError, RayError
 
-from rayfin.actors.errors import EngineLost, EngineUnavailable, RequestFailed
+from rayfin.actors.errors import EngineLost, EnginePaused, EngineUnavailable, RequestFailed
 from rayfin.actors.messages import (
     Command,
     EngineInfo,
@@ -489,7 +489,8 @@ class EngineConnection:
             if ended.error is None:
                 continue
             if (failed := self._end(ended.key)) is not None:
-                if isinstance(ended.error, EngineUnavailable):
+                error = ended.error
+                if isinstance(error, EngineUnavailable) and not isinstance(error, EnginePaused):
                     self._doubt()
                 failed.put_nowait(ended.error)
 

@@ -20,6 +20,7 @@ from typing import Any
 from rayfin.actors.errors import (
     EngineAsleep,
     EngineLost,
+    EnginePaused,
     EngineUnavailable,
     NotFound,
     Overloaded,
@@ -230,6 +231,11 @@ class EnginePool:
                             yield delta
                             if delta.finish_reason is not None:
                                 return
+                    except EnginePaused:  # it takes no new requests, and has not died
+                        if replay.attempts == len(refused) + 1:
+                            raise
+                        failures += 1
+                        await self._pause(replay, failures)
                     except EngineUnavailable as error:
                         replay.lost(_now())
                         self._note_loss(request, replay, error)

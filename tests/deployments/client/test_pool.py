@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError
 
-from rayfin.actors.errors import ContextLengthExceeded, EngineUnavailable
+from rayfin.actors.errors import (
+    ContextLengthExceeded,
+    EnginePaused,
+    EngineUnavailable,
+    RequestHandedBack,
+)
 from rayfin.actors.messages import (
     Ended,
     EngineInfo,
@@ -467,3 +472,26 @@ async def test_event_loop_that_hangs_loses_its_lease(
     assert len(engines[0].calls) == calls
     await until(lambda: len(engines[0].calls) > calls)  # it turns again
     client.close()
+
+
+async def test_a_pause_refuses_what_is_new_and_is_no_death(
+    client: EnginePool, engines: list[FakeScheduler]
+) -> None:
+    """One that another engine had goes on once the pause is over."""
+    assert await client.info() == INFO
+    paused = EnginePaused("this engine is paused for new weights")
+    new = asyncio.create_task(read(client, "new"))
+    await until(lambda: engines[0].requests)
+    engines[0].say(ended=(Ended(engines[0].requests[0].key, "error", error=paused),))
+    with pytest.raises(EnginePaused):
+        await new
+    moved = asyncio.create_task(read(client, "moved"))
+    for count, error in enumerate((RequestHandedBack("it drains"), paused, paused), start=2):
+        await until(lambda: len(engines[0].requests) == count)  # noqa: B023
+        engines[0].say(ended=(Ended(engines[0].requests[-1].key, "error", error=error),))
+        engines[0].beat()
+    await until(lambda: len(engines[0].requests) == 5)
+    last = engines[0].requests[-1]
+    assert last.deaths == 0
+    engines[0].say((last.key, 3), ended=(Ended(last.key, "stop"),))
+    assert [delta.tokens for delta in await moved] == [[3]]
