@@ -136,10 +136,12 @@ class InlineEngine:
         staged = self._weights.stage(weights, label, partial=partial, dtype=dtype)
         updates = self._engine.updates
         updates.pause("keep")
-        while not updates.is_paused:
-            self._engine.step()
-        self._weights.commit(self._engine, staged)
-        updates.resume()
+        try:
+            while not updates.is_paused:
+                self._engine.step()
+            self._weights.commit(self._engine, staged)
+        finally:
+            updates.resume()
         return staged.as_json()
 
     def close(self) -> None:

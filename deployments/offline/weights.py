@@ -5,6 +5,7 @@ import functools
 import itertools
 import os
 import time
+import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,7 @@ class LocalWeights:
         if self._store is None:
             name = f"{os.getpid()}-{next(_numbers)}"
             self._store = store_of(self._args.weight_dir, ROOM, name)
+            weakref.finalize(self, self._store.remove)  # of a program that ends without close()
             _remove_abandoned(self._store.folder.parent)
         return self._store
 
@@ -127,7 +129,7 @@ class InlineWeights:
 
     def __init__(self, local: LocalWeights, call: Callable[[Ask], Awaitable[Any]]) -> None:
         self._local, self._call = local, call
-        self._busy = False
+        self._busy = self._by_hand = False
 
     async def update(
         self,
@@ -148,11 +150,13 @@ class InlineWeights:
             stage = functools.partial(local.stage, weights, version, partial=partial, dtype=dtype)
             staged = await asyncio.to_thread(stage)
             paused = time.monotonic()
-            await self.pause(mode, new)
+            if not self._by_hand:
+                await self._pause(mode, new)
             await self._call(lambda engine: local.commit(engine, staged, kv))
         finally:
             self._busy = False
-            await self.resume()
+            if not self._by_hand:
+                await self.resume()
         now = time.monotonic()
         seconds = {"seconds": round(now - began, 3), "pause_seconds": round(now - paused, 3)}
         return {**staged.as_json(), "engines": 1, **seconds}
@@ -164,12 +168,17 @@ class InlineWeights:
         seconds: float = WEIGHTS_PAUSE_SECONDS,
     ) -> None:
         """See ``WeightsClient``; it lasts until ``resume``."""
+        self._by_hand = True
+        await self._pause(mode, new)
+
+    async def _pause(self, mode: PauseMode, new: NewRequests) -> None:
         await self._call(lambda engine: engine.updates.pause(mode, new))
         while not (await self._state()).paused:
             await asyncio.sleep(WEIGHTS_POLL_SECONDS)
 
     async def resume(self) -> None:
         """See ``WeightsClient``."""
+        self._by_hand = False
         await self._call(lambda engine: engine.updates.resume())
 
     async def states(self) -> dict[str, EngineWeights]:

@@ -16,6 +16,7 @@ from rayfin.actors.weights.spans import SpanLog
 from rayfin.deployments.offline.async_llm import AsyncEngineArgs, AsyncLLM
 from rayfin.deployments.offline.llm import LLM, SamplingParams
 from rayfin.deployments.offline.local_client import LocalClient
+from rayfin.deployments.offline.weights import LocalWeights
 
 PROMPTS = [[5, 9, 13, 21], [5, 9, 13, 21, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52], [7]]
 NAME = "model.layers.1.mlp.up_proj.weight"
@@ -170,3 +171,31 @@ def test_a_program_of_coroutines(folders: list[Path]) -> None:
             assert not await llm.is_paused()
 
     asyncio.run(program())
+
+
+def test_a_pause_by_hand_outlasts_an_update(folders: list[Path], tmp_path: Path) -> None:
+    """One that is refused, too."""
+
+    async def program() -> None:
+        client = await LocalClient.load(EngineArgs(model=str(folders[0]), **SETTINGS))
+        await client.weights.pause("keep")
+        await client.weights.update(str(folders[1]), "step-1")
+        with pytest.raises(InvalidRequest):
+            await client.weights.update(str(tmp_path))
+        (state,) = (await client.weights.states()).values()
+        assert state.paused and state.version.label == "step-1"
+        await client.weights.resume()
+        (state,) = (await client.weights.states()).values()
+        assert not state.pausing
+        client.close()
+
+    asyncio.run(program())
+
+
+def test_a_program_that_ends_without_a_word_leaves_no_versions(tmp_path: Path) -> None:
+    local = LocalWeights(EngineArgs(weight_dir=str(tmp_path / "versions")), None)  # type: ignore[arg-type]
+    folder = local.store.folder
+    local.store.touch()
+    assert folder.exists()
+    del local
+    assert not folder.exists()
