@@ -19,6 +19,7 @@ from starlette.requests import Request
 from rayfin.actors.errors import InvalidRequest, NotFound
 from rayfin.actors.messages import Receipt, TokenDelta, TokenLog
 from rayfin.actors.weights.spans import SpanLog, first
+from rayfin.actors.weights.version import BASE_LABEL
 from rayfin.deployments.client.engine_client import EngineClient
 from rayfin.deployments.generation.build_requests import KEY_BITS
 from rayfin.deployments.generation.choice import Choice
@@ -235,6 +236,8 @@ async def _recompute(
                 versions.add(last.weights, len(last.tokens), kept=last.kept)
                 if len(tokens) >= mark.tokens:
                     break
+    if any(span.label != BASE_LABEL for span in versions.spans):
+        raise _unknown()  # other weights may have made what the client has
     return TokenLog(
         *(receipt, request.sampling.seed, tokens, last.finish_reason, last.stop_reason),
         spans=versions.spans,

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -161,6 +162,18 @@ async def test_an_engine_that_died_with_its_log_is_made_up_for(
             _assert_same(reported[index], choices)
         keys = [request.key for request in engine.seen]
         assert len(set(keys)) == len(keys)
+
+
+async def test_other_weights_make_up_for_nothing(http: httpx.AsyncClient, engine: Any) -> None:
+    """They may give other tokens than those that the client has."""
+    body = {**TEXT, "seed": 7}
+    whole = await ask(http, "/v1/completions", body)
+    engine.logs.clear()
+    deltas = engine._deltas
+    engine._deltas = lambda request: (replace(own, weights="step-1") for own in deltas(request))
+    headers = {"Last-Event-ID": whole[3][0]}
+    reply = await http.post("/v1/completions", json=body, headers=headers)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "stream_not_found")
 
 
 async def test_more_than_the_body_leads_to_was_never_told(
