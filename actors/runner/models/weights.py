@@ -1,5 +1,6 @@
 """Loads a transformers model from a folder or a Hugging Face name."""
 
+import threading
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from rayfin.actors.runner.models.dtypes import resolve_dtype
 from rayfin.actors.runner.models.mapped_weights import hold_dense, hold_narrow, narrow_loads
 from rayfin.actors.runner.models.progress import logged_load
 from rayfin.actors.runner.quantized.loader import dequantize, plain, prepare
+
+LOADING = threading.Lock()
+"""transformers and ``narrow_loads`` change classes while they load: one model after the other."""
 
 
 def load_model(
@@ -48,7 +52,7 @@ def load_model(
     else:
         prepare(config, keep_experts=keep_quantized and device.type == "cpu")
     narrow = narrow and device.type == "cpu"
-    with narrow_loads(narrow) as names:
+    with LOADING, narrow_loads(narrow) as names:
         try:
             options = {"dtype": dtype, "attn_implementation": attention}
             model = _load(args, config, device, options, kind)
