@@ -3,8 +3,9 @@
 import asyncio
 import os
 import uuid
+from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.parts import RequestPart
@@ -28,18 +29,26 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES = 16 * 2**20
 
 
-class ModelSource(Protocol):
+class ModelSource(ABC):
     """Opens the service of one model, once, in the event loop that uses it."""
 
+    _client: "LocalClient | EnginePool | None" = None
+    _adapters: AdapterNames | None = None
+
+    @abstractmethod
     async def open(self) -> OpenAIService: ...
 
     async def prepare(self, part: RequestPart) -> None:
         """Has the opened engine prepare what requests with ``part`` need."""
-        ...
+        assert self._client is not None
+        await self._client.prepare(part)
 
     def close(self) -> None:
         """Leaves or frees the engine; nothing if it was not opened."""
-        ...
+        for part in (self._adapters, self._client):
+            if part is not None:
+                part.close()
+        self._adapters = self._client = None
 
 
 def own_model(model: ModelArgs) -> ModelArgs:
@@ -102,31 +111,19 @@ async def own_adapters(model: ModelArgs, client: "LocalClient | EnginePool") -> 
     return await AdapterNames.of(flags, contents, client.prepare)
 
 
-class InlineModel:
+class InlineModel(ModelSource):
     """A model whose engine is in this process, where a thread steps it."""
 
     def __init__(self, model: ModelArgs) -> None:
         self._model = own_model(model)
-        self._client: LocalClient | None = None
-        self._adapters: AdapterNames | None = None
 
     async def open(self) -> OpenAIService:
         self._client = client = await LocalClient.load(shipped(self._model.engine))
         self._adapters = await own_adapters(self._model, client)
         return await service_over(self._model, client, self._adapters, client.weights)
 
-    async def prepare(self, part: RequestPart) -> None:
-        assert self._client is not None
-        await self._client.prepare(part)
 
-    def close(self) -> None:
-        if self._adapters is not None:
-            self._adapters.close()
-        if self._client is not None:
-            self._client.close()
-
-
-class ActorModel:
+class ActorModel(ModelSource):
     """A model whose engine is Ray actors, which are replaced when they die.
 
     They end with this process. Ray is started if it does not run, and then stopped with the engine.
@@ -135,8 +132,6 @@ class ActorModel:
     def __init__(self, model: ModelArgs) -> None:
         self._model = own_model(model)
         self._supervisor: Supervisor | None = None
-        self._client: EnginePool | None = None
-        self._adapters: AdapterNames | None = None
         self._started_ray = False
 
     async def open(self) -> OpenAIService:
@@ -157,18 +152,13 @@ class ActorModel:
         weights = RemoteWeights(name, "engine", self._model.engine.weight_dir)
         return await service_over(self._model, client, self._adapters, weights)
 
-    async def prepare(self, part: RequestPart) -> None:
-        assert self._client is not None
-        await self._client.prepare(part)
-
     def close(self) -> None:
-        if self._adapters is not None:
-            self._adapters.close()
-        if self._client is not None:
-            self._client.close()
+        super().close()
         if self._supervisor is not None:
             self._supervisor.stop()
+            self._supervisor = None
         if self._started_ray:
             import ray
 
+            self._started_ray = False
             ray.shutdown()

@@ -5,9 +5,8 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -55,6 +54,7 @@ if TYPE_CHECKING:  # for it takes a good part of a second
 
 logger = logging.getLogger(__name__)
 
+SHUT_DOWN = "this AsyncLLM was shut down"
 SOURCES: dict[str, Callable[[ModelArgs], ModelSource]] = {"inline": InlineModel, "ray": ActorModel}
 
 
@@ -67,15 +67,6 @@ class AsyncEngineArgs:
 
     def __init__(self, model: str = "demo", **settings: Any) -> None:
         self.model_args: ModelArgs = one_model({"model": model, **settings})
-
-
-@dataclass(slots=True)
-class _Request:
-    """One that is prepared: its choices, and what its outputs show."""
-
-    generation: Generation
-    params: SamplingParams
-    writer: OutputWriter
 
 
 class AsyncLLM:
@@ -162,11 +153,11 @@ class AsyncLLM:
         shown = Prompt(ids, written.param, "", written.cache_salt, written.images, embeds)
         plan = await plan_text(service, _rules(params), self._caller.tenant)
         text = written.text or written.shown or prompt_text
-        request = await self._prepare(
+        answer = self._answer(
             service, shown, text, params, plan, request_id, lora_request, priority
         )
-        async with aclosing(self._outputs(request)) as outputs:
-            async for output in outputs:
+        async with aclosing(answer):
+            async for output in answer:
                 yield output
 
     async def chat(
@@ -216,11 +207,11 @@ class AsyncLLM:
         )
         prompt = replace(Prompt.of(rendered, "messages"), embeds=rendered.embeds)
         text = None if rendered.embeds else service.tokenizer.decode(rendered.ids, False)
-        request = await self._prepare(
+        answer = self._answer(
             service, prompt, text, params, plan, request_id, lora_request, priority
         )
-        async with aclosing(self._outputs(request)) as outputs:
-            async for output in outputs:
+        async with aclosing(answer):
+            async for output in answer:
                 yield output
 
     async def stream(
@@ -235,7 +226,7 @@ class AsyncLLM:
             settings: those of :meth:`generate`, or of :meth:`chat`.
         """
         params = self._params(await self._service(), sampling_params).clone()
-        params.output_kind = RequestOutputKind.DELTA
+        params.output_kind, params.n, params.best_of = RequestOutputKind.DELTA, 1, None
         talk = isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], Mapping)
         ask: Any = self.chat if talk else self.generate
         async with aclosing(ask(prompt, params, **settings)) as outputs:
@@ -470,12 +461,7 @@ class AsyncLLM:
         await self._service()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.shutdown()
 
     def __getattr__(self, name: str) -> Any:
@@ -485,13 +471,25 @@ class AsyncLLM:
     async def _service(self) -> OpenAIService:
         """The service of the model, which the first caller opens."""
         if self._closed:
-            raise RuntimeError("this AsyncLLM was shut down")
+            raise RuntimeError(SHUT_DOWN)
         loop = asyncio.get_running_loop()
         if self._opening is None:
-            self._loop, self._opening = loop, asyncio.create_task(self._source.open())
+            self._loop, self._opening = loop, asyncio.create_task(self._open())
         if loop is not self._loop:
             raise RuntimeError("an AsyncLLM belongs to the event loop of its first call")
-        return await asyncio.shield(self._opening)
+        try:
+            return await asyncio.shield(self._opening)
+        except asyncio.CancelledError:
+            if self._closed:
+                raise RuntimeError(SHUT_DOWN) from None
+            raise
+
+    async def _open(self) -> OpenAIService:
+        try:
+            return await self._source.open()
+        except Exception:
+            self._source.close()
+            raise
 
     async def _manage(self, command: Command) -> None:
         await (await self._service()).client.manage(command, None)
@@ -512,7 +510,7 @@ class AsyncLLM:
         placed, tokens = await asyncio.to_thread(media.place, listed, [ids])
         return placed[0], tokens[0]
 
-    async def _prepare(
+    async def _answer(
         self,
         service: OpenAIService,
         prompt: Prompt,
@@ -522,8 +520,10 @@ class AsyncLLM:
         request_id: str | None,
         lora_request: LoRARequest | None,
         priority: int,
-    ) -> _Request:
+    ) -> AsyncGenerator[RequestOutput, None]:
         request_id = _new_id() if request_id is None else request_id
+        if request_id in self._running:
+            raise ValueError(f"a request {request_id!r} runs")
         if lora_request is not None:
             (parts,) = await asyncio.to_thread(parts_of, [lora_request])
             service = service.with_adapter(parts[0], lora_request.lora_name)
@@ -537,27 +537,21 @@ class AsyncLLM:
             plan=plan,
         )
         shown = OfflineMedia(service.media, None).shown(generation.choices[0].request.prompt)
-        return _Request(
-            generation,
-            params,
-            OutputWriter(params, service.tokenizer, request_id, (text, shown), lora_request),
-        )
-
-    async def _outputs(self, request: _Request) -> AsyncGenerator[RequestOutput, None]:
-        generation, writer = request.generation, request.writer
-        kind = RequestOutputKind.of(request.params.output_kind)
-        deltas = self._running.run(writer.request_id, generation)
+        writer = OutputWriter(params, service.tokenizer, request_id, (text, shown), lora_request)
+        kind = RequestOutputKind.of(params.output_kind)
         write = writer.delta if kind is RequestOutputKind.DELTA else writer.so_far
+        deltas = self._running.run(request_id, generation)
         left = len(generation.choices)
         try:
-            if kind is RequestOutputKind.FINAL_ONLY or request.params.best_of is not None:
+            if kind is RequestOutputKind.FINAL_ONLY or params.best_of is not None:
                 await generation.finish(deltas)
                 yield writer.whole(generation.choices)
                 return
             async with aclosing(deltas):
                 async for choice, delta in deltas:
                     left -= delta.finish_reason is not None
-                    yield write(choice, delta, left == 0)
+                    if delta.token_ids or delta.text or delta.finish_reason:  # not of the prompt
+                        yield write(choice, delta, left == 0)
         except EngineUnavailable as error:
             self._dead = error
             raise

@@ -7,28 +7,24 @@ import uuid
 import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.schema import ApplicationStatus
 
-from rayfin.actors.parts import RequestPart
-from rayfin.deployments.adapters.names import AdapterNames
 from rayfin.deployments.client.engine_names import INGRESS
-from rayfin.deployments.client.pool import EnginePool
 from rayfin.deployments.client.weights import RemoteWeights
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.caller import Caller
-from rayfin.deployments.offline.async_engines import service_over
+from rayfin.deployments.offline.async_engines import ModelSource, service_over
 from rayfin.deployments.offline.async_llm import AsyncLLM
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.model_service import adapter_names, engine_pool
 
 
-class ServedModel:
+class ServedModel(ModelSource):
     """A model of a running application: its engines, and its tokenizer in this process."""
 
     def __init__(self, application: str, model: str | None) -> None:
         self._application = application
         self._model = model
-        self._client: EnginePool | None = None
-        self._adapters: AdapterNames | None = None
 
     async def open(self) -> OpenAIService:
         model, app = await self._find(), self._application
@@ -39,21 +35,11 @@ class ServedModel:
         weights = RemoteWeights(app, model.deployment, model.engine.weight_dir)
         return await service_over(model, client, self._adapters, weights)
 
-    async def prepare(self, part: RequestPart) -> None:
-        assert self._client is not None
-        await self._client.prepare(part)
-
-    def close(self) -> None:
-        if self._adapters is not None:
-            self._adapters.close()
-        if self._client is not None:
-            self._client.close()
-
     async def _find(self) -> ModelArgs:
         """Asks an ingress of the application for its models.
 
         Raises:
-            ValueError: there is no such application or model.
+            ValueError: there is no such application or model, or it has failed to start.
         """
         app = self._application
         running = (await asyncio.to_thread(serve.status)).applications
@@ -62,6 +48,9 @@ class ServedModel:
             raise ValueError(f"there is no application {app!r}; there is {names}")
         if INGRESS not in running[app].deployments:
             raise ValueError(f"the application {app!r} is not one of Rayfin's")
+        ready = "RUNNING" in running[app].deployments[INGRESS].replica_states
+        if not ready and running[app].status is ApplicationStatus.DEPLOY_FAILED:
+            raise ValueError(f"the application {app!r} has failed: {running[app].message}")
         handle = serve.get_deployment_handle(INGRESS, app)
         try:
             models: list[ModelArgs] = await handle.served_models.remote()
@@ -84,7 +73,7 @@ async def connect(
     """Connects a program on the cluster with a served model; requests pass no HTTP.
 
     Requests outlive engines as those of HTTP clients do. No key is needed: who can call actors of
-    the cluster is trusted.
+    the cluster is trusted. An update of the model ends the connection: connect again.
 
     Args:
         application: the name of the application: "rayfin" after ``rayfin serve``.

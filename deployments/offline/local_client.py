@@ -63,14 +63,19 @@ class LocalClient:
         return cls(*await asyncio.to_thread(load_engine, args), args)
 
     def close(self) -> None:
+        """Ends the engine, and all streams with an error."""
+        self._failure = self._failure or "the engine was closed"
         self._inbox.put(None)
         self._thread.join()
+        for deltas in self._streams.values():
+            deltas.put_nowait(EngineUnavailable(self._failure))
         self._versions.close()
 
     async def info(self) -> EngineInfo:
         return self._info
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        await self.check_health()
         deltas: asyncio.Queue[TokenDelta | RayfinError] = asyncio.Queue()
         self._streams[request.key], self._names[request.key] = deltas, request.request_id
         self._inbox.put(EngineCall(lambda engine: self._add(engine, request)))

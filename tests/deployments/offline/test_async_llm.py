@@ -3,16 +3,22 @@
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import httpx
 import numpy as np
 import pytest
+from ray import serve
+from ray.serve.schema import ApplicationStatus
 
 from pooling_models import TEXTS, make_encoder
 from rayfin import LLM, AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, InvalidRequest
 from rayfin.actors.scheduler.engine import Engine
+from rayfin.deployments.client.engine_names import INGRESS
+from rayfin.deployments.offline.async_engines import ModelSource
+from rayfin.deployments.offline.connect import ServedModel
 from rayfin.deployments.serve.model_args import one_model
 
 T = TypeVar("T")
@@ -108,6 +114,10 @@ def test_prompts_scores_and_the_best_of_several_are_those_of_llm(
     (output,) = program.run(every(program.llm.generate(prompt, params)))
     assert [own.token_ids for own in output.outputs] == [own.token_ids for own in expected.outputs]
     assert output.prompt_logprobs == expected.prompt_logprobs
+    long = {"prompt_token_ids": [5] * 200}
+    scored = SamplingParams(max_tokens=3, prompt_logprobs=1, ignore_eos=True, output_kind=1)
+    outputs = program.run(every(program.llm.generate(long, scored)))
+    assert all(output.outputs[0].token_ids for output in outputs)  # none is a part of the prompt
 
 
 def test_a_form_holds(program: Program) -> None:
@@ -127,6 +137,10 @@ def test_a_chat_and_its_pieces_are_those_of_llm(program: Program, solo: LLM) -> 
     pieces = program.run(every(program.llm.stream(TALK, params)))
     assert len(pieces) > 1
     assert "".join(pieces) == expected.outputs[0].text
+    one, several = (SamplingParams(seed=3, max_tokens=24, n=n) for n in (1, 2))
+    (drawn,) = solo.chat(TALK, one, use_tqdm=False)
+    pieces = program.run(every(program.llm.stream(TALK, several)))  # of one answer all the same
+    assert "".join(pieces) == drawn.outputs[0].text
     (plain,) = solo.generate("Once", params, use_tqdm=False)
     assert "".join(program.run(every(program.llm.stream("Once", params)))) == plain.outputs[0].text
 
@@ -227,15 +241,75 @@ def test_its_end_and_its_loop_are_kept() -> None:
             asyncio.run(program.llm.check_health())
 
         async def work() -> list[Any]:
-            running = asyncio.create_task(every(program.llm.generate("a", LONG)))
-            await asyncio.sleep(0.1)
-            program.llm.shutdown()
-            return await running
+            transport = httpx.ASGITransport(
+                await program.llm.asgi_app(), raise_app_exceptions=False
+            )
+            async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+                body = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True}
+                running = asyncio.create_task(every(program.llm.generate("a", LONG)))
+                posted = asyncio.create_task(client.post("/v1/completions", json=body))
+                await asyncio.sleep(0.1)
+                cut = SamplingParams(truncate_prompt_tokens=10)
+                prepared = asyncio.create_task(every(program.llm.generate("x" * 20_000, cut)))
+                await asyncio.sleep(0)
+                program.llm.shutdown()
+                with pytest.raises(EngineUnavailable, match="closed"):
+                    await prepared
+                assert (await posted).status_code == 503
+                assert (await client.post("/v1/completions", json=body)).status_code == 503
+                return await running
 
         assert program.run(work())[-1].outputs[0].finish_reason == "abort"
         assert not program.llm.is_running
         with pytest.raises(RuntimeError, match="shut down"):
             program.run(program.llm.check_health())
+
+
+def test_models_open_side_by_side_and_an_end_meanwhile_is_said() -> None:
+    async def work() -> None:
+        args = AsyncEngineArgs("demo", **SETTINGS)
+        llms = [AsyncLLM.from_engine_args(args) for _ in range(3)]
+        opening = [asyncio.create_task(llm.check_health()) for llm in llms]
+        await asyncio.sleep(0.01)
+        opening[0].cancel()  # the first caller, for whom the others do not wait alone
+        llms[2].shutdown()
+        with pytest.raises(RuntimeError, match="shut down"):
+            await opening[2]
+        await opening[1]
+        await llms[0].check_health()
+        for llm in llms:
+            llm.shutdown()
+
+    asyncio.run(work())
+
+
+def test_what_cannot_be_opened_is_closed() -> None:
+    class Broken(ModelSource):
+        closed = 0
+
+        async def open(self) -> Any:
+            raise InvalidConfig("no room")
+
+        def close(self) -> None:
+            self.closed += 1
+
+    async def work() -> None:
+        llm = AsyncLLM(source := Broken())
+        with pytest.raises(InvalidConfig, match="no room"):
+            await llm.__aenter__()
+        assert source.closed == 1
+
+    asyncio.run(work())
+
+
+def test_an_application_that_has_failed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    door = SimpleNamespace(replica_states={})
+    app = SimpleNamespace(
+        status=ApplicationStatus.DEPLOY_FAILED, message="no GPU", deployments={INGRESS: door}
+    )
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"app": app}))
+    with pytest.raises(ValueError, match="'app' has failed: no GPU"):
+        asyncio.run(ServedModel("app", None).open())
 
 
 def test_an_engine_that_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
