@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterable
 from contextlib import aclosing
 
+from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.generation.choice import Choice
 from rayfin.deployments.generation.generation import Deltas, Generation
 from rayfin.deployments.http.sse import cancelled
@@ -22,10 +23,10 @@ class RunningRequests:
         """Yields the choice stream; choices that are aborted end with the reason "abort".
 
         Raises:
-            ValueError: a request of that id runs.
+            InvalidRequest: a request of that id runs.
         """
         if request_id in self._tasks:
-            raise ValueError(f"a request {request_id!r} runs")
+            raise InvalidRequest(f"A request {request_id!r} runs.", "request_id")
         arrived: asyncio.Queue[tuple[Choice, TextDelta] | None] = asyncio.Queue()
 
         async def pump() -> None:

@@ -4,7 +4,6 @@ import json
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
-from starlette.requests import Request
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.messages import TokenLogprob
@@ -36,7 +35,12 @@ LACKING = {
 }
 """Members of vLLM's that are refused, and why."""
 
-OF_THE_BODY = frozenset({"prompt", "model", "stream", "cache_salt", "priority", "echo"})
+OF_THE_BODY = frozenset(
+    {
+        *("prompt", "prompt_embeds", "model", "stream", "stream_options", "cache_salt"),
+        *("priority", "echo"),
+    }
+)
 """Fields of a completion that ``sampling_params`` cannot set."""
 
 
@@ -113,7 +117,7 @@ class AbortReply(BaseModel):
 
 
 class TokensAdapter(TextAdapter):
-    """One request of token ids; ``running`` are those of this process that may be aborted."""
+    """One request of token ids; ``running`` are those of its tenant in this process."""
 
     def __init__(
         self, service: OpenAIService, body: GenerateRequest, running: RunningRequests
@@ -122,6 +126,8 @@ class TokensAdapter(TextAdapter):
         super().__init__(service, self._asked)
         self._id = body.request_id or self._cursor.request_id
         self._running = running
+        self.ignored = sorted((body.model_extra or {}).keys() - LACKING.keys())
+        self.ignored += self._asked.ignored_fields()
         self._as_text = body.output_mode == "text"
         self._shows_prompt = bool(body.return_token_ids)
         named = bool(self._asked.logprob_token_ids)
@@ -129,11 +135,6 @@ class TokensAdapter(TextAdapter):
 
     def param_names(self) -> dict[str, str]:
         return {"prompt": IDS}
-
-    async def prepare(self, request: Request) -> Generation:
-        if self._id in self._running:
-            raise InvalidRequest(f"A request {self._id!r} runs.", "request_id")
-        return await super().prepare(request)
 
     def run(self, generation: Generation) -> Deltas:
         return self._running.run(self._id, generation)
@@ -182,7 +183,7 @@ class TokensAdapter(TextAdapter):
 
 
 def abort(running: RunningRequests, service: OpenAIService, body: AbortRequest) -> str:
-    """Ends requests of this process by the ids that their clients gave; returns the reply.
+    """Ends a tenant's requests of this process by the ids that it gave; returns the reply.
 
     Raises:
         InvalidRequest: there are several ingresses, and others may have them.

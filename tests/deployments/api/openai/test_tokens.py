@@ -9,7 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from rayfin.deployments.api.app import build_api
 from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.http.keys import ApiKeys
 
 pytestmark = pytest.mark.anyio
 PATH, ABORT, COMPLETIONS = (
@@ -94,6 +96,41 @@ async def test_requests_are_aborted_by_their_ids(http: httpx.AsyncClient, engine
     assert len(engine.aborted) == 1
 
 
+async def test_ids_belong_to_their_tenants(service: OpenAIService, engine: Any) -> None:
+    service.edge.keys = ApiKeys.load(["mine", "other"])
+    engine.pause_after = (3, asyncio.Event())
+    body: Mapping[str, Any] = {"token_ids": IDS, "request_id": "one"}
+    transport = httpx.ASGITransport(build_api(service), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://rayfin") as http:
+
+        def post(key: str, path: str, body: Mapping[str, Any]) -> asyncio.Task[httpx.Response]:
+            headers = {"Authorization": f"Bearer {key}"}
+            return asyncio.create_task(http.post(path, json=body, headers=headers))
+
+        asked = {key: post(key, PATH, body) for key in ("mine", "other")}
+        while engine.taken < 6:
+            await asyncio.sleep(0.01)
+        for ended, (key, answer) in enumerate(asked.items(), 1):
+            reply = await post(key, ABORT, {"request_ids": ["one"]})
+            assert reply.json() == {"aborted": ["one"]}
+            assert (await answer).json()["choices"][0]["finish_reason"] == "abort"
+            reply = await post(key, ABORT, {"request_ids": ["one"]})
+            assert reply.json() == {"aborted": []}
+            assert len(engine.aborted) == ended
+
+
+async def test_one_of_two_with_the_same_id_runs(http: httpx.AsyncClient) -> None:
+    body = {"token_ids": IDS, "request_id": "mine"}
+    both = await asyncio.gather(*(http.post(PATH, json=body) for _ in range(2)))
+    assert sorted(answer.status_code for answer in both) == [200, 400]
+
+
+async def test_settings_that_are_none_are_named(http: httpx.AsyncClient) -> None:
+    body = {"token_ids": IDS, "foo": 1, "sampling_params": {"tempurature": 2}}
+    answer = await http.post(PATH, json=body)
+    assert answer.headers["x-rayfin-ignored-fields"] == "foo,tempurature"
+
+
 async def test_several_ingresses_abort_nothing(
     http: httpx.AsyncClient, service: OpenAIService
 ) -> None:
@@ -116,6 +153,7 @@ async def test_several_ingresses_abort_nothing(
         ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
         ({"sampling_params": {"temperature": -1}}, "temperature"),
         ({"sampling_params": {"stream": True}}, "sampling_params"),
+        ({"sampling_params": {"prompt_embeds": "x"}}, "sampling_params"),
         ({"output_mode": "pictures"}, "output_mode"),
         ({"request_id": "a b"}, "request_id"),
     ],
