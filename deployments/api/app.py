@@ -1,6 +1,7 @@
 """Everything that one ingress answers, as an ASGI application."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Mapping
 
 from fastapi import FastAPI, Request, Response
@@ -35,7 +36,6 @@ from rayfin.deployments.api.openai.decisions import (
 from rayfin.deployments.api.openai.scoring import ScoringAdapter, ScoringRequest
 from rayfin.deployments.api.openai.tokenize import add_tokenize_routes
 from rayfin.deployments.api.openai.tokens import (
-    LACKING,
     AbortRequest,
     GenerateRequest,
     TokensAdapter,
@@ -53,10 +53,11 @@ from rayfin.deployments.generation.route import GenerationRoute
 from rayfin.deployments.generation.running import RunningRequests
 from rayfin.deployments.generation.service import OpenAIService, ServedModels
 from rayfin.deployments.http.anthropic_errors import AnthropicErrors
+from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.http.errors import add_error_handlers
 from rayfin.deployments.http.idempotency import Idempotency
 from rayfin.deployments.http.json_body import ignored_header, read_body, read_json, validate
-from rayfin.deployments.http.layers import arrange, settings_layers
+from rayfin.deployments.http.layers import HttpSettings, arrange, settings_layers
 from rayfin.deployments.pooling.routes import add_pooling_routes
 from rayfin.deployments.telemetry.load import LoadCounter, RequestMeter
 
@@ -66,6 +67,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 def build_api(
     *services: OpenAIService,
     models: ServedModels | None = None,
+    edge: HttpSettings | None = None,
     responses: ResponseStoreClient | None = None,
     batches: BatchFolder | None = None,
     outer: Mapping[str, Middleware | None] | None = None,
@@ -76,11 +78,13 @@ def build_api(
 
     Args:
         models: in place of the services, where more may join.
+        edge: in place of the services' own.
         responses: the stored responses; by default a store in this process.
         batches: the folder of files and batches; None: the routes answer that there is none.
     """
     models = models or ServedModels(services)
     service = models.first  # has what all share
+    edge = edge or service.edge
     app = FastAPI(
         title="Rayfin",
         version=__version__,
@@ -88,9 +92,9 @@ def build_api(
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
-        middleware=arrange("replica", _layers(service) | dict(outer or {})),
+        middleware=arrange("replica", _layers(service, edge) | dict(outer or {})),
     )
-    add_error_handlers(app, log_stack=service.edge.log_error_stack)
+    add_error_handlers(app, log_stack=edge.log_error_stack)
     add_completion_routes(app, models)
     add_token_routes(app, models)
     add_response_routes(app, models, responses or ResponseStoreClient())
@@ -104,11 +108,13 @@ def build_api(
     add_batch_routes(app, batches)
     add_message_batch_routes(app, batches, models.resolve_messages)
     add_status_routes(app, models)
-    if service.edge.web:
+    if edge.web:
         add_web_routes(app, models, batches)
-    if service.edge.admin_keys is not None:
-        add_admin_routes(app, [operated(each) for each in models.services])
-    add_openapi(app, docs=service.edge.docs, root_path=service.edge.root_path)
+    if edge.admin_keys is not None:
+        managed = [operated(each) for each in models.services]
+        models.joined = lambda late: managed.append(operated(late))
+        add_admin_routes(app, managed)
+    add_openapi(app, docs=edge.docs, root_path=edge.root_path)
     return app
 
 
@@ -117,10 +123,10 @@ def operated(service: OpenAIService) -> Operated:
     return Operated(names, service.client, settings, service.weights)
 
 
-def _layers(service: OpenAIService) -> dict[str, Middleware | None]:
+def _layers(service: OpenAIService, edge: HttpSettings) -> dict[str, Middleware | None]:
     """The layers of a replica, by their names in LAYERS."""
-    root, own = service.edge.root_path, service.edge.middleware
-    return settings_layers(service.edge) | {
+    root, own = edge.root_path, edge.middleware
+    return settings_layers(edge) | {
         "root_path": Middleware(RootPath, path=root) if root else None,
         "middleware": Middleware(OperatorMiddleware, paths=own) if own else None,
         "meter": Middleware(RequestMeter, counts=service.counts),
@@ -185,20 +191,21 @@ def add_completion_routes(app: FastAPI, models: ServedModels) -> None:
 
 
 def add_token_routes(app: FastAPI, models: ServedModels) -> None:
-    running = RunningRequests()
+    # Of each tenant: ids are its own.
+    running: defaultdict[str, RunningRequests] = defaultdict(RunningRequests)
 
     @app.post("/inference/v1/generate")
     async def generate(request: Request) -> Response:
         body = await read_body(request, GenerateRequest)
         service = await models.resolve_model(request, body.model)
-        adapter = TokensAdapter(service, body, running)
-        headers = ignored_header(list((body.model_extra or {}).keys() - LACKING.keys()))
-        return await GenerationRoute(adapter).answer(request, headers)
+        adapter = TokensAdapter(service, body, running[Caller.of(request).tenant])
+        return await GenerationRoute(adapter).answer(request, ignored_header(adapter.ignored))
 
     @app.post("/inference/v1/abort_requests")
     async def abort_requests(request: Request) -> Response:
         body = await read_body(request, AbortRequest)
-        return Response(abort(running, models.first, body), media_type="application/json")
+        theirs = running[Caller.of(request).tenant]
+        return Response(abort(theirs, models.first, body), media_type="application/json")
 
 
 def add_message_routes(app: FastAPI, models: ServedModels) -> None:
@@ -250,7 +257,7 @@ def add_status_routes(app: FastAPI, models: ServedModels) -> None:
     @app.get("/ping")  # SageMaker's name for it
     @app.post("/ping")
     async def health() -> Response:
-        """Returns 200 if every model is healthy."""
+        """Returns 200 if every model that has started is healthy."""
         for service in models.services:
             await service.client.check_health()
         return Response()

@@ -1,7 +1,7 @@
 """What the routes of one ingress share."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -130,6 +130,7 @@ class ServedModels:
     ) -> None:
         self.services: tuple[OpenAIService, ...] = ()
         self.failed = dict(failed or {})
+        self.joined: Callable[[OpenAIService], object] = lambda service: None  # called with each
         self._by_name: dict[str, OpenAIService] = {}
         for service in services:
             self.join(service)
@@ -148,6 +149,7 @@ class ServedModels:
             self._by_name[name] = service
             self.failed.pop(name, None)
         self.services += (service,)
+        self.joined(service)
 
     @property
     def first(self) -> OpenAIService:

@@ -26,11 +26,10 @@ from rayfin.deployments.batches.lines import MAX_LINE_BYTES
 from rayfin.deployments.batches.sender import NO_TIMEOUT
 from rayfin.deployments.batches.worker import TENANT, BatchWorker, add_series
 from rayfin.deployments.generation.reply_settings import ReplySettings
-from rayfin.deployments.generation.service import ServedModels
 from rayfin.deployments.http.idempotency import AnswerStore
 from rayfin.deployments.http.layers import HttpSettings
 from rayfin.deployments.serve.model_args import ModelArgs
-from rayfin.deployments.serve.model_service import model_service, prepare_text
+from rayfin.deployments.serve.model_service import first_services, model_service, prepare_text
 from rayfin.deployments.serve.server_args import ServerArgs
 from rayfin.deployments.telemetry.load import Load
 
@@ -67,13 +66,14 @@ class BatchDeployment:
         }
         # The services load theirs side by side.
         await asyncio.to_thread(prepare_text, models)
-        self._services = await asyncio.gather(
-            *(
+        self._loading = {
+            asyncio.create_task(
                 model_service(place, model, own, shared, self._report if place == 0 else no_ingress)
-                for place, (model, own) in enumerate(zip(models, engines, strict=True))
-            )
-        )
-        app = BackgroundCalls(build_api(*self._services))
+            ): model
+            for place, (model, own) in enumerate(zip(models, engines, strict=True))
+        }
+        self._served = await first_services(self._loading)
+        app = BackgroundCalls(build_api(models=self._served))
         self._client = httpx.AsyncClient(
             transport=httpx.ASGITransport(app, raise_app_exceptions=False),
             base_url="http://rayfin",
@@ -93,7 +93,8 @@ class BatchDeployment:
         if (task := getattr(self, "_task", None)) is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        for service in getattr(self, "_services", ()):
+        served = getattr(self, "_served", None)
+        for service in () if served is None else served.services:
             service.client.close()
             service.checker.close()
             if service.adapters is not None:
@@ -103,9 +104,11 @@ class BatchDeployment:
         if any(own.server.adapter_flags().root is not None for own in self._models):
             return True  # an adapter is looked for when a line names it
         try:
-            ServedModels(self._services).named(name)
+            self._served.named(name)
         except ModelNotFound:
             return False
+        except EngineUnavailable:  # it may join
+            return True
         return True
 
     def _report(self, report: CounterReport) -> CounterReport:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -92,11 +91,11 @@ class IngressDeployment:
             self._batches = open_folder(server)
         # The services load theirs side by side.
         await asyncio.to_thread(prepare_text, models)
-        loading = {
+        self._loading = {  # held: the loop does not hold the tasks of models that are late
             asyncio.create_task(model_service(place, model, own, shared)): model
             for place, (model, own) in enumerate(zip(models, engines, strict=True))
         }
-        self._served = await first_services(loading)
+        self._served = await first_services(self._loading)
 
     async def __del__(self) -> None:  # Serve awaits it at the end, when all requests have ended
         served = getattr(self, "_served", None)
@@ -146,9 +145,7 @@ class IngressDeployment:
             from rayfin.deployments.api.app import build_api
 
             inner = HttpSettings(web=False)
-            self._calls = HandleCalls(
-                build_api(*(replace(service, edge=inner) for service in self._served.services))
-            )
+            self._calls = HandleCalls(build_api(models=self._served, edge=inner))
         return self._calls.post(path, body)
 
     async def served_models(self) -> list[ModelArgs]:

@@ -16,6 +16,8 @@ from rayfin.deployments.api.app import build_api
 from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.generation.service import OpenAIService, ServedModels
 from rayfin.deployments.http.keys import ApiKeys
+from rayfin.deployments.http.layers import HttpSettings
+from rayfin.deployments.serve.handle_calls import HandleCalls
 from rayfin.deployments.telemetry.ingress_counters import INGRESS_METRICS, IngressCounters
 
 pytestmark = pytest.mark.anyio
@@ -163,6 +165,7 @@ async def test_a_model_that_has_failed_is_503_and_joins_later(
     service: OpenAIService, second: OpenAIService, anyio_backend: str
 ) -> None:
     """The others answer meanwhile, and requests that name none go to the first of them."""
+    service.edge.admin_keys = ApiKeys.load(["operator"])
     models = ServedModels([service], {"large": "its GPU is gone"})
     transport = httpx.ASGITransport(build_api(models=models), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://rayfin") as http:
@@ -179,6 +182,27 @@ async def test_a_model_that_has_failed_is_503_and_joins_later(
             assert (await http.post(path, json={**body, "model": "large"})).status_code == 200
         listed = [card["id"] for card in (await http.get("/v1/models")).json()["data"]]
         assert listed == [*service.model_names, "large"]
+        headers = {"Authorization": "Bearer operator"}
+        listed = (await http.get("/server_info", headers=headers)).json()["models"]
+        assert [own["model"] for own in listed] == [service.name, "large"]
+
+
+async def test_a_handles_calls_need_no_key_and_know_models_that_join(
+    service: OpenAIService, second: OpenAIService, anyio_backend: str
+) -> None:
+    service.edge.keys = ApiKeys.load(["secret"])
+    models = ServedModels([service], {"large": "its GPU is gone"})
+    calls = HandleCalls(build_api(models=models, edge=HttpSettings(web=False)))
+
+    async def ask(model: str) -> Any:
+        body = {"model": model, "prompt": "a"}
+        (answer,) = [part async for part in calls.post("/tokenize", body)]
+        return answer
+
+    assert "count" in await ask("tiny")
+    assert "its GPU is gone" in str(await ask("large"))
+    models.join(second)
+    assert "count" in await ask("large")
 
 
 def test_an_adapter_is_named_behind_a_model_whose_name_has_colons(service: OpenAIService) -> None:
