@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +26,10 @@ SCHEMES = ("s3://", "gs://", "gcs://", "abfs://", "abfss://", "azure://", "file:
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 CHUNK_BYTES = 8 << 20
 TRIES = 2  # of a file that changes while it is read
-SECRET = re.compile(r"//[^/@]*@(?!$)")
+SECRET = re.compile(r"//(?:[^/@]*|[^/@:\s]*:[^@\s]*)@(?!$)")
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 ANONYMOUS = "anonymous@"
+REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 NO_PACKAGE = "object stores need a package: pip install 'rayfin[cloud]'"
 
 Listing = dict[str, tuple[int, int]]
@@ -67,6 +69,8 @@ def bucket_folder(uri: str, *, weights: bool = True) -> Path:
             changes while it is read.
     """
     shown = SECRET.sub("//", uri)
+    if _has_secret(uri):
+        raise InvalidConfig(f"{shown}: keys of a store come from the environment alone", "model")
     store, root = _open(uri, shown)
     listing = _list(store, root, shown)
     if "config.json" not in listing and "adapter_config.json" not in listing:
@@ -78,13 +82,27 @@ def bucket_folder(uri: str, *, weights: bool = True) -> Path:
     missing = [name for name in wanted if not (folder / name).is_file()]
     if not missing:
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    with (kept / f"{folder.name}.lock").open("w") as lock:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (kept / f"{folder.name}.lock").open("w")
+    except OSError as error:
+        message = f"{kept} cannot be written ({error.strerror}); {CACHE} names another folder"
+        raise InvalidConfig(message, "model") from None
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for name in missing:
             if not (folder / name).is_file():
                 _read(store, f"{root}/{name}", folder / name, listing[name][0], shown)
     return folder
+
+
+def _has_secret(uri: str) -> bool:
+    """Whether a key stands before a bucket's name, which errors and logs would show."""
+    scheme, _, rest = uri.partition("://")
+    if scheme not in ("s3", "gs", "gcs"):
+        return False
+    bucket = rest.removeprefix(ANONYMOUS).partition("/")[0]
+    return "@" in bucket or (":" in bucket and "@" in rest)
 
 
 def _open(uri: str, shown: str) -> tuple[Any, str]:
@@ -103,6 +121,9 @@ def _open(uri: str, shown: str) -> tuple[Any, str]:
             if endpoint is not None:
                 way, _, host = endpoint.rpartition("://")
                 options |= {"endpoint_override": host, "scheme": way or "https"}
+            elif not any(map(os.environ.get, REGIONS)):
+                with suppress(OSError):  # what is wrong the listing says
+                    options["region"] = fs.resolve_s3_region(rest.partition("/")[0])
             return fs.S3FileSystem(**options), rest
         if scheme in ("gs", "gcs") and anonymous:
             return fs.GcsFileSystem(anonymous=True), rest
@@ -120,18 +141,22 @@ def _list(store: Any, root: str, shown: str) -> Listing:
         found = store.get_file_info(fs.FileSelector(root, recursive=True))
     except (OSError, ValueError) as error:
         raise _refused(shown, error) from error
-    return {
+    listing = {
         info.path[len(root) :].lstrip("/"): (info.size, info.mtime_ns or 0)
         for info in found
         if info.is_file
     }
+    for name in listing:
+        if ".." in name.split("/"):
+            raise InvalidConfig(f"{shown} holds a file outside of its folder: {name}", "model")
+    return listing
 
 
 def _read(store: Any, path: str, target: Path, size: int, shown: str) -> None:
     """Reads a file; it has its name only when it is whole."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.part")
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         for _ in range(TRIES):
             with store.open_input_stream(path) as source, part.open("wb") as written:
                 shutil.copyfileobj(source, written, CHUNK_BYTES)

@@ -3,6 +3,8 @@
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -76,6 +78,56 @@ def test_what_is_wrong_is_said_without_credentials(
         bucket_folder(f"file://{bucket}")
     error = OSError("https://key:secret@host/x has refused")
     assert "secret" not in str(module._refused("s3://bucket", error))
+
+
+@pytest.mark.parametrize(
+    "uri", ["s3://key:secret@bucket/a", "s3://key:se/secret@bucket/a", "gs://secret@bucket/a"]
+)
+def test_keys_in_an_address_are_refused_and_not_shown(uri: str) -> None:
+    with pytest.raises(InvalidConfig, match="environment") as refused:
+        bucket_folder(uri)
+    assert "secret" not in str(refused.value)
+
+
+def test_files_stay_inside_of_their_folder(bucket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["config.json", "a/../../evil"]
+
+    class Store:
+        def get_file_info(self, selector: object) -> list[Any]:
+            info = {"size": 1, "mtime_ns": 1, "is_file": True}
+            return [SimpleNamespace(path=f"root/{name}", **info) for name in names]
+
+    monkeypatch.setattr(module, "_open", lambda uri, shown: (Store(), "root"))
+    with pytest.raises(InvalidConfig, match="outside of its folder: a/../../evil"):
+        bucket_folder("s3://root")
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(CACHE, str(tmp_path / "file" / "cache"))
+    with pytest.raises(InvalidConfig, match=f"{CACHE} names another"):
+        bucket_folder(f"file://{bucket}")
+
+
+def test_a_bucket_is_asked_for_its_region_unless_one_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from pyarrow import fs
+
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(fs, "S3FileSystem", lambda **options: given.append(options))
+    monkeypatch.setattr(fs, "resolve_s3_region", lambda name: f"of-{name}")
+    for name in (*module.REGIONS, *module.ENDPOINTS):
+        monkeypatch.delenv(name, raising=False)
+    module._open("s3://anonymous@bucket/folder", "")
+    monkeypatch.setenv("AWS_REGION", "here")
+    module._open("s3://bucket/folder", "")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://store:9000")
+    module._open("s3://bucket/folder", "")
+    store = {"endpoint_override": "store:9000", "scheme": "http"}
+    assert given == [{"anonymous": True, "region": "of-bucket"}, {}, store]
 
 
 @pytest.mark.slow(reason="loads a model twice")
