@@ -43,6 +43,8 @@ def read_place(given: Mapping[str, Any] | None) -> WorkerPlace:
     for name, amount in (amounts | dict(place.resources)).items():
         if not isinstance(amount, int | float) or not 0 <= amount < float("inf"):
             raise InvalidConfig(f"{NAME}: {name} must be at least 0, got {amount!r}", NAME)
+    if place.gpus > 1 and place.gpus % 1:
+        raise InvalidConfig(f"{NAME}: gpus is a share of one, or whole ones", NAME)
     if not place.gpus or not (place.cpus or place.resources or "gpus" in given):
         raise InvalidConfig(f"{NAME}: a worker needs some of its device", NAME)
     return place

@@ -94,6 +94,11 @@ class LoraConfig(RayConfig):
         folder = {} if path is None else {"lora_dir": path.rstrip("/")}
         return folder | ({"max_loras": self.max_num_adapters_per_replica} if limited else {})
 
+    def without_effect(self) -> list[str]:
+        """Returns the paths of fields that are set and say nothing here."""
+        names = {"download_timeout_s", "max_download_tries"} & self.model_fields_set
+        return [f"lora_config.{name}" for name in sorted(names)]
+
 
 class AcceleratorConfig(RayConfig):
     """The kind of hardware."""
@@ -158,6 +163,14 @@ class LLMConfig(RayConfig):
     def _is_known(cls, value: str) -> str:
         if value not in ENGINES:
             raise ValueError(f"llm_engine must be 'vLLM', whose settings Rayfin reads; got {value}")
+        return value
+
+    @field_validator("runtime_env")
+    @classmethod
+    def _has_texts(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        variables = (value or {}).get("env_vars") or {}
+        if not isinstance(variables, dict) or {*map(type, variables.values())} - {str}:
+            raise ValueError("env_vars must be an object of strings")
         return value
 
     @field_validator("accelerator_type")

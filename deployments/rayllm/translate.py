@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
+from ray.serve.config import AutoscalingConfig
+from ray.serve.schema import DeploymentSchema
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
@@ -47,17 +49,10 @@ REFUSED = {
     "placement_group_bundles": "placement_group_config is for that",
     "placement_group_strategy": "placement_group_config is for that",
 }
-SCALES = frozenset(
-    {
-        *("upscale_delay_s", "metrics_interval_s", "look_back_period_s", "initial_replicas"),
-        *("upscaling_factor", "downscaling_factor", "upscale_smoothing_factor"),
-        *("downscale_smoothing_factor", "smoothing_factor", "downscale_to_zero_delay_s"),
-        *("aggregation_function",),
-    }
-)
-"""Fields of an autoscaling_config that Serve gets as they are."""
-
 REPLICAS = ("min_replicas", "max_replicas", "downscale_delay_s", "target_ongoing_requests")
+"""Fields of an autoscaling_config that are settings of Rayfin's; Serve gets the others."""
+
+NUMBERS = ("data_parallel_size", "min_engines", "max_engines")
 MOST_REPLICAS = 100  # of num_replicas "auto", as Serve has it
 ENGINE_CPUS = 0.01  # of what watches an engine: none lies on a head without CPUs
 STREAMING_FORMATS = ("runai_streamer", "runai_streamer_sharded")
@@ -82,12 +77,16 @@ def translate(args: LLMServingArgs) -> AppPlan:
         message = "ingress_cls_config: the ingress is Rayfin's own; middleware: adds to it"
         raise InvalidConfig(message, "ingress_cls_config")
     idle: list[str] = []
-    ingress = dict(args.ingress_deployment_config)
+    ingress = _checked(args.ingress_deployment_config, "ingress_deployment_config")
+    for name in ingress.keys() - DeploymentSchema.model_fields.keys():
+        near = _unknown(name, list(DeploymentSchema.model_fields))
+        raise InvalidConfig(f"ingress_deployment_config.{near}", name)
     count = _ingress_replicas(args, ingress, idle)
     server = _server({"ingress_replicas": count} | (args.model_extra or {}))
     options = {"num_cpus": 0} | ingress.get("ray_actor_options", {})
     if variables := _variables(args.llm_configs):
-        options["runtime_env"] = {"env_vars": variables} | options.get("runtime_env", {})
+        given = options.get("runtime_env") or {}
+        options["runtime_env"] = _merged({"env_vars": variables}, given)
     ingress["ray_actor_options"] = options
     read = [_read(place, config, idle) for place, config in enumerate(args.llm_configs)]
     models = several_models(server, EngineArgs(), [each.settings for each in read], "llm_configs")
@@ -109,6 +108,16 @@ class _Model:
     autoscaling: dict[str, Any]
     target: float | None
     drain: float | None
+
+    def add(self, engine: Mapping[str, Any]) -> None:
+        """Adds the engine's settings; Serve's numbers count groups of ``data_parallel_size``."""
+        ranks = engine.get("data_parallel_size")
+        if isinstance(ranks, int):
+            numbers = {name: self.settings[name] for name in NUMBERS if name in self.settings}
+            engine = {**engine, **{name: ranks * count for name, count in numbers.items()}}
+            if (first := self.autoscaling.get("initial_replicas")) is not None:
+                self.autoscaling["initial_replicas"] = ranks * first
+        self.settings |= engine
 
     def applied(self, model: ModelArgs) -> ModelArgs:
         server = model.server
@@ -139,10 +148,10 @@ def _read(place: int, config: LLMConfig, idle: list[str]) -> _Model:
                 message = f"{name}: Rayfin runs no classes of a user's own; middleware: is near"
                 raise InvalidConfig(message, name)
         model = _scale(config.deployment_config, idle)
-        model.settings |= _engine(config, idle)
+        model.add(_engine(config, idle))
         if config.runtime_env is not None:
             actor = model.options["ray_actor_options"]
-            actor["runtime_env"] = actor.get("runtime_env", {}) | config.runtime_env
+            actor["runtime_env"] = _merged(actor.get("runtime_env") or {}, config.runtime_env)
     except InvalidConfig as error:
         where = f"llm_configs[{place}] ({config.model_id})"
         raise InvalidConfig(f"{where}: {error.message}", error.param) from error
@@ -174,6 +183,7 @@ def _engine(config: LLMConfig, idle: list[str]) -> dict[str, Any]:
         settings["tokenizer"] = loading.tokenizer_source
     if config.adapters is not None:
         settings = config.adapters.settings() | settings
+        idle += config.adapters.without_effect()
     return settings | _hardware(config, settings)
 
 
@@ -249,6 +259,7 @@ def _placement(
 
 def _scale(config: Mapping[str, Any], idle: list[str]) -> _Model:
     """What a ``deployment_config`` says."""
+    config = _checked(config, "deployment_config")
     for name in config:
         if name in REFUSED:
             raise InvalidConfig(f"deployment_config.{name}: {REFUSED[name]}", name)
@@ -263,13 +274,8 @@ def _scale(config: Mapping[str, Any], idle: list[str]) -> _Model:
     if (queue := config.get("max_queued_requests", -1)) != -1:
         model.settings["max_waiting_requests"] = queue
     scaling, replicas = config.get("autoscaling_config"), config.get("num_replicas")
-    if isinstance(scaling, BaseModel):
-        scaling = scaling.model_dump(exclude_unset=True)
     if replicas == "auto":
         scaling = {"min_replicas": 1, "max_replicas": MOST_REPLICAS} | (scaling or {})
-    elif replicas is not None and scaling is not None:
-        message = "deployment_config: num_replicas and autoscaling_config exclude each other"
-        raise InvalidConfig(message, "num_replicas")
     elif replicas is not None:
         model.settings["data_parallel_size"] = replicas
     if scaling is not None:
@@ -286,8 +292,10 @@ def _autoscaling(scaling: Mapping[str, Any], model: _Model) -> None:
                 "target_ongoing_requests is one more target",
                 "policy",
             )
-        if name not in SCALES and name not in REPLICAS:
-            raise InvalidConfig(f"autoscaling_config.{_unknown(name, [*SCALES, *REPLICAS])}", name)
+        if name not in AutoscalingConfig.model_fields:
+            near = _unknown(name, list(AutoscalingConfig.model_fields))
+            raise InvalidConfig(f"autoscaling_config.{near}", name)
+    scaling = _checked(scaling, "autoscaling_config", AutoscalingConfig)
     least, limit = scaling.get("min_replicas", 1), scaling.get("max_replicas", 1)
     model.settings["data_parallel_size"] = max(1, least)
     if "downscale_delay_s" in scaling:
@@ -295,7 +303,7 @@ def _autoscaling(scaling: Mapping[str, Any], model: _Model) -> None:
     model.target = scaling.get("target_ongoing_requests")
     if limit != least:
         model.settings |= {"min_engines": least, "max_engines": limit}
-        model.autoscaling = {name: scaling[name] for name in scaling if name in SCALES}
+        model.autoscaling = {name: scaling[name] for name in scaling if name not in REPLICAS}
 
 
 def _ingress_replicas(args: LLMServingArgs, ingress: dict[str, Any], idle: list[str]) -> int:
@@ -325,6 +333,34 @@ def _variables(configs: list[LLMConfig]) -> dict[str, str]:
                     "env_vars",
                 )
     return variables
+
+
+def _checked(
+    given: Mapping[str, Any], path: str, kind: type[BaseModel] = DeploymentSchema
+) -> dict[str, Any]:
+    """The fields of a configuration of Serve's that say something, as plain values.
+
+    Raises:
+        InvalidConfig: a value that Serve would refuse.
+    """
+    plain = {
+        name: value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
+        for name, value in given.items()
+    }
+    said = {name: value for name, value in plain.items() if value is not None}
+    try:
+        kind.model_validate({"name": path, **said} if kind is DeploymentSchema else said)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, (path, *first["loc"])))
+        raise InvalidConfig(f"{place}: {first['msg']}", path) from error
+    return said
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """One runtime_env of two: the second one's fields, and the variables of both."""
+    variables = {**(first.get("env_vars") or {}), **(second.get("env_vars") or {})}
+    return {**first, **second} | ({"env_vars": variables} if variables else {})
 
 
 def _is_default(value: Any) -> bool:

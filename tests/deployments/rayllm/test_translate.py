@@ -157,6 +157,31 @@ def test_objects_of_rays_and_files_are_taken(tmp_path: Path) -> None:
     assert isinstance(llm.build_dp_openai_app({"llm_config": configs[2]}), Application)
 
 
+def test_variables_of_an_actor_stay_beside_those_of_its_model() -> None:
+    def env(name: str) -> dict[str, Any]:
+        return {"runtime_env": {"env_vars": {name: "yes"}, "pip": [name]}}
+
+    config = DEMO | env("MODEL") | {"deployment_config": {"ray_actor_options": env("ACTOR")}}
+    ingress = {"ray_actor_options": env("INGRESS"), "autoscaling_config": None}
+    app = plan({"llm_configs": [config], "ingress_deployment_config": ingress})
+    actor = app.models[0].options["ray_actor_options"]["runtime_env"]
+    assert actor == {"env_vars": {"ACTOR": "yes", "MODEL": "yes"}, "pip": ["MODEL"]}
+    door = app.ingress["ray_actor_options"]["runtime_env"]
+    assert door == {"env_vars": {"MODEL": "yes", "INGRESS": "yes"}, "pip": ["INGRESS"]}
+
+
+def test_replicas_are_groups_of_engines() -> None:
+    kwargs = {"data_parallel_size": 2}
+    (model,) = one(engine_kwargs=kwargs, deployment_config={"num_replicas": 3}).models
+    assert model.server.data_parallel_size == 6
+    scaling = {"min_replicas": 1, "initial_replicas": 2, "max_replicas": 4, "upscale_delay_s": None}
+    config = {"deployment_config": {"autoscaling_config": scaling}, "engine_kwargs": kwargs}
+    (model,) = one(**config).models
+    assert (model.server.min_engines, model.server.max_engines) == (2, 8)
+    assert model.autoscaling == {"initial_replicas": 4}
+    assert one(engine_kwargs=kwargs).models[0].server.data_parallel_size == 2
+
+
 def test_buckets_are_sources() -> None:
     sources = ("s3://bucket/model", {"bucket_uri": "gs://bucket/model"})
     for source in sources:
@@ -194,8 +219,16 @@ def test_ids_with_colons_and_slashes() -> None:
         ({"deployment_config": {"num_replica": 2}}, "near it is num_replicas"),
         (
             {"deployment_config": {"num_replicas": 2, "autoscaling_config": {}}},
-            "exclude each other",
+            "num_replicas is not allowed when autoscaling_config",
         ),
+        ({"deployment_config": {"ray_actor_options": [1]}}, "deployment_config.ray_actor_options"),
+        (
+            {"deployment_config": {"autoscaling_config": {"max_replicas": "a"}}},
+            "autoscaling_config.max_replicas",
+        ),
+        ({"deployment_config": {"graceful_shutdown_timeout_s": "x"}}, "graceful_shutdown"),
+        ({"runtime_env": {"env_vars": ["A"]}}, "env_vars must be an object of strings"),
+        ({"runtime_env": {"env_vars": {"A": 1}}}, "env_vars must be an object of strings"),
         ({"deployment_config": {"autoscaling_config": {"policy": "x:y"}}}, "one more target"),
         ({"deployment_config": {"autoscaling_config": {"max_replica": 2}}}, "max_replicas"),
         ({"server_cls": "x:y"}, "classes of a user's own"),
@@ -219,6 +252,10 @@ def test_bad_applications_are_values_that_are_wrong(tmp_path: Path) -> None:
         ({"llm_configs": [DEMO, DEMO]}, "two models have the model_id 'demo'"),
         ({"llm_configs": [str(tmp_path / "none.yaml")]}, "there is no file"),
         ({"llm_configs": [DEMO], "api_key_fil": "x"}, "near it is api_key_file"),
+        (
+            {"llm_configs": [DEMO], "ingress_deployment_config": {"num_replica": 2}},
+            "near it is num_replicas",
+        ),
         ({"llm_configs": [DEMO], "ingress_cls_config": {"ingress_cls": "x:y"}}, "Rayfin's own"),
         (
             {
@@ -247,9 +284,11 @@ def test_names_without_effect_are_said_in_one_line(caplog: pytest.LogCaptureFixt
             engine_kwargs={"load_format": "runai_streamer"},
             deployment_config={"max_ongoing_requests": 5, "name": "x"},
             experimental_configs={"stream_batching_interval_ms": 50},
+            lora_config={"max_download_tries": 9},
         )
     (record,) = [own for own in caplog.records if own.name == module.logger.name]
-    for name in ("runai_streamer", "max_ongoing_requests", "name", "stream_batching_interval_ms"):
+    names = ("runai_streamer", "max_ongoing_requests", "name", "stream_batching_interval_ms")
+    for name in (*names, "max_download_tries"):
         assert name in record.getMessage()
 
 
