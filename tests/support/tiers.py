@@ -113,6 +113,13 @@ THOROUGH = {
         "tests/deployments/media has them; test_audio.py sends arrays through Ray's store"
     ),
     "tests/e2e/test_ray_data.py": "test_batches.py answers a Dataset's rows by the application",
+    "tests/e2e/test_ray_home.py::test_a_model_answers": (
+        "tests/deployments/serve/test_model_service.py starts without a failed model"
+    ),
+    "tests/e2e/test_ray_home.py::test_variables": "tests/deployments/rayllm has actors' options",
+    "tests/e2e/test_ray_home.py::test_an_engine_of_actors": (
+        "test_faults.py kills a runner; AsyncLLM over a pool is that of connect"
+    ),
     "tests/e2e/test_replicas.py": (
         "tests/deployments/api/responses and tests/actors/metrics have two ingresses in one process"
     ),
