@@ -20,6 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from rayfin.actors.errors import InvalidConfig, RequestFailed
 from rayfin.deployments.api.app import build_api
+from rayfin.deployments.generation.service import ServedModels
 from rayfin.deployments.serve.ingress import IngressDeployment
 from rayfin.deployments.serve.model_service import start_tracing
 from rayfin.deployments.telemetry.tracing import Tracing
@@ -164,7 +165,7 @@ async def test_what_is_left_is_sent_at_the_end(service: Any) -> None:
     service.tracing = Tracing(BatchSpanProcessor(exporter, schedule_delay_millis=10**7), "tiny")
     assert await ask(service, {"prompt": "x", "max_tokens": 2}) == 200
     assert not exporter.get_finished_spans()
-    ingress = types.SimpleNamespace(_services=[service])
+    ingress = types.SimpleNamespace(_served=ServedModels([service]))
     await IngressDeployment.func_or_class.__bases__[0].__del__(ingress)
     assert set(by_name(exporter)) == {"POST /v1/completions"}
     assert service.client.closed
