@@ -131,6 +131,9 @@ LEVELS = 32
 LEAST_WEIGHT = 0.1
 """Levels of less, in steps of the largest size, count as unknown, unless all are."""
 
+LEAST_STEP = 10
+"""Steps of less than the largest by so much say nothing, and cost no time."""
+
 
 class PromptCost:
     """Seconds to compute a token of a prompt, by the context before it, from steps that ran.
@@ -144,15 +147,17 @@ class PromptCost:
         self._tokens = np.zeros(LEVELS)  # weighed
         self._seconds = np.zeros(LEVELS)  # weighed, of all those tokens
         self._most = 1  # prompt tokens of a step
+        self._paces: list[float] = []  # seconds of a token in each level, and ...
+        self._before: list[float] = []  # ... of all tokens before it; none after a step
 
     def observe(self, info: SchedulerInfo, result: StepResult) -> None:
         """A step has run."""
         count = info.num_prefill_tokens
-        if not count or not result.seconds:
+        if not result.seconds or count * LEAST_STEP <= self._most:
             return
         lengths = info.chunk_len[info.decoding_batch :]
         context = float(np.dot(info.kv_len[info.decoding_batch :] + lengths / 2, lengths)) / count
-        level = int(context).bit_length()
+        level, self._paces = int(context).bit_length(), []
         if count > self._most:  # what was learned from smaller steps counts less
             for book in (self._tokens, self._seconds):
                 book *= (self._most / count) ** 2
@@ -165,12 +170,22 @@ class PromptCost:
 
     def seconds(self, first: int, last: int) -> float:
         """Seconds to compute the tokens ``first`` to ``last`` of a prompt; 0 if none has run."""
+        if not self._paces:
+            self._draw()
+        return max(self._until(last) - self._until(first), 0.0)
+
+    def _until(self, tokens: int) -> float:
+        level = tokens.bit_length()
+        return self._before[level] + (tokens - (1 << level >> 1)) * self._paces[level]
+
+    def _draw(self) -> None:
+        """Draws the table that ``seconds`` reads, which is asked for each of many sessions."""
         known = np.flatnonzero(self._tokens > min(LEAST_WEIGHT, self._tokens.max() / 2))
-        if not len(known) or last <= first:
-            return 0.0
-        total = 0.0
-        for level in range(first.bit_length(), last.bit_length() + 1):
-            start, end = max(first, 1 << level >> 1), min(last, 1 << level)
-            nearest = known[np.abs(known - level).argmin()]
-            total += max(end - start, 0) * self._seconds[nearest] / self._tokens[nearest]
-        return float(total)
+        self._before = [0.0]
+        for level in range(LEVELS):
+            pace = 0.0
+            if len(known):
+                nearest = known[np.abs(known - level).argmin()]
+                pace = float(self._seconds[nearest] / self._tokens[nearest])
+            self._paces.append(pace)
+            self._before.append(self._before[-1] + pace * ((1 << level) - (1 << level >> 1)))

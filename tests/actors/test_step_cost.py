@@ -98,3 +98,6 @@ def test_late_tokens_of_a_prompt_are_dearer() -> None:
     assert cost.seconds(0, 9000) == pytest.approx(cost.seconds(0, 4321) + cost.seconds(4321, 9000))
     assert cost.seconds(8000, 16_000) < cost.seconds(100_000, 108_001)
     assert cost.seconds(10, 10) == cost.seconds(10, 3) == 0.0
+    before = cost.seconds(0, 100)
+    _ran(cost, 100, 512, 512.0)  # what it has drawn is drawn anew
+    assert cost.seconds(0, 100) > 2 * before
