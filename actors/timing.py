@@ -85,9 +85,11 @@ PAGE_READ_SECONDS = 2.0
 PAGE_TURN_SECONDS = 0.001
 PAGE_WARNING_SECONDS = 60.0  # between two lines about a disk that takes nothing
 
-# Sessions: the first parked request takes seats at their pauses after the first of these; the pages
-# of running requests are a mean over the second; who has paused for the third is forgotten.
+# Sessions: the first parked request takes seats at their pauses after the first of these, and all
+# that it needs where nothing has run for the second, which no engine is to seem stalled for. The
+# pages of running requests are a mean over the third; who has paused for the fourth is forgotten.
 PARKED_SECONDS = 300.0
+PARKED_IDLE_SECONDS = 20.0
 PAGES_HELD_SECONDS = 60.0
 FORGOTTEN_SESSION_SECONDS = 3600.0
 

@@ -187,7 +187,9 @@ class Engine:
         # Where nothing runs, pages on their way may be what the first in the queue waits for.
         if tier.is_busy and not len(state.running) and (first := state.waiting.peek()) is not None:
             held_up = admission.lacks_room(first) or admission.overtakes(first)
-        ready = len(state.live) > self.lifecycle.num_beside and not held_up
+        seats = self.lifecycle.seats
+        looks = seats is not None and seats.is_due
+        ready = (looks or len(state.live) > self.lifecycle.num_beside) and not held_up
         held_up = self._asleep or self.updates.is_paused
         return (ready or bool(self._pipeline)) and not held_up
 
@@ -287,6 +289,8 @@ class Engine:
         Background requests are handed back at once, for they would hold the drain up.
         """
         self._draining = True
+        if (seats := self.lifecycle.seats) is not None:  # whose next turns come elsewhere
+            seats.forget()
         moved = RequestHandedBack("this engine drains")
         for request in list(self.lifecycle.state.live.values()):
             if request.source.background:

@@ -14,6 +14,7 @@ What it *costs* is a price: while its pages are computed, those of all running r
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +27,12 @@ from rayfin.actors.scheduler.queues.ranked_queue import RankedQueue
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.scheduler_state import SchedulerState
 from rayfin.actors.scheduler.sessions.sessions import Session, SessionTable, is_turn
-from rayfin.actors.timing import LOBBY_TICK_SECONDS, PAGES_HELD_SECONDS, PARKED_SECONDS
+from rayfin.actors.timing import (
+    LOBBY_TICK_SECONDS,
+    PAGES_HELD_SECONDS,
+    PARKED_IDLE_SECONDS,
+    PARKED_SECONDS,
+)
 
 MARGIN = 0.03
 """Share of all pages that are held or claimed that stays free for them to grow."""
@@ -59,8 +65,11 @@ class Seats:
         self._ready: list[Request] = []  # that have got seats, and are on their way to the queue
         self._promised: dict[Request, int] = {}  # pages that they take when they are admitted
         self._next_look = 0.0
+        self._freed = False  # whether a session pauses since the last look
         self._held, self._held_at = 0.0, -math.inf  # mean pages of running requests, and until when
         self._idle_since: float | None = None  # since when none but parked ones are here
+        self._ranked: list[Session] = []  # paused ones, the one of least worth last ...
+        self._ranked_until = 0.0  # ... on the clock
         state.tables.reclaim = self.reclaim
         state.queue_limits.spares = self.spares
 
@@ -68,9 +77,12 @@ class Seats:
         return len(self._parked) + len(self._ready)
 
     def spares(self, source: EngineRequest) -> bool:
-        """Whether a request is a turn of a session with a seat, which no full queue refuses."""
+        """Whether a request ends the pause of a session with a seat: no full queue refuses it.
+
+        Many requests at once under one name, as of all users of a product, are limited like others.
+        """
         session = self.sessions.find(source)
-        return session is not None and session.seated is not None
+        return session is not None and session.seated is not None and not session.turns
 
     def keeps(self, request: Request) -> bool:
         """Parks a turn of a session without a seat, unless there is room for it."""
@@ -78,20 +90,28 @@ class Seats:
             return False
         session = self.sessions.begin(request)
         if session.seated is not None:
-            self._promised[request] = self._missing(request)
+            if self._is_alone(request):
+                self._promised[request] = self._missing(request)
             return False
         self._parked[request] = self._clock()
-        self._look()
+        if len(self._parked) == 1:  # else it is not the next one
+            self._look()
         if request not in self._ready:
             return True
         self._ready.remove(request)
         return False
 
+    @property
+    def is_due(self) -> bool:
+        """Whether a session pauses since the last look for room, and somebody is parked."""
+        return self._freed and bool(self._parked)
+
     def leaving(self) -> Iterator[tuple[Request, RayfinError | None]]:
-        """Yields requests whose sessions have got seats. It looks for room each 50 ms."""
+        """Yields requests whose sessions have got seats. It looks for room each 50 ms, and when a
+        session pauses."""
         if not self._parked and not self._ready:
             return
-        if self._clock() >= self._next_look:
+        if self._freed or self._clock() >= self._next_look:
             self._look()
         ready, self._ready = self._ready, []
         for request in ready:
@@ -123,6 +143,7 @@ class Seats:
     def left(self, request: Request, slot: int, *, share: bool) -> None:
         """The request has ended; its slot still holds what it computed, for others if ``share``."""
         session, index = self.sessions.end(request), self._tables.index
+        self._freed = self._freed or (session is not None and not session.turns)
         if session is None or session.seated is None or not share or index is None:
             return
         count = int(self._tables.published[slot])
@@ -131,7 +152,8 @@ class Seats:
             session.from_files = self._tier.seconds_to_read(pages)
 
     def forget(self) -> None:
-        """The prefix cache is reset: paused sessions have nothing to keep."""
+        """Paused sessions have nothing to keep, as after a reset of the prefix cache."""
+        self._freed = True
         for session in self.sessions.paused:
             self.sessions.lapse(session)
 
@@ -139,9 +161,14 @@ class Seats:
         """Pages are needed: the paused session of least worth loses its seat, or, where there is
         none, one that waits its claim. Returns whether there was one."""
         now = self._clock()
-        if paused := self.sessions.paused:
-            self._lapse(min(paused, key=lambda session: self._worth(session, now)), "pages")
-            return True
+        if now >= self._ranked_until or not self._ranked:  # many may lapse at one time
+            self._ranked = self._by_worth(now)
+            self._ranked_until = now + LOBBY_TICK_SECONDS
+        while self._ranked:
+            session = self._ranked.pop()
+            if session.seated is not None and not session.turns:  # it still pauses
+                self._lapse(session, "pages")
+                return True
         claims = self._tables.claims
         for session in reversed(self.sessions.seated):
             if claims.count(session):
@@ -152,11 +179,13 @@ class Seats:
     def _look(self) -> None:
         """Gives seats to the first parked requests, as far as there is room or it can be made."""
         now = self._clock()
-        self._next_look = now + LOBBY_TICK_SECONDS
+        self._next_look, self._freed = now + LOBBY_TICK_SECONDS, False
         self._follow_held(now)
         while self._parked:
-            head = min(self._parked, key=self._order)
-            if not (self._has_room(head) or self._makes_room(head, now)):
+            head = self._first()
+            if not (
+                self._has_room(head) or self._makes_room(head, now) or self._is_overtaken(head)
+            ):
                 return
             session = self.sessions.turns[head]
             self.sessions.seat(session)
@@ -167,35 +196,68 @@ class Seats:
                 del self._parked[request]
             self._ready += mine
 
-    def _order(self, request: Request) -> Any:
-        rank = self.sessions.turns[request].rank, request.order
-        if self._weights is None:
-            return rank
-        return self._share(request.source.tenant), rank
+    def _first(self) -> Request:
+        """The parked request that is next in the policy's order.
 
-    def _share(self, tenant: str) -> float:
-        """Pages that a tenant holds and claims, by its weight."""
-        assert self._weights is not None
-        running = [
-            other for other in self._state.running.holders() if other.source.tenant == tenant
-        ]
-        pages = sum(int(self._tables.held[other.slots].sum()) for other in running)
+        With fair shares it is one of the tenant with the fewest pages held, claimed and promised,
+        by its weight.
+        """
+        turns, weights = self.sessions.turns, self._weights
+        if weights is None:
+            return min(self._parked, key=lambda request: (turns[request].rank, request.order))
+        pages, claims = Counter[str](), self._tables.claims
+        for waiting, count in self._promised.items():
+            pages[waiting.source.tenant] += count
+        for other in self._state.running.holders():
+            pages[other.source.tenant] += int(self._tables.held[other.slots].sum())
         for session in self.sessions.paused:
-            if session.key[0] == tenant:
-                pages += self._tables.claims.count(session)
-        return pages / self._weights.get(tenant, 1.0)
+            pages[session.key[0]] += claims.count(session)
+
+        def order(request: Request) -> Any:
+            tenant = request.source.tenant
+            return pages[tenant] / weights.get(tenant, 1.0), turns[request].rank, request.order
+
+        return min(self._parked, key=order)
 
     def _missing(self, request: Request) -> int:
         """Pages that the request takes of those that are free and without a claim."""
-        tables = self._tables
-        pages = tables.match(request.chain, request.tokens())
+        tables, index = self._tables, self._tables.index
+        assert index is not None
+        pages = index.find(request.chain.hashes[: (request.num_tokens - 1) // tables.page_size])
         there = sum(tables.pool.references[page] > 0 or page in tables.claims for page in pages)
         return tables.pages_for(request.num_tokens + 1) - there
 
-    def _has_room(self, request: Request) -> bool:
+    def _has_room(self, head: Request, *, late: bool = False) -> bool:
+        """Whether there are pages for it: free ones without a claim, and those of requests that
+        give way to it."""
         free, every = self._tables.num_unclaimed, self._tables.pool.num_pages
+        free = min(free + self._giving_way(late), every)
         room = free - sum(self._promised.values()) - MARGIN * (every - free)
-        return room >= 0 and self._missing(request) <= room
+        return room >= 0 and self._missing(head) <= room
+
+    def _giving_way(self, late: bool) -> int:
+        """Pages of running requests that the queue takes from them, or waits for, as without
+        sessions: those in the background, and for who is ``late`` all that have no seat."""
+        held, waiting = self._tables.held, self._state.waiting
+        pages = int(held[waiting.slots].sum())
+        if late:
+            others = (other for other in self._state.running.holders() if not self._is_alone(other))
+            foreground = [other for other in others if not other.source.background]
+            pages += sum(int(held[other.slots].sum()) for other in foreground)
+        return pages
+
+    def _is_alone(self, request: Request) -> bool:
+        """Whether it is the one turn of its session, which will pause: a seat is for those."""
+        session = self.sessions.turns.get(request)
+        return session is not None and session.turns == 1
+
+    def _is_overtaken(self, head: Request) -> bool:
+        """Whether a later request without a seat waits for pages already, so that no claims are in
+        the way: then the head's place is in the queue."""
+        first = self._state.waiting.foreground.peek()
+        if first is None or first.order < head.order or self._is_alone(first):
+            return False
+        return self._missing(first) > self._tables.pool.num_free
 
     def _makes_room(self, head: Request, now: float) -> bool:
         """Lets paused sessions lapse whose seats are worth less than they cost."""
@@ -204,15 +266,19 @@ class Seats:
                 return True
         late = now - self._parked[head] >= PARKED_SECONDS
         idle = self._is_idle(head, now)
-        worths = {session: self._worth(session, now) for session in self.sessions.paused}
-        for session in sorted(worths, key=lambda other: worths[other]):
+        for session in reversed(self._by_worth(now)):
             rotates = late and self._has_run(session, now)
-            if not (idle or rotates or worths[session] < self._price(session)):
+            if not (idle or rotates or self._worth(session, now) < self._price(session)):
                 continue
             self._lapse(session, "price")
             if self._has_room(head):
                 return True
-        return False
+        return late and self._has_room(head, late=True)
+
+    def _by_worth(self, now: float) -> list[Session]:
+        """The paused sessions, the one of least worth last."""
+        worths = {session: self._worth(session, now) for session in self.sessions.paused}
+        return sorted(worths, key=lambda session: worths[session], reverse=True)
 
     def _lapse(self, session: Session, reason: str) -> None:
         self._state.counters.session_lapses[reason] += 1
@@ -242,13 +308,16 @@ class Seats:
         return now - session.seated >= ROTATION * self._seconds(session, pages)
 
     def _is_idle(self, head: Request, now: float) -> bool:
-        """Whether for as long as the head takes to compute there were only parked requests."""
-        if len(self._state.running) or len(self._state.waiting) or len(self._tier) or self._ready:
+        """Whether for as long as the head takes to compute there were only parked requests, and
+        some in the background."""
+        if self._state.waiting.has_foreground or len(self._tier) or self._ready:
             self._idle_since = None
             return False
         if self._idle_since is None:
             self._idle_since = now
-        return now - self._idle_since >= self._state.prompt_cost.seconds(0, head.num_tokens)
+        since = max(self._idle_since, self._parked[head])
+        cost = self._state.prompt_cost.seconds(0, head.num_tokens)
+        return now - since >= min(cost, PARKED_IDLE_SECONDS)
 
     def _follow_held(self, now: float) -> None:
         """Pages that running requests hold, as a mean over a minute."""

@@ -8,8 +8,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rayfin.actors.errors import Overloaded
 from rayfin.actors.messages import Command, SessionRef
-from rayfin.actors.timing import LOBBY_TICK_SECONDS, PARKED_SECONDS
+from rayfin.actors.timing import (
+    ENGINE_STALL_SECONDS,
+    LOBBY_TICK_SECONDS,
+    PARKED_IDLE_SECONDS,
+    PARKED_SECONDS,
+)
 
 Make = Callable[..., Any]
 PAGE, CONTEXT = 4, 40  # tokens of a page, and of a first prompt: ten pages
@@ -64,6 +70,11 @@ def agents(harness: Make) -> Agents:
 
 def _seats(agents: Agents) -> Any:
     return agents.h.engine.lifecycle.seats
+
+
+def _parked(agents: Agents) -> list[Any]:
+    """The streams whose requests are parked."""
+    return [agents.h.streams["a", request.source.key] for request in _seats(agents)._parked]
 
 
 def _names(agents: Agents) -> list[str]:
@@ -197,6 +208,149 @@ def test_who_waits_long_takes_a_seat_at_its_pause(agents: Agents) -> None:
     assert turns > 5
     agents.h.run()
     agents.h.check()
+
+
+def test_one_name_of_many_requests_is_limited_like_others(harness: Make) -> None:
+    """As where all users of a product have one ``prompt_cache_key``."""
+    h = harness(page_size=PAGE, num_pages=60, max_decoding_batch=2, max_waiting_requests=3)
+    key = SessionRef("product")
+    h.add(8, session=key)
+    h.run()
+    streams = [h.add(8, session=key) for _ in range(2)]  # a pause ends, and another
+    while any(not stream.tokens for stream in streams):
+        h.step()
+    assert len(h.engine.lifecycle.state.running) == 2  # side by side
+    for _ in range(3):
+        h.add(8, session=key)
+    with pytest.raises(Overloaded):
+        h.add(8, session=key)
+    h.run()
+    h.check()
+
+
+def test_one_name_of_many_requests_takes_no_room_from_others(harness: Make) -> None:
+    """However many of its requests wait in the queue."""
+    h = harness(page_size=PAGE, num_pages=60, max_decoding_batch=2, step_seconds=0.01)
+    for _ in range(12):
+        h.add(40, 4, session=SessionRef("product"))
+    agents = Agents(h)
+    first = agents.ask(0)
+    assert not first.waited
+    h.run()
+    h.check()
+
+
+@pytest.mark.parametrize("mode", ["idle", "shared"])
+def test_batches_give_way_to_parked_turns(harness: Make, mode: str) -> None:
+    h = harness(page_size=PAGE, num_pages=30, step_seconds=0.01, batch_mode=mode)
+    batch = [h.add(12, 8 + number % 5, background=True) for number in range(40)]
+    for _ in range(3):
+        h.step()
+    assert len(h.engine.lifecycle.state.running) > 5  # all memory
+    turn = Agents(h).ask(0)
+    while turn.open:
+        h.step()
+        h.wait()
+    assert sum(not stream.open for stream in batch) < 8
+    h.run()
+    h.check()
+
+
+def _chats(agents: Agents, least_free: int) -> None:
+    """Chats of four pages, that begin one after another while so many pages are free."""
+    while agents.h.engine.lifecycle.state.tables.pool.num_free >= least_free:
+        agents.h.add(6, 10)
+        agents.h.step()
+
+
+def test_later_chats_do_not_starve_a_parked_turn(harness: Make) -> None:
+    """Of whom more than fit have come at any time."""
+    agents = Agents(harness(page_size=PAGE, num_pages=30, max_decoding_batch=16, step_seconds=0.1))
+    _chats(agents, 8)
+    turn = agents.h.add(72, 4, session=SessionRef("large"))
+    before = agents.h.num_added
+    assert turn.waited
+    while not turn.tokens:
+        if not len(agents.h.engine.lifecycle.state.waiting):
+            agents.h.add(6, 10)
+        agents.h.step()
+        assert agents.h.num_added < before + 20
+    agents.h.run()
+    agents.h.check()
+
+
+def test_chats_that_never_wait_starve_no_turn_for_longer_than_the_limit(agents: Agents) -> None:
+    _chats(agents, 8)
+    turn, began = agents.ask(0), agents.h.executor.clock
+    while not turn.tokens:
+        if turn in _parked(agents):
+            _chats(agents, 8)
+        agents.h.step()
+        agents.pause(1.0)
+        assert agents.h.executor.clock - began < PARKED_SECONDS + 60.0
+    assert agents.h.executor.clock - began > PARKED_SECONDS
+    agents.h.run()
+    agents.h.check()
+
+
+def test_where_nothing_runs_a_seat_is_had_before_the_engine_seems_stalled(agents: Agents) -> None:
+    agents.h.executor.token_seconds = 20.0
+    agents.pair()
+    agents.h.executor.token_seconds = 0.1
+    waiting = agents.ask(2)
+    agents.h.abort(waiting)
+    agents.pause(100.0)
+    agents.turn(0)  # its pause is over, and another begins
+    lapses = dict(agents.h.engine.stats().session_lapses)
+    third, began = agents.ask(2), agents.h.executor.clock
+    assert lapses == agents.h.engine.stats().session_lapses  # nothing was idle meanwhile
+    while not third.tokens:
+        agents.h.step()
+        agents.h.wait()
+    waited = agents.h.executor.clock - began
+    assert waited < PARKED_IDLE_SECONDS + 10.0 < ENGINE_STALL_SECONDS
+    agents.h.run()
+    agents.h.check()
+
+
+def test_a_seat_passes_on_as_soon_as_a_session_pauses(agents: Agents) -> None:
+    agents.pair()
+    third, last = agents.ask(2), agents.ask(0, final=True)
+    while last.open:
+        agents.h.step()
+    assert not third.tokens and agents.h.engine.has_steps
+    ended = agents.h.executor.clock
+    agents.h.step()
+    assert agents.h.engine.stats().parked == 0 and agents.h.executor.clock > ended
+    agents.h.run()
+    agents.h.check()
+
+
+def test_an_engine_that_drains_keeps_no_seats(agents: Agents) -> None:
+    agents.pair()
+    third = agents.ask(2)
+    agents.h.engine.drain()
+    agents.h.step()
+    assert agents.h.engine.stats().parked == 0
+    agents.h.run()
+    agents.h.check()
+    assert third.tokens
+
+
+def test_seats_that_are_free_at_once_are_shared_fairly(harness: Make) -> None:
+    h = harness(page_size=PAGE, num_pages=30, policy="fair", step_seconds=0.01)
+    large = h.add(76, 4, session=SessionRef("large", final=True), tenant="c")
+    h.step()
+    agents = Agents(h)
+    waiting = [agents.ask(name, tenant="ab"[name > 1]) for name in range(4)]
+    assert all(stream.waited for stream in waiting)
+    while large.open:
+        h.step()
+    h.step()
+    seated = {session.key[0] for session in h.engine.lifecycle.seats.sessions.seated}
+    assert seated == {"a", "b"}
+    h.run()
+    h.check()
 
 
 @given(
