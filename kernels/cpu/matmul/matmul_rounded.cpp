@@ -2,13 +2,8 @@
 
 #include <algorithm>
 
-#if defined(__AVX2__)
-#include <cpuid.h>
-#elif defined(__SSE2__)
-#include <emmintrin.h>
-#endif
-
 #include "matmul/epilogue.h"
+#include "matmul/matmul_int8.h"
 #include "matmul/panel_tiles.h"
 #include "matmul/rounded_tile.h"
 
@@ -25,124 +20,37 @@ constexpr int kMaxRows = kWidth == 16 ? 8 : kRows == 12 ? 6 : 4;  // of a tile, 
 
 constexpr int panels_at_once(int64_t rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 
-constexpr int64_t kPartVectors = kPart / kWidth;
-
-// The scale that maps the largest of some magnitudes to 127, and its reciprocal. Both are 0 for (nearly) zero, and not
-// finite for a value that is not.
-struct RowScale {
-  float scale, inverse;
-};
-
-RowScale scale_of(VecI magnitudes) {  // compared as integers: NaN is the largest
-  typedef int32_t Four __attribute__((vector_size(16)));
-  Four fours[kWidth / 4];
-  std::memcpy(fours, &magnitudes, sizeof(fours));
-  for (int i = 1; i < kWidth / 4; ++i) fours[0] = fours[i] > fours[0] ? fours[i] : fours[0];
-  const Four four = fours[0];
-  const float magnitude = bit_cast<float>(std::max({four[0], four[1], four[2], four[3]}));
-  if (magnitude < 1e-30f) return {0.0f, 0.0f};  // the reciprocal could be infinite
-  return {magnitude / 127.0f, 127.0f / magnitude};
-}
-
-RAYFIN_INLINE VecI rounded(Vec v) {  // to the nearest integer, ties to even
-#if defined(__AVX512F__)
-  return bit_cast<VecI>(_mm512_maskz_cvtps_epi32(0xffff, bit_cast<__m512>(v)));
-#elif defined(__AVX2__)
-  return bit_cast<VecI>(_mm256_cvtps_epi32(bit_cast<__m256>(v)));
-#elif defined(__SSE2__)
-  return bit_cast<VecI>(_mm_cvtps_epi32(bit_cast<__m128>(v)));
-#elif defined(__aarch64__)
-  return bit_cast<VecI>(vcvtnq_s32_f32(bit_cast<float32x4_t>(v)));
-#else
-  VecI out;
-  for (int i = 0; i < kWidth; ++i) out[i] = int32_t(__builtin_lrintf(v[i]));
-  return out;
-#endif
-}
-
-// Stores kPart numbers as bytes. GCC 12 converts the lanes of the generic code one by one.
-RAYFIN_INLINE void store_bytes(const VecI (&numbers)[kPartVectors], int8_t* out) {
-#if defined(__AVX512F__)
-  for (int i = 0; i < 2; ++i)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i * kWidth),
-                     _mm512_maskz_cvtepi32_epi8(0xffff, bit_cast<__m512i>(numbers[i])));
-#elif defined(__AVX2__)
-  const __m256i low = _mm256_packs_epi32(bit_cast<__m256i>(numbers[0]), bit_cast<__m256i>(numbers[1]));
-  const __m256i high = _mm256_packs_epi32(bit_cast<__m256i>(numbers[2]), bit_cast<__m256i>(numbers[3]));
-  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // both packs work in halves of 128 bits
-  const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), bytes);
-#else
-  typedef int8_t Bytes __attribute__((vector_size(kWidth)));
-  for (int i = 0; i < kPartVectors; ++i) {
-    const Bytes bytes = __builtin_convertvector(numbers[i], Bytes);
-    std::memcpy(out + i * kWidth, &bytes, sizeof(bytes));
-  }
-#endif
-}
-
-// Rounds kPart values; returns the sum of the bytes.
-RAYFIN_INLINE int32_t round_part(const float* x, int8_t* out, float* scale) {
-  Vec values[kPartVectors];
-  VecI numbers[kPartVectors], magnitudes{}, total{};
-  for (int i = 0; i < kPartVectors; ++i) {
-    values[i] = load(x + i * kWidth);
-    const VecI magnitude = bit_cast<VecI>(values[i]) & 0x7fffffff;
-    magnitudes = magnitude > magnitudes ? magnitude : magnitudes;
-  }
-  const RowScale part = scale_of(magnitudes);
-  *scale = part.scale;
-  for (int i = 0; i < kPartVectors; ++i) {
-    numbers[i] = rounded(values[i] * part.inverse);
-    total += numbers[i];
-  }
-  store_bytes(numbers, out);
-  int32_t sum = 0;
-  for (int i = 0; i < kWidth; ++i) sum += total[i];
-  return sum;
-}
-
-// Where a row is rounded to.
-struct RowPlace {
-  int8_t* values;
-  float *scales, *sums;
-  int32_t* starts;
-};
-
-// `excess` is how much too large the codes are.
-void quantise_row(const Matrix& weight, const float* x, int excess, RowPlace to) {
+void quantise_row(const Matrix& weight, const float* x, int8_t* out, int32_t* sums, float* scale) {
+  const Int8Scale row_scale = int8_scale(x, weight.inputs);
+  *scale = row_scale.scale;
   const Groups& groups = weight.groups;
   const int64_t steps = group_steps(weight.storage, groups);
-  for (int64_t g = 0; g < groups.count; ++g, to.values += steps) {
+  for (int64_t g = 0; g < groups.count; ++g, out += steps) {
     const float* from = x + g * groups.size;
     const int64_t size = std::min(groups.size, weight.inputs - g * groups.size);
-    for (int64_t k = 0; k < groups.size; k += kPart) {
-      const int64_t count = size - k, room = steps - k;
-      int32_t sum;
-      if (count >= kPart) {
-        sum = round_part(from + k, to.values + k, to.scales);
-      } else {
-        float some[kPart] = {};
-        int8_t bytes[kPart];
-        if (count > 0) std::copy_n(from + k, count, some);
-        sum = round_part(some, bytes, to.scales);
-        std::copy_n(bytes, std::min(room, kPart), to.values + k);
-      }
-      *to.sums++ = float(sum);
-      *to.starts++ = int32_t(uint32_t(sum) * uint32_t(-excess));
-      ++to.scales;
+    VecI total{};
+    int64_t k = 0;
+    for (; k < size; k += kWidth) {
+      typedef int8_t Signed __attribute__((vector_size(kWidth)));
+      const int64_t left = size - k;
+      const Vec values = left >= kWidth ? load(from + k) : load_some(from + k, int(left));
+      const VecI numbers = rounded(values * row_scale.inverse);
+      total += numbers;
+      const Signed octets = __builtin_convertvector(numbers, Signed);
+      std::memcpy(out + k, &octets, size_t(std::min<int64_t>(kWidth, steps - k)));
     }
+    for (; k < steps; ++k) out[k] = 0;
+    int32_t sum = 0;
+    for (int i = 0; i < kWidth; ++i) sum += total[i];
+    sums[g] = sum;
   }
 }
 
-RoundedRows quantise(Pool& pool, const Matrix& weight, int excess, const float* x, int64_t x_stride, int64_t rows) {
-  const Groups& groups = weight.groups;
-  const int64_t stride = groups.count * group_steps(weight.storage, groups);
-  const int64_t parts = groups.count * ((groups.size + kPart - 1) / kPart);
-  char* values = pool.workspace<char>(rows * (stride + 12 * parts));
-  float* scales = reinterpret_cast<float*>(values + rows * stride);
-  float* sums = scales + rows * parts;
-  int32_t* starts = reinterpret_cast<int32_t*>(sums + rows * parts);
+RoundedRows quantise(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows) {
+  const int64_t stride = weight.groups.count * group_steps(weight.storage, weight.groups), groups = weight.groups.count;
+  char* values = pool.workspace<char>(rows * (stride + 4 * groups + 4));
+  int32_t* sums = reinterpret_cast<int32_t*>(values + rows * stride);
+  float* scales = reinterpret_cast<float*>(sums + rows * groups);
   const int64_t each = std::max<int64_t>(1, kQuantisedAtOnce / weight.inputs);
   const int32_t* order = weight.order();
   pool.run((rows + each - 1) / each, [&](int64_t tile, int thread) {
@@ -153,12 +61,10 @@ RoundedRows quantise(Pool& pool, const Matrix& weight, int excess, const float* 
         for (int64_t k = 0; k < weight.inputs; ++k) ordered[k] = from[order[k]];
         from = ordered;
       }
-      const int64_t at = row * parts;
-      quantise_row(weight, from, excess,
-                   {reinterpret_cast<int8_t*>(values + row * stride), scales + at, sums + at, starts + at});
+      quantise_row(weight, from, reinterpret_cast<int8_t*>(values + row * stride), sums + row * groups, scales + row);
     }
   });
-  return {values, scales, sums, starts, stride, parts};
+  return {values, sums, scales, stride, groups};
 }
 
 template <class Dot, class Code, bool kZeros, int kM, int kP>
@@ -166,8 +72,7 @@ void few_rows(const Code& code, const Matrix& weight, const RoundedRows& x, int6
               const Epilogue& epilogue) {
   alignas(64) float out[kM * kP * kPanel];
   for (; panel + kP <= last; panel += kP) {
-    const GroupFloats scales(weight, panel, false), leasts(weight, panel, Code::kLevels);
-    rounded_tile<Dot, Code, kZeros, true, kM, kP>(code, weight, scales, leasts, x, panel, out);
+    rounded_tile<Dot, Code, kZeros, true, kM, kP>(code, weight, x, panel, out);
     for (int p = 0; p < kP; ++p)
       finish_panel(weight, panel + p, out + p * kPanel, kP * kPanel, kM, y, y_stride, epilogue);
   }
@@ -176,20 +81,15 @@ void few_rows(const Code& code, const Matrix& weight, const RoundedRows& x, int6
 
 // Multiplies rows of x by panels first .. last - 1; all rows use each panel while it is in cache.
 template <class Dot, class Code, bool kZeros>
-void many_rows(const Code& code, int64_t rows, const Matrix& weight, const RoundedRows& x, int64_t first, int64_t last,
-               float* scratch, float* y, int64_t y_stride, const Epilogue& epilogue) {
-  const int64_t blocks = (rows + kMaxRows - 1) / kMaxRows, groups = weight.groups.count;
-  float *out = scratch, *wide = scratch + rows * kPanel, *low = wide + groups * kPanel;
-  const GroupFloats scales(wide), leasts(low);
+void many_rows(const Code& code, int64_t rows, const Matrix& weight, const RoundedRows& x, int64_t first, int64_t last, float* out,
+               float* y, int64_t y_stride, const Epilogue& epilogue) {
+  const int64_t blocks = (rows + kMaxRows - 1) / kMaxRows;
   for (int64_t panel = first; panel < last; ++panel) {
-    GroupFloats(weight, panel, false).widen(groups, wide);
-    if constexpr (Code::kLevels) GroupFloats(weight, panel, true).widen(groups, low);
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t row = rows * block / blocks, count = rows * (block + 1) / blocks - row;
       with_rows(count, [&](auto m) {
         if constexpr (m.value <= kMaxRows)
-          rounded_tile<Dot, Code, kZeros, false, m.value, 1>(code, weight, scales, leasts, x.from(row), panel,
-                                                             out + row * kPanel);
+          rounded_tile<Dot, Code, kZeros, false, m.value, 1>(code, weight, x.from(row), panel, out + row * kPanel);
       });
     }
     finish_panel(weight, panel, out, kPanel, rows, y, y_stride, epilogue);
@@ -206,7 +106,7 @@ int64_t chunk_rows(int64_t rows, int64_t row_bytes) {
 template <class Dot, class Code, bool kZeros>
 void matmul_by(const Code& code, Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* y,
                int64_t y_stride, const Epilogue& epilogue) {
-  const RoundedRows quantised = quantise(pool, weight, kExcess<Dot, Code>, x, x_stride, rows);
+  const RoundedRows quantised = quantise(pool, weight, x, x_stride, rows);
   const bool few = rows <= kMaxRows;
   const int64_t chunk = chunk_rows(rows, quantised.stride), chunks = (rows + chunk - 1) / chunk;
   const double bytes = 4.0 * double(weight.panel_words()), operations = 2.0 * double(chunk) * double(weight.inputs * kPanel);
@@ -224,28 +124,13 @@ void matmul_by(const Code& code, Pool& pool, const Matrix& weight, const float* 
       });
       return;
     }
-    float* scratch = pool.scratch<float>(thread, (count + (Code::kLevels ? 2 : 1) * weight.groups.count) * kPanel);
-    many_rows<Dot, Code, kZeros>(code, count, weight, quantised.from(start), panels.first, panels.last, scratch,
+    float* out = pool.scratch<float>(thread, count * kPanel);
+    many_rows<Dot, Code, kZeros>(code, count, weight, quantised.from(start), panels.first, panels.last, out,
                            y + start * y_stride, y_stride, epilogue.from(start));
   });
 }
 
 }  // namespace
-
-bool has_vnni() {
-#if defined(__AVX2__)
-  unsigned a = 0, b = 0, c = 0, d = 0;
-#if defined(__AVX512F__)
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 11 & 1);
-#else
-  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
-#endif
-#elif defined(__ARM_FEATURE_DOTPROD)
-  return true;  // the library is loaded by machines with it only (isa.cpp)
-#else
-  return false;
-#endif
-}
 
 void matmul_rounded(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* y,
                     int64_t y_stride, const Epilogue& epilogue) {
