@@ -72,8 +72,11 @@ class WeightUpdates:
             raise EnginePaused("this engine is paused for new weights")
 
     def may_admit(self, request: Request) -> bool:
-        """As an ``AdmissionGate``: while it pauses, what had a slot before, with its choices."""
-        if self._mode is None or request.admitted:
+        """As an ``AdmissionGate``: while it pauses, what had a slot before, with its choices.
+
+        All requests, while a prompt that is scored in part waits: it may be behind them.
+        """
+        if self._mode is None or request.admitted or self._scores(waiting=True):
             return True
         parent = request.fork_parent
         return self._mode == "wait" and parent is not None and parent.admitted
@@ -83,12 +86,22 @@ class WeightUpdates:
         """Whether no step may be submitted: nothing is left to do before the pause."""
         if self._mode is None:
             return False
-        running = self._lifecycle.state.running
+        if self._scores():
+            return False
         if self._mode == "wait":
-            return not len(running) and not self._readmits
-        # The log probabilities of a prompt are of one version, also if its request was preempted.
-        live = self._lifecycle.state.live.values()
-        return not any(request.scoring and request.admitted for request in live)
+            return not len(self._lifecycle.state.running) and not self._readmits
+        return True
+
+    def _scores(self, *, waiting: bool = False) -> bool:
+        """Whether a prompt has log probabilities in part: all of them are of one version.
+
+        Args:
+            waiting: of those alone that were preempted.
+        """
+        return any(
+            request.scoring and request.admitted and not (waiting and request.slots)
+            for request in self._lifecycle.state.live.values()
+        )
 
     @property
     def _readmits(self) -> bool:
