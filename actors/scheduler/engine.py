@@ -126,6 +126,8 @@ class Engine:
         lease_seconds: float | None = None,
     ) -> None:
         self.config = config
+        self.updates: WeightUpdates
+        self._draining = self._asleep = False
         state = make_state(config)
         preparations = Preparations(executor, clock, state.counters.preparation)
         tier = make_tier(config, state, executor, clock)
@@ -160,7 +162,6 @@ class Engine:
             *(self.replace_runners, clock, lambda: self._asleep),
         )
         self.lifecycle.admission.gates = [self.updates, self._quarantine, parts, scheduler]
-        self._draining = self._asleep = False
         self._last_progress = clock()
         self._last_step: SchedulerInfo | None = None
         self._restarts_without_progress = 0
