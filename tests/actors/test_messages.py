@@ -153,6 +153,8 @@ def test_statuses() -> None:
         "MediaUnavailable": 502,
         "DeadlineExceeded": 408,
         "EngineUnavailable": 503,
+        "EnginePaused": 503,
+        "EngineBusy": 409,
         "EngineAsleep": 503,
         "RequestHandedBack": 503,
         "RunnerGroupFailed": 500,

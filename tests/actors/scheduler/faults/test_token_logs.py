@@ -10,6 +10,8 @@ from rayfin.actors.messages import EngineRequest, Receipt, Sampling, StopRules, 
 from rayfin.actors.scheduler.faults import token_logs
 from rayfin.actors.scheduler.faults.token_logs import TokenLogs
 from rayfin.actors.scheduler.request import Request
+from rayfin.actors.weights.spans import VersionSpan
+from rayfin.actors.weights.version import BASE_LABEL
 from rayfin.cache.prefix_index import HashChain
 
 Make = Callable[..., Any]
@@ -29,6 +31,10 @@ def source(name: str, receipt: Receipt | None = RECEIPT, max_tokens: int = 6) ->
     )
 
 
+def spans_of(tokens: int) -> tuple[VersionSpan, ...]:
+    return (VersionSpan(BASE_LABEL, tokens),)
+
+
 def ended(name: str, tokens: int, receipt: Receipt | None = RECEIPT) -> Request:
     return Request(
         source(name, receipt), 0, 0.0, HashChain(4, ()), np.arange(tokens, dtype=np.int32)
@@ -40,7 +46,7 @@ def test_only_for_its_tenant_and_its_time() -> None:
     logs = TokenLogs(lambda: now, seconds=60.0)
     logs.keep(ended("r1", 2), "length")
     found = logs.find("me", "r1")
-    assert found == TokenLog(RECEIPT, 3, [0, 1], "length")
+    assert found == TokenLog(RECEIPT, 3, [0, 1], "length", spans=spans_of(2))
     assert logs.find("other", "r1") is None
     assert logs.find("me", "r3") is None
     now = 160.0
@@ -75,8 +81,10 @@ def test_engine_recalls_what_ended_and_takes_back_what_runs(harness: Make, sched
             for key, token in zip(message.keys.tolist(), message.tokens.tolist(), strict=True):
                 received.setdefault(key, []).append(token)
     done, runs, other = h.engine.recall("me", ["done", "runs", "never"])
-    assert done == TokenLog(RECEIPT, 3, received[hash("done")], "length")
-    assert runs == TokenLog(RECEIPT, 3, received[hash("runs")], None)
+    tokens = received[hash("done")]
+    assert done == TokenLog(RECEIPT, 3, tokens, "length", spans=spans_of(len(tokens)))
+    tokens = received[hash("runs")]
+    assert runs == TokenLog(RECEIPT, 3, tokens, None, spans=spans_of(len(tokens)))
     assert other is None
     assert h.engine.recall("you", ["done", "runs"]) == [None, None]
     (ended,) = h.engine.step()["a"].ended  # a client that still reads it gets an end

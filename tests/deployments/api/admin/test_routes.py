@@ -19,7 +19,7 @@ from rayfin.deployments.serve.server_args import ServerArgs
 pytestmark = pytest.mark.anyio
 OPERATOR = {"Authorization": "Bearer admin-key"}
 CLIENT = {"Authorization": "Bearer client-key"}
-READS = ("/admin/engines", "/is_sleeping", "/server_info")
+READS = ("/admin/engines", "/is_paused", "/is_sleeping", "/server_info")
 
 
 def connect(app: Any) -> httpx.AsyncClient:
