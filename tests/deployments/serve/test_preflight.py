@@ -324,7 +324,7 @@ def test_what_a_runner_would_refuse_is_refused_at_once(
 
 @pytest.mark.parametrize(
     "settings",
-    [{"attention": "torch"}, {"dtype": "float16"}, {"quantization": "dequantize"}],
+    [{"attention": "torch"}, {"quantization": "dequantize"}],
 )
 def test_settings_that_run_are_left(settings: Any, folder: Path) -> None:
     config = LLAMA | {"quantization_config": {"quant_method": "gguf"}}

@@ -127,6 +127,10 @@ class ModelRunner:
         return (-1, 0) if executor is None else (executor.epoch, executor._next_step)
 
     @property
+    def loaded(self) -> None:
+        """There is no model."""
+
+    @property
     def cache(self) -> None:
         """Its pages are no tensors, so no file keeps them."""
 
@@ -143,6 +147,10 @@ class ModelRunner:
         if self._executor is not None:
             self._executor.turn(version, in_place=True)
             self._executor.epoch = epoch
+
+    def reload(self, version: WeightVersion) -> None:
+        """What it computes depends on the version alone."""
+        self._version, self._executor = version, None
 
     def sleep(self) -> None:
         if self._executor is not None:

@@ -91,13 +91,13 @@ def test_one_layer_s_exact_weights_are_in_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counts: list[int] = []
-    real = build_decoder._pack_layer
+    real = build_decoder.pack_layer
 
     def spy(*args: Any) -> Any:
         counts.append(alive())
         return real(*args)
 
-    monkeypatch.setattr(build_decoder, "_pack_layer", spy)
+    monkeypatch.setattr(build_decoder, "pack_layer", spy)
     assert build_cpu_decoder(load(tiny_model("llama").folder), kernels, "int8") is not None
     layers = len(counts) // 2
     assert layers > 1 and counts == [1] * layers + [0] * layers  # 1: what stands for the head

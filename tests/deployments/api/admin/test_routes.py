@@ -19,7 +19,10 @@ from rayfin.deployments.serve.server_args import ServerArgs
 pytestmark = pytest.mark.anyio
 OPERATOR = {"Authorization": "Bearer admin-key"}
 CLIENT = {"Authorization": "Bearer client-key"}
-READS = ("/admin/engines", "/is_paused", "/is_sleeping", "/server_info")
+READS = (
+    *("/admin/engines", "/is_paused", "/is_sleeping", "/server_info", "/get_world_size"),
+    *("/weight_info", "/get_weight_version", "/weight_version"),
+)
 
 
 def connect(app: Any) -> httpx.AsyncClient:
