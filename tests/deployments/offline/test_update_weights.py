@@ -77,7 +77,10 @@ def request_of(number: int, prompt: list[int], seed: int, temperature: float) ->
 async def rollouts(
     folders: list[Path], mode: Any, kv: Any, after: int
 ) -> list[tuple[EngineRequest, list[TokenDelta]]]:
-    """Streams over an engine that gets two versions amid them."""
+    """Streams over an engine that gets two versions amid them, in one pause.
+
+    While the second one is written the streams would end by the first one on a fast machine.
+    """
     client = await LocalClient.load(EngineArgs(model=str(folders[0]), **SETTINGS))
     requests = [request_of(n, ids, n, float(n % 2)) for n, ids in enumerate(PROMPTS * 2)]
     got: list[list[TokenDelta]] = [[] for _ in requests]
@@ -91,8 +94,10 @@ async def rollouts(
 
     readers = [asyncio.create_task(read(number)) for number in range(len(requests))]
     await begun.wait()
+    await client.weights.pause(mode)
     for seed in (1, 2):
         await client.weights.update(str(folders[seed]), f"step-{seed}", mode=mode, kv=kv)
+    await client.weights.resume()
     await asyncio.gather(*readers)
     client.close()
     return list(zip(requests, got, strict=True))
