@@ -155,7 +155,8 @@ def test_noise_in_any_pieces(name: str, data: st.DataObject) -> None:
 @SETTINGS
 @given(data=st.data())
 def test_without_functions_all_text_is_content(data: st.DataObject) -> None:
-    rows = [row for row in TOOL_FORMATS.values() if row.syntax != "channels"]
+    # A frame around the text is dropped, whether there are functions or not.
+    rows = [row for row in TOOL_FORMATS.values() if row.syntax != "channels" and not any(row.frame)]
     row = data.draw(st.sampled_from(rows))
     pieces = data.draw(noise(row, None))
     parser = OutputParser(row, None, functions={})
