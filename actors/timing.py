@@ -112,6 +112,7 @@ ADAPTER_FETCH_PAUSE_SECONDS = 0.25
 # time. A registry that no ingress asks exits.
 ADAPTER_POLL_SECONDS = 5.0
 ADAPTER_RETRY_SECONDS = 60.0
+ADAPTER_LIST_SECONDS = 10.0  # age of the names that /v1/models shows of that folder
 ADAPTER_REGISTRY_CALL_SECONDS = 60.0
 ADAPTER_REGISTRY_LEASE_SECONDS = 60.0
 ADAPTER_READ_SECONDS = 1800.0  # an adapter may come from Hugging Face

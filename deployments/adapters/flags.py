@@ -1,12 +1,17 @@
 """The adapters of a start: what ``--lora-modules`` and ``--lora-dir`` say."""
 
 import json
+import logging
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rayfin.actors.adapters.files import CONFIG
 from rayfin.actors.errors import InvalidConfig
+
+logger = logging.getLogger(__name__)
 
 CLIENTS_MAY_LOAD = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 """The environment variable, vLLM's, that lets clients load adapters if it is 1."""
@@ -48,6 +53,16 @@ def read_modules(values: Iterable[str] | None) -> dict[str, str]:
             raise InvalidConfig(f"lora_modules names {name!r} twice", "lora_modules")
         modules[name] = path
     return modules
+
+
+def folders_in(root: str) -> dict[str, str]:
+    """The paths of the adapters within ``root`` by their names; none where it cannot be read."""
+    try:
+        found = {name: folder_in(root, name) for name in sorted(os.listdir(root))}
+    except OSError as error:
+        logger.warning("the adapters in %s cannot be listed: %s", root, error)
+        return {}
+    return {name: str(own) for name, own in found.items() if own and (own / CONFIG).is_file()}
 
 
 def folder_in(root: str, name: str) -> Path | None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rayfin.actors.adapters.part import AdapterRef
-from rayfin.actors.errors import InvalidConfig, InvalidRequest, RayfinError
-from rayfin.actors.timing import ADAPTER_POLL_SECONDS, ADAPTER_RETRY_SECONDS
+from rayfin.actors.errors import EngineUnavailable, InvalidConfig, InvalidRequest, RayfinError
+from rayfin.actors.timing import ADAPTER_LIST_SECONDS, ADAPTER_POLL_SECONDS, ADAPTER_RETRY_SECONDS
 from rayfin.deployments.adapters.flags import AdapterFlags
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,10 @@ class Registry(Protocol):
         """What a name means, or its folder in --lora-dir, which it gets by ``assign``."""
         ...
 
+    async def folders(self) -> dict[str, str]:
+        """The adapters in --lora-dir, loaded or not: their paths by name."""
+        ...
+
     async def assign(self, ref: AdapterRef, in_place: bool) -> AdapterTable:
         """Gives the name of ``ref`` its content. A name that already has one keeps it, unless
         ``in_place``.
@@ -70,6 +74,8 @@ class AdapterNames:
         self._resolves = resolves
         self._table = AdapterTable()
         self._unknown: dict[str, float] = {}  # name -> when to look again
+        self._folders: dict[str, str] = {}
+        self._list_again = 0.0
         self._looking: dict[str, asyncio.Task[None]] = {}  # by name: a folder is read once
         self._task: asyncio.Task[None] | None = None
 
@@ -150,6 +156,16 @@ class AdapterNames:
             task.add_done_callback(lambda _: self._looking.pop(name, None))
         await asyncio.shield(task)
         return self._table.refs.get(name)
+
+    async def folders(self) -> dict[str, str]:
+        """The paths of the adapters in --lora-dir by name, loaded or not, as they were lately."""
+        if self._resolves and self._list_again < time.monotonic():
+            try:
+                self._folders = await self._registry.folders()
+            except EngineUnavailable as error:
+                logger.warning("adapters are listed as they were: %s", error)
+            self._list_again = time.monotonic() + ADAPTER_LIST_SECONDS
+        return self._folders
 
     async def _look_for(self, name: str) -> None:
         """Gives the name of a folder in --lora-dir its adapter, or remembers that it has none."""

@@ -21,9 +21,13 @@ from rayfin.actors.adapters.settings import read_settings
 from rayfin.actors.adapters.tensors import read_pairs
 from rayfin.actors.errors import EngineUnavailable, InvalidRequest, NotFound, RayfinError
 from rayfin.actors.processes.registry import NAMESPACE
-from rayfin.actors.timing import ADAPTER_READ_SECONDS, ADAPTER_REGISTRY_LEASE_SECONDS
+from rayfin.actors.timing import (
+    ADAPTER_LIST_SECONDS,
+    ADAPTER_READ_SECONDS,
+    ADAPTER_REGISTRY_LEASE_SECONDS,
+)
 from rayfin.actors.timing import ADAPTER_REGISTRY_CALL_SECONDS as SECONDS
-from rayfin.deployments.adapters.flags import folder_in
+from rayfin.deployments.adapters.flags import folder_in, folders_in
 from rayfin.deployments.adapters.names import AdapterTable, name_taken
 
 logger = logging.getLogger(__name__)
@@ -122,6 +126,10 @@ class AdapterContents:
         folder = await asyncio.to_thread(folder_in, self._root, name)
         return None if folder is None else await self.read(name, str(folder), in_place=True)
 
+    async def folders(self) -> dict[str, str]:
+        """See ``Registry``."""
+        return {} if self._root is None else await asyncio.to_thread(folders_in, self._root)
+
     async def fetch(self, digest: str) -> AdapterFiles | None:
         """The content, None if neither memory nor its folder has it any more."""
         if digest in self._files:
@@ -185,6 +193,9 @@ class AdapterRegistry:
     async def find(self, name: str) -> AdapterRef | None:
         return await self._contents.find(name)
 
+    async def folders(self) -> dict[str, str]:
+        return await self._contents.folders()
+
     async def fetch(self, digest: str) -> AdapterFiles | None:
         return await self._contents.fetch(digest)
 
@@ -212,6 +223,10 @@ class RegistryClient:
     async def find(self, name: str) -> AdapterRef | None:
         ref: AdapterRef | None = await self._call(SECONDS, "find", name)
         return ref
+
+    async def folders(self) -> dict[str, str]:
+        paths: dict[str, str] = await self._call(ADAPTER_LIST_SECONDS, "folders")
+        return paths
 
     async def assign(self, ref: AdapterRef, in_place: bool) -> AdapterTable:
         table: AdapterTable = await self._call(SECONDS, "assign", ref, in_place)

@@ -6,7 +6,6 @@ from typing import Literal
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
-from rayfin.actors.adapters.part import AdapterRef
 from rayfin.deployments.api.anthropic.replies import ModelInfo, ModelPage
 from rayfin.deployments.generation.service import OpenAIService, ServedModels
 from rayfin.deployments.http.anthropic_errors import VERSION
@@ -54,9 +53,9 @@ def add_model_routes(app: FastAPI, models: ServedModels) -> None:
             return ModelPage(data=data, first_id=names[0], last_id=names[-1])
         cards = [_card(models.named(name), name) for name in names]
         cards += [
-            _adapter_card(service, ref)
+            _adapter_card(service, name, path)
             for service in models.services
-            for ref in models.adapters_of(service)
+            for name, path in (await models.listed_adapters(service)).items()
         ]
         cards += [
             ModelCard(id=name, created=0, root=name, max_model_len=0, permission=[])
@@ -73,7 +72,7 @@ def add_model_routes(app: FastAPI, models: ServedModels) -> None:
         for base in models.services:
             for ref in models.adapters_of(base):
                 if ref.name == service.name:
-                    return _adapter_card(base, ref)
+                    return _adapter_card(base, name, ref.path)
         return _card(service, name)
 
 
@@ -87,9 +86,9 @@ def _card(service: OpenAIService, name: str) -> ModelCard:
     )
 
 
-def _adapter_card(service: OpenAIService, ref: AdapterRef) -> ModelCard:
-    card = _card(service, ref.name)
-    card.root, card.parent = ref.path, service.name
+def _adapter_card(service: OpenAIService, name: str, path: str) -> ModelCard:
+    card = _card(service, name)
+    card.root, card.parent = path, service.name
     return card
 
 

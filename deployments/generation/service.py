@@ -172,6 +172,16 @@ class ServedModels:
         known = {} if service.adapters is None else service.adapters.refs
         return [ref for name, ref in known.items() if name not in self._by_name]
 
+    async def listed_adapters(self, service: OpenAIService) -> dict[str, str]:
+        """Paths of a model's adapters by the name that lists show.
+
+        That is Ray's ``model:adapter`` of each folder of adapters, whether it is loaded or not.
+        """
+        folders = {} if service.adapters is None else await service.adapters.folders()
+        loaded = {ref.name: ref.path for ref in self.adapters_of(service)}
+        others = {name: path for name, path in loaded.items() if folders.get(name) != path}
+        return others | {f"{service.name}:{name}": path for name, path in folders.items()}
+
     def named(self, name: str | None) -> OpenAIService:
         """Returns the model or adapter of that name, or the first model if ``name`` is None.
 

@@ -15,7 +15,7 @@ from rayfin.actors.adapters.files import read_folder
 from rayfin.actors.adapters.part import AdapterRef, AdapterStats, short
 from rayfin.actors.errors import EngineUnavailable, InvalidRequest
 from rayfin.actors.metrics.engine_stats import EngineStats
-from rayfin.deployments.adapters.flags import folder_in, read_modules
+from rayfin.deployments.adapters.flags import folder_in, folders_in, read_modules
 from rayfin.deployments.adapters.names import AdapterNames
 from rayfin.deployments.adapters.registry import AdapterContents
 from rayfin.deployments.api.app import build_api
@@ -85,8 +85,8 @@ async def test_a_request_names_an_adapter(
         assert engine.seen[-1].part(AdapterRef) is None and engine.seen[-1].prefix_keys == ()
     cards = (await http.get("/v1/models")).json()["data"]
     shown = [(card["id"], card["root"], card["parent"]) for card in cards]
-    assert shown[-1] == ("sql", str(folder), "org/tiny")
-    assert (await http.get("/v1/models/sql")).json() == cards[-1]
+    assert shown[-2] == ("sql", str(folder), "org/tiny")
+    assert (await http.get("/v1/models/sql")).json() == cards[-2]
 
 
 async def test_load_unload_and_their_mistakes(
@@ -130,7 +130,7 @@ async def test_load_unload_and_their_mistakes(
 async def test_a_load_that_fails_changes_nothing(
     http: httpx.AsyncClient, engine: Any, tmp_path: Path, root: Path
 ) -> None:
-    """A name keeps its content, and a name of --lora-dir is not listed."""
+    """A name keeps its content, and one of --lora-dir is not loaded."""
     first, second = write(tmp_path / "v1"), write(tmp_path / "v2", seed=1)
     body = {"lora_name": "a", "lora_path": str(first)}
     assert (await http.post(LOAD, json=body)).status_code == 200
@@ -168,6 +168,35 @@ async def test_a_folder_of_adapters(http: httpx.AsyncClient, engine: Any, root: 
         answer = await http.post("/v1/completions", json={"model": name, **body})
         assert answer.status_code == 404, name
         assert folder_in(str(root), name) is None
+
+
+async def test_the_folder_is_listed_in_rays_form_loaded_or_not(
+    http: httpx.AsyncClient, service: Any, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def listed() -> list[tuple[str, str, str | None]]:
+        cards = (await http.get("/v1/models")).json()["data"]
+        return [(card["id"], card["root"], card["parent"]) for card in cards]
+
+    (root / "no adapter").mkdir()
+    models, folder = await listed(), str(root / "inside")
+    assert models[-1] == ("org/tiny:inside", folder, "org/tiny") and len(models) == 3
+    body = {"model": "org/tiny:inside", "prompt": "hi", "max_tokens": 1}
+    assert (await http.post("/v1/completions", json=body)).status_code == 200
+    write(root / "new", seed=1)
+    assert await listed() == models  # loaded now, and read a moment ago
+    for name in ("inside", "org/tiny:inside"):
+        card = (await http.get(f"/v1/models/{name}")).json()
+        assert (card["id"], card["root"], card["parent"]) == (name, folder, "org/tiny")
+    service.adapters._list_again = 0.0
+    assert [own[0] for own in await listed()][-2:] == ["org/tiny:inside", "org/tiny:new"]
+
+    async def away() -> dict[str, str]:
+        raise EngineUnavailable("it is away")
+
+    monkeypatch.setattr(service.adapters._registry, "folders", away)
+    service.adapters._list_again = 0.0
+    assert len(await listed()) == len(models) + 1
+    assert folders_in(str(root / "none")) == {}
 
 
 async def test_without_the_variable_operators_load(
