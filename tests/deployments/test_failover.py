@@ -170,6 +170,22 @@ async def test_every_token_once(world: Any, client: EnginePool, how: str, after:
     second.engine.check_integrity()
 
 
+async def test_a_lost_engine_is_one_line_of_the_log(
+    world: Any, client: EnginePool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many streams it had; none has an error or a traceback of its own."""
+    world.start("app/engine/0", num_pages=200)
+    readers = [Reader(client, request(40)) for _ in range(12)]
+    await until(lambda: all(reader.tokens for reader in readers))
+    world.start("app/engine/1", num_pages=200)
+    caplog.clear()
+    world.kill("app/engine/0")
+    for reader in readers:
+        await reader.check()
+    (line,) = [own for own in caplog.records if own.name.startswith("rayfin")]
+    assert "app/engine/0" in line.getMessage() and line.exc_info is None
+
+
 async def test_frozen_engine_that_wakes_up_is_not_believed(world: Any, client: EnginePool) -> None:
     """Its late tokens are dropped, what it still held is aborted, and it may serve again."""
     first = world.start("app/engine/0")

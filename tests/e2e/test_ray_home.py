@@ -94,6 +94,18 @@ def test_a_model_answers_beside_a_broken_one(url: str) -> None:
         assert listed == ["first", "broken"]
 
 
+def test_every_api_is_there(url: str) -> None:
+    asked = {"model": "first", "messages": [{"role": "user", "content": "Hello"}]}
+    with httpx.Client(base_url=url, timeout=60) as http:
+        for path, body, kind in (
+            ("/v1/responses", {"model": "first", "input": "Hello"}, "response"),
+            ("/v1/messages", {**asked, "max_tokens": 4}, "message"),
+            ("/v1/chat/completions", {**asked, "max_tokens": 4}, "chat.completion"),
+        ):
+            reply = http.post(path, json=body).raise_for_status().json()
+            assert kind in (reply.get("object"), reply.get("type")), reply
+
+
 def test_variables_reach_every_process_of_a_model(url: str) -> None:
     """Its ingress, its engine's supervisor, the scheduler and the runner."""
     named = ray.util.list_named_actors(all_namespaces=True)

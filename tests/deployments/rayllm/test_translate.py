@@ -11,6 +11,8 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 from ray.serve import Application
+from ray.serve.schema import ServeDeploySchema
+from ray.serve.scripts import build
 
 from rayfin import llm
 from rayfin.actors.errors import InvalidConfig
@@ -100,6 +102,7 @@ def test_samples_mean_what_they_mean_to_ray(samples: dict[str, dict[str, Any]]) 
     assert plans["tools"].server.ingress_replicas == 3
     (model,) = plans["gated"].models
     variables = {"HF_TOKEN": "hf-1", "VLLM_API_KEY": "key-of-the-configuration"}
+    assert model.options["health_check_period_s"] == 10
     actor = {"num_cpus": 2, "runtime_env": {"env_vars": variables}}
     assert model.options["ray_actor_options"] == actor
     assert plans["gated"].ingress["ray_actor_options"]["runtime_env"] == {"env_vars": variables}
@@ -111,6 +114,7 @@ def test_samples_mean_what_they_mean_to_ray(samples: dict[str, dict[str, Any]]) 
     assert (model.server.min_engines, model.server.idle_timeout) == (0, 90)
     assert model.autoscaling == {"initial_replicas": 1, "upscale_delay_s": 5}
     assert plans["zero"].server.api_keys() is not None
+    assert plans["zero"].server.middleware == ["own.Layer"]
 
 
 def test_keys_of_a_runtime_env_are_keys_of_the_api(samples: dict[str, dict[str, Any]]) -> None:
@@ -120,6 +124,22 @@ def test_keys_of_a_runtime_env_are_keys_of_the_api(samples: dict[str, dict[str, 
     assert expected is not None
     assert edge.keys.digests == expected.digests
     assert "key-of-the-configuration" not in repr(edge)
+
+
+def test_serve_builds_its_configuration(tmp_path: Path) -> None:
+    """``serve build``, with options of Serve's that no configuration of its own could hold."""
+    (tmp_path / "own_app.py").write_text(
+        "from rayfin.llm import build_openai_app\n"
+        'loading = {"model_id": "demo"}\n'
+        'scaling = {"min_replicas": 0, "max_replicas": 2}\n'
+        'model = {"model_loading_config": loading, "deployment_config": {"autoscaling_config": '
+        "scaling}}\n"
+        'app = build_openai_app({"llm_configs": [model]})\n'
+    )
+    file = tmp_path / "serve.yaml"
+    build.callback(("own_app:app",), str(tmp_path), str(file), [], False)
+    (application,) = ServeDeploySchema.model_validate(yaml.safe_load(file.read_text())).applications
+    assert {own.name for own in application.deployments} == {"ingress", "engine-demo"}
 
 
 def test_a_changed_model_leaves_the_others_deployment_as_it_is(
