@@ -60,7 +60,7 @@ def url(served: str, models: list[dict[str, Any]], eventually: Callable[..., Any
 
     def answers() -> bool:
         body = {"model": "first", "prompt": "a", "max_tokens": 1}
-        return httpx.post(f"{there}/v1/completions", json=body, timeout=60).status_code == 200
+        return httpx.post(f"{there}/v1/completions", json=body, timeout=600).status_code == 200
 
     eventually(answers, "the first model answers beside a broken one")
     yield there
@@ -87,7 +87,7 @@ def expected(solo: LLM) -> list[list[int]]:
 
 
 def test_a_model_answers_beside_a_broken_one(url: str) -> None:
-    with httpx.Client(base_url=url, timeout=60) as http:
+    with httpx.Client(base_url=url, timeout=600) as http:
         failed = http.post("/v1/completions", json={"model": "broken", "prompt": "a"})
         assert failed.status_code == 503, failed.text
         listed = [card["id"] for card in http.get("/v1/models").json()["data"]]
@@ -96,7 +96,7 @@ def test_a_model_answers_beside_a_broken_one(url: str) -> None:
 
 def test_every_api_is_there(url: str) -> None:
     asked = {"model": "first", "messages": [{"role": "user", "content": "Hello"}]}
-    with httpx.Client(base_url=url, timeout=60) as http:
+    with httpx.Client(base_url=url, timeout=600) as http:
         for path, body, kind in (
             ("/v1/responses", {"model": "first", "input": "Hello"}, "response"),
             ("/v1/messages", {**asked, "max_tokens": 4}, "message"),
