@@ -188,7 +188,10 @@ class Quarantine:
         request = self._lifecycle.state.waiting.peek()
         if request is None or request not in self._suspects:
             return None
-        if not (self._parts.may_admit(request) and self._lifecycle.admission.has_room(request, 0)):
+        admission = self._lifecycle.admission
+        if not (self._parts.may_admit(request) and admission.has_room(request, 0)):
+            return None
+        if admission.overtakes(request):
             return None
         self._lifecycle.admit()
         return request

@@ -362,6 +362,23 @@ def test_new_requests_do_not_overtake_those_that_ran(harness: Make) -> None:
     h.check()
 
 
+def test_trials_do_not_overtake_those_that_ran(harness: Make) -> None:
+    h = harness(page_folder=fake_folder(), page_bytes=1 << 20)
+    first, second = h.add(PROMPT, 30), h.add(3, 30)
+    while min(len(stream.tokens) for stream in (first, second)) < 2:
+        h.step()
+    h.executor.disk_seconds = 0.3
+    h.executor.fail_at = {h.executor.num_run}
+    while not _waits(h):
+        h.step()
+    while second.open:
+        h.step()
+        h.wait()
+    assert h.executor.entered[-2:] == [first.seed, second.seed]
+    h.run()
+    h.check()
+
+
 def test_pages_are_written_once(harness: Make) -> None:
     h = harness(page_folder=fake_folder(), page_bytes=1 << 20)
     h.executor.disk_seconds = 0.5
