@@ -28,6 +28,7 @@ from rayfin.actors.settings.choices import (
     LoadFormat,
     LogFormat,
     LogLevel,
+    LogprobsMode,
     LoraDtype,
     Policy,
     Preemption,
@@ -248,6 +249,11 @@ class EngineArgs:
     )
     max_logprobs: int = _flag(
         20, "maximum number of log probabilities per token in a request; -1 for no limit"
+    )
+    logprobs_mode: LogprobsMode = _flag(
+        "raw_logprobs",
+        "log probabilities of requests that name no logprobs_mode: the model's own (raw_logprobs), "
+        "or those that tokens are drawn by (processed_logprobs)",
     )
     log_format: LogFormat = _flag("text", "text or JSON lines")
     log_level: LogLevel = _flag("info", "minimum level of log messages")
@@ -484,6 +490,7 @@ class EngineConfig:
     prefix_caching: bool = True
     max_lease: int = 1
     max_logprobs: int = 20  # -1: as many as the vocabulary has tokens
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     num_host_pages: int = 0  # of swap space; 0: preempted requests are recomputed
     num_speculative_tokens: int = 0  # most drafts of a decoding row in a step
     recurrent: bool = False  # layers keep a state by slot, which belongs to num_computed
@@ -616,6 +623,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         recurrent=recurrent,
         max_lease=args.max_lease,
         max_logprobs=args.max_logprobs,
+        logprobs_mode=args.logprobs_mode,
         num_host_pages=host_pages,
         kv_cache_dtype=args.kv_cache_dtype,
         memory_utilization=args.memory_utilization,

@@ -22,6 +22,7 @@ from rayfin.actors.errors import RayfinError, RequestFailed
 from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.parts import P, PartFacts, PartUsage, RequestPart, first_of
 from rayfin.actors.settings.bidirectional import Bidirectional
+from rayfin.actors.settings.choices import LogprobsMode
 from rayfin.actors.weights.spans import Spans
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
@@ -86,6 +87,8 @@ class Sampling:
     logprobs: int | None = None  # return each token's, and those of so many likeliest tokens
     logprob_ids: tuple[int, ...] = ()  # or those of these tokens instead of the likeliest
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    prompt_logprob_start: int = 0  # index of the first token whose next one is scored
+    prompt_logprob_ids: tuple[tuple[int, ...], ...] = ()  # those of these, row by row from there
     processed: bool = False  # log probabilities are those that tokens are drawn by, after all rules
 
     @property
@@ -475,6 +478,7 @@ class EngineInfo:
     page_bytes: int = 0  # of all layers
     memory_bytes: int = 0  # that a runner takes at most, with its pages; 0: not measured
     max_logprobs: int = 20  # -1: as many as the vocabulary has tokens
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # of requests that name none
     identity: str = ""  # EngineArgs.identity
     prefix_caching: bool = True
     parts: tuple[PartFacts, ...] = ()  # what its model has beside a decoder

@@ -11,10 +11,11 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.messages import BeamParams, Repetition
+from rayfin.actors.settings.choices import LogprobsMode
 from rayfin.actors.structured_outputs import StructuredOutputs
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy
@@ -23,6 +24,7 @@ MAX_N = 16384
 MAX_LOGIT_BIAS = 1024  # tokens
 BIAS_LIMIT = 100.0  # larger ones are clipped to it
 MAX_LOGPROB_IDS = 128
+MAX_MASK = 1024  # tokens of a sampling mask
 MAX_PATTERN = 1024  # tokens of a pattern that repeats
 MAX_COPIES = 1 << 16
 LONGEST_SHOWN = 24  # characters of each bad value in an error
@@ -37,7 +39,6 @@ UNSERVED = {  # fields of vLLM's, and what is near
     "logits_processors": "logit_bias, allowed_token_ids, bad_words and structured_outputs",
     "guided_decoding": "structured_outputs",
     "use_beam_search": "LLM.beam_search",
-    "prompt_logprob_token_ids": "prompt_logprobs",
     "skip_reading_prefix_cache": "cache_salt of a prompt",
 }
 WHOLE_VOCABULARY = -1  # as a number of log probabilities
@@ -96,6 +97,12 @@ class SamplingParams:
     detokenize: bool = True
     logprobs: int | None = None  # number of likeliest tokens; -1 is the whole vocabulary
     prompt_logprobs: int | None = None  # the same, for each token of the prompt
+    logprobs_mode: LogprobsMode | None = None  # of ``logprobs``; None is the engine's
+    return_sampling_mask: bool = False  # the tokens that could be sampled; needs a ``top_k``
+    # Ids whose log probabilities are returned, a row for each token of the prompt from the one
+    # behind ``prompt_logprob_start``, or one row for all; -1 pads
+    prompt_logprob_token_ids: Sequence[Sequence[int]] | Sequence[int] | None = None
+    prompt_logprob_start: int = 0
     logit_bias: Mapping[int, float] | None = None  # keys may be numbers in strings, as in JSON
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
@@ -111,7 +118,6 @@ class SamplingParams:
     logits_processors: Sequence[Any] | None = None
     guided_decoding: Any = None
     use_beam_search: bool = False
-    prompt_logprob_token_ids: Sequence[int] | None = None
     skip_reading_prefix_cache: bool | None = None
     output_kind: Any = None  # a RequestOutputKind, of ``AsyncLLM``; ``LLM`` gives whole outputs
     # vLLM's fields without effect: no one's settings are changed
@@ -166,6 +172,7 @@ class SamplingParams:
             if not self.allowed_token_ids:
                 raise InvalidRequest("allowed_token_ids must not be empty.", "allowed_token_ids")
         self._check_logprob_ids()
+        self._check_prompt_ids()
         self._check_truncation()
         self.structured_outputs = _structured(self.structured_outputs)
         self.repetition_detection = _repetition(self.repetition_detection, self.min_tokens)
@@ -180,10 +187,16 @@ class SamplingParams:
         self._settle_temperature()
         if self.top_k == -1:
             self.top_k = 0
+        self._check_logprobs_mode()
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log probabilities of the prompt's tokens are wanted."""
+        return self.prompt_logprobs is not None or self.prompt_logprob_token_ids is not None
 
     def fixed_seed(self, index: int = 0) -> int:
         """Returns the seed of choice ``index``: the caller's, or a random one.
@@ -222,6 +235,42 @@ class SamplingParams:
                 f"{self.logprobs}, and {len(ids)} ids.",
                 "logprob_token_ids",
             )
+
+    def _check_logprobs_mode(self) -> None:
+        modes = get_args(LogprobsMode)
+        if self.logprobs_mode not in (None, *modes):
+            wanted = ", ".join(modes)
+            message = f"logprobs_mode must be one of {wanted}, got {self.logprobs_mode!r}."
+            raise InvalidRequest(message[:256], "logprobs_mode")
+        if not self.return_sampling_mask:
+            return
+        bounded = 0 < self.top_k <= MAX_MASK and not self.greedy
+        if not bounded or self.logprob_token_ids or self.logprobs_mode == modes[0]:
+            raise InvalidRequest(
+                f"return_sampling_mask needs top_k from 1 to {MAX_MASK} and a temperature over 0, "
+                "and goes neither with logprob_token_ids nor with raw_logprobs.",
+                "return_sampling_mask",
+            )
+
+    def _check_prompt_ids(self) -> None:
+        name, rows = "prompt_logprob_token_ids", self.prompt_logprob_token_ids
+        _integer("prompt_logprob_start", self.prompt_logprob_start, 0, None)
+        if rows is None:
+            if self.prompt_logprob_start:
+                raise InvalidRequest(f"prompt_logprob_start needs {name}.", "prompt_logprob_start")
+            return
+        if hasattr(rows, "tolist"):
+            rows = rows.tolist()
+        if not isinstance(rows, Sequence) or isinstance(rows, str) or not len(rows):
+            raise InvalidRequest(f"{name} must hold token ids.", name, "invalid_type")
+        if self.prompt_logprobs is not None:
+            raise InvalidRequest(f"{name} does not go with prompt_logprobs.", name)
+        for row in rows if isinstance(rows[0], Sequence) else [rows]:
+            if not isinstance(row, Sequence) or isinstance(row, str):
+                raise InvalidRequest(f"{name} must hold rows of token ids.", name, "invalid_type")
+            for token in row:
+                _integer(name, token, -1, None)
+        self.prompt_logprob_token_ids = rows
 
     def _check_truncation(self) -> None:
         if self.truncate_prompt_tokens is not None:

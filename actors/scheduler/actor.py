@@ -442,6 +442,7 @@ class SchedulerActor:
             page_bytes=config.page_bytes,
             memory_bytes=config.memory_bytes,
             max_logprobs=config.max_logprobs,
+            logprobs_mode=config.logprobs_mode,
             prefix_caching=config.prefix_caching,
             parts=config.parts,
             uncut=config.uncut,

@@ -64,10 +64,13 @@ class PrefixLookup:
         return CachedPrefix(pages, prompt_less_one, fork_parent)
 
     def _hits(self, request: Request) -> list[int]:
-        """Pages of the prefix index; none while all of the prompt must still be computed."""
-        if request.scoring or request.computes_all:
+        """Pages of the prefix index; only those before the tokens that must be computed."""
+        unscored = request.next_prompt_logprob - 1
+        if (request.scoring and not unscored) or request.computes_all:
             return []
         pages = self._tables.match(request.chain, request.tokens())
+        if request.scoring:
+            pages = pages[: unscored // self._tables.page_size]
         if self._snapshots is None:
             return pages
         return pages[: self._snapshots.match(request.chain.hashes[: len(pages)])]

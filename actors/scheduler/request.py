@@ -24,7 +24,7 @@ class Request:
     chain: HashChain  # hashes of its full pages, computed on demand
     output: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     slots: list[int] = field(default_factory=list)  # none while it waits
-    next_prompt_logprob: int = 1  # prompt position whose log probability is delivered next
+    next_prompt_logprob: int = field(init=False)  # prompt position that is scored next
     cached_tokens: int = 0  # prompt tokens found in the cache at the first admission
     admitted_at: float | None = None  # first admission, same clock
     first_token_at: float | None = None  # end of its prompt, same clock
@@ -36,6 +36,9 @@ class Request:
     search: BeamSearch | None = None  # of a running beam search
     mixed: bool = False  # its pages are of several versions of the weights, and not shared
     spans: Spans = ()  # versions of its tokens up to the last change of weights
+
+    def __post_init__(self) -> None:
+        self.next_prompt_logprob = self.source.sampling.prompt_logprob_start + 1
 
     @property
     def admitted(self) -> bool:

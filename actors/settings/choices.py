@@ -19,10 +19,12 @@ LoraDtype = Literal["auto", "float32", "bfloat16", "float16"]
 SeesAhead = Literal["nothing", "image", "prompt"]
 """Which later tokens a token of a prompt sees: none, those of its image, or the whole prompt."""
 
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning"]
 
 CHOICES: dict[str, Any] = {
+    "logprobs_mode": LogprobsMode,
     "dtype": Dtype,
     "kv_cache_dtype": KVCacheDtype,
     "load_format": LoadFormat,

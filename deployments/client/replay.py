@@ -29,7 +29,8 @@ class Replay:
         self._started = now
         self._output = list(source.output)
         self._spans = SpanLog(source.spans)
-        self._prompt_delivered = np.zeros(len(source.prompt), np.bool_)  # its log probabilities
+        unscored = source.sampling.prompt_logprob_start + 1
+        self._prompt_delivered = np.arange(len(source.prompt)) < unscored  # its log probabilities
         self._advanced = False  # whether the current attempt has produced a token
         self._lost = False  # and no delta since
         self.waiting_since = now
@@ -57,7 +58,7 @@ class Replay:
         """
         source = self._source
         sampling = source.sampling
-        if self._prompt_delivered[1:].all():
+        if self._prompt_delivered.all():
             sampling = replace(sampling, prompt_logprobs=None)
         fork_parent = source.parent_key
         request = replace(

@@ -37,7 +37,7 @@ def request_logprobs(requests: Iterable[EngineRequest]) -> None:
     """Requests each token's log probability from the engine, if the caller does not."""
     for request in requests:
         if request.sampling.logprobs is None:
-            request.sampling = replace(request.sampling, logprobs=0)
+            request.sampling = replace(request.sampling, logprobs=0, processed=False)
 
 
 def likeliest(likelihoods: Sequence[Likelihood], n: int) -> list[int]:

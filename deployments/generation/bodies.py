@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.sampling_params import BIAS_LIMIT, SamplingParams, listed
+from rayfin.actors.settings.choices import LogprobsMode
 from rayfin.deployments.generation.members import check_members, ignored_members
 from rayfin.deployments.generation.plan import AnswerRules
 from rayfin.deployments.generation.prompt_forms import check_salt
@@ -20,7 +21,7 @@ SAMPLING_FIELDS = (
     *("stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
     *("spaces_between_special_tokens", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "best_of", "logit_bias", "allowed_token_ids", "bad_words"),
-    *("truncate_prompt_tokens", "repetition_detection"),
+    *("truncate_prompt_tokens", "repetition_detection", "logprobs_mode"),
 )
 
 
@@ -68,6 +69,7 @@ class GenerationBody(BaseModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     prompt_logprobs: int | None = None
+    logprobs_mode: LogprobsMode | None = None  # docs/rollouts.md
     best_of: int | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None

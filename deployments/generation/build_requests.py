@@ -189,7 +189,7 @@ def _with_images(
             param,
             "unsupported_content",
         )
-    if params.prompt_logprobs is not None:
+    if params.scores_prompt:
         raise InvalidRequest(
             f"prompt_logprobs does not go with {MEDIA}.", "prompt_logprobs", "unsupported_parameter"
         )
@@ -220,7 +220,7 @@ def _with_embeds(
     prompt: Int32Array, embeds: Sequence[PromptEmbeds], params: SamplingParams
 ) -> Int32Array:
     """The prompt in which each embedding has an id of its own."""
-    if params.prompt_logprobs is not None:
+    if params.scores_prompt:
         raise InvalidRequest(
             "prompt_logprobs does not go with prompt_embeds: they are no tokens.",
             "prompt_logprobs",
@@ -241,7 +241,7 @@ def _check_uncut(
     """Refuses what would have to be cut, though its tokens see each other both ways."""
     if info.uncut.ahead == "nothing":
         return
-    if info.uncut.ahead == "prompt" and params.prompt_logprobs is not None:
+    if info.uncut.ahead == "prompt" and params.scores_prompt:
         raise InvalidRequest(
             "prompt_logprobs does not go with a model whose prompts are read both ways.",
             "prompt_logprobs",

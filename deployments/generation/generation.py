@@ -339,6 +339,7 @@ def _check_prompt_logprobs(requests: Sequence[EngineRequest]) -> None:
     """Rejects more log probabilities of prompts than an answer can hold."""
     count = sum(
         len(request.prompt) * (1 + (request.sampling.prompt_logprobs or 0))
+        + sum(map(len, request.sampling.prompt_logprob_ids))
         for request in requests
         if request.sampling.prompt_logprobs is not None
     )

@@ -1,6 +1,7 @@
 """Checks SamplingParams against an engine's limits, and turns them into a runner's settings."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.guidance import Guidance
@@ -10,6 +11,7 @@ from rayfin.deployments.text.tokenizer import Tokenizer
 
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 128  # as token strings
+TIES = 64  # more tokens than top_k may be as likely as the last one
 PRIORITIES = range(-(2**31), 2**31)
 
 
@@ -32,6 +34,9 @@ def check_sampling(params: SamplingParams, info: EngineInfo) -> None:
     if not params.logprob_token_ids:  # else it is their number
         _check_logprobs("logprobs", params.logprobs, info)
     _check_logprobs("prompt_logprobs", params.prompt_logprobs, info)
+    for row in prompt_ids(params, 0):
+        _check_ids("prompt_logprob_token_ids", row, info.vocab_size)
+        _check_logprobs("prompt_logprob_token_ids", len(row), info)
 
 
 def runner_sampling(
@@ -59,11 +64,17 @@ def runner_sampling(
             "no token is left: bad_words and min_tokens forbid all of allowed_token_ids.",
             "allowed_token_ids",
         )
+    masked, free = params.return_sampling_mask, params.greedy
+    scored, wanted = params.prompt_logprobs, params.logprobs
+    if params.prompt_logprob_token_ids is not None:
+        scored = 0
+    if masked and wanted != WHOLE_VOCABULARY:
+        wanted = max(wanted or 0, params.top_k + TIES)
     return Sampling(
         temperature=params.temperature,
-        top_k=params.top_k if params.top_k < info.vocab_size else 0,
-        top_p=params.top_p,
-        min_p=params.min_p,
+        top_k=0 if free or params.top_k >= info.vocab_size else params.top_k,
+        top_p=1.0 if free else params.top_p,
+        min_p=0.0 if free else params.min_p,
         seed=params.fixed_seed(index),
         banned=banned,
         banned_until=prompt_len + params.min_tokens if banned else 0,
@@ -73,10 +84,36 @@ def runner_sampling(
         logit_bias=tuple((params.logit_bias or {}).items()),
         allowed=allowed if len(allowed) < info.vocab_size else (),
         bad_words=tuple(map(tuple, bad_words)),
-        logprobs=0 if params.logprob_token_ids else _count(params.logprobs, info),
+        logprobs=0 if params.logprob_token_ids else _count(wanted, info),
         logprob_ids=tuple(params.logprob_token_ids or ()),
-        prompt_logprobs=None if index else _count(params.prompt_logprobs, info),
+        prompt_logprobs=None if index else _count(scored, info),
+        prompt_logprob_start=params.prompt_logprob_start,
+        prompt_logprob_ids=() if index else prompt_ids(params, prompt_len),
+        processed=masked or (params.logprobs_mode or info.logprobs_mode) == "processed_logprobs",
     )
+
+
+def prompt_ids(params: SamplingParams, prompt_len: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the ids to score at each token of a prompt behind ``prompt_logprob_start``.
+
+    Args:
+        prompt_len: 0 gives each different row once.
+
+    Raises:
+        InvalidRequest: there are more or fewer rows than such tokens.
+    """
+    given: Sequence[Any] | None = params.prompt_logprob_token_ids
+    if given is None:
+        return ()
+    count = prompt_len - 1 - params.prompt_logprob_start
+    rows = given if isinstance(given[0], Sequence) else [given] * max(count, 1)
+    if prompt_len and (count < 1 or len(rows) != count):
+        raise InvalidRequest(
+            f"prompt_logprob_token_ids needs {max(count, 0)} rows, one for each token of the "
+            f"prompt behind prompt_logprob_start and the one after it, got {len(rows)}.",
+            "prompt_logprob_token_ids",
+        )
+    return tuple(tuple(token for token in row if token >= 0) for row in rows)
 
 
 def bad_word_ids(words: Iterable[str], tokenizer: Tokenizer | None) -> list[list[int]]:

@@ -88,6 +88,7 @@ def load_engine(args: EngineArgs) -> "tuple[Engine, EngineInfo, InlineExecutor]"
         page_bytes=config.page_bytes,
         memory_bytes=config.memory_bytes,
         max_logprobs=config.max_logprobs,
+        logprobs_mode=config.logprobs_mode,
         prefix_caching=config.prefix_caching,
         parts=config.parts,
         uncut=config.uncut,

@@ -6,15 +6,30 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rayfin.actors.errors import RayfinError
-from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
+from rayfin.actors.messages import EngineRequest, Float32Array, TokenDelta, TokenLogprob
 from rayfin.actors.sampling_params import WHOLE_VOCABULARY, SamplingParams
+from rayfin.actors.weights.spans import as_json
 from rayfin.deployments.generation.best_of import Likelihood, likeliest
 from rayfin.deployments.generation.choice import Choice, ParsedAnswer, name_cause
 from rayfin.deployments.generation.plan import NO_PLAN, OutputPlan
 from rayfin.deployments.offline.lora import LoRARequest
-from rayfin.deployments.text.logprobs import Logprob, by_token, of_prompt, total
+from rayfin.deployments.text.logprobs import (
+    Logprob,
+    by_token,
+    given_scores,
+    of_prompt,
+    sampling_mask,
+    total,
+)
 from rayfin.deployments.text.output import OutputText, TextDelta
 from rayfin.deployments.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class SamplingMask:
+    """The tokens that each token was drawn from; the name is vLLM's."""
+
+    token_ids: list[list[int] | None]  # None where more than 64 tie for the last place of top_k
 
 
 @dataclass(slots=True)
@@ -31,6 +46,9 @@ class CompletionOutput:
     reasoning: str | None = None  # of a chat with a model whose thoughts are known
     tool_calls: list[dict[str, Any]] = field(default_factory=list)  # in OpenAI's form
     lora_request: LoRARequest | None = None
+    sampling_mask: SamplingMask | None = None  # if ``return_sampling_mask`` is set
+    # Which weights made which tokens, at the end of an ``AsyncLLM``'s output (docs/rollouts.md)
+    weight_versions: list[dict[str, Any]] | None = None
 
     def finished(self) -> bool:
         """Returns whether it has ended."""
@@ -48,6 +66,7 @@ class RequestOutput:
     finished: bool = True
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token
+    prompt_token_id_logprobs: Float32Array | None = None  # [rows, K] of the ids that were given
     metrics: None = None
     lora_request: LoRARequest | None = None
 
@@ -75,8 +94,12 @@ class OfflineChoice:
             self._text = OutputText(tokenizer, params, request, plan.parser())
         self._parsed = ParsedAnswer(plan, request.request_id)
         self.likelihood = Likelihood()
+        self._top_k = params.top_k
+        self._given = params.prompt_logprob_token_ids
+        if params.return_sampling_mask:
+            self.output.sampling_mask = SamplingMask([])
         named = request.sampling.logprob_ids
-        self._num_logprobs = len(named) or request.sampling.logprobs or 0
+        self._num_logprobs = _shown(params, request)
         if params.logprobs is not None or named:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
         self._prompt_logprobs: dict[int, TokenLogprob] = {}  # by position
@@ -114,12 +137,25 @@ class OfflineChoice:
                 by_token(token, logprob, self._num_logprobs, self._tokenizer)
                 for token, logprob in zip(new.token_ids, new.logprobs, strict=True)
             ]
+        if output.sampling_mask is not None:
+            output.sampling_mask.token_ids += sampling_mask(new.logprobs, self._top_k)
         self._prompt_logprobs |= new.prompt_logprobs
-        if sampling.prompt_logprobs is not None and output.finish_reason is not None:
-            ids, count = self._result.prompt_token_ids, sampling.prompt_logprobs
-            self._result.prompt_logprobs = of_prompt(
-                ids, self._prompt_logprobs, count, self._tokenizer
-            )
+        if sampling.prompt_logprobs is None or output.finish_reason is None:
+            return
+        result, scores = self._result, self._prompt_logprobs
+        if self._given is not None:
+            ids = result.prompt_token_ids
+            result.prompt_token_id_logprobs = given_scores(self._given, scores, len(ids))
+        else:
+            ids, count = result.prompt_token_ids, sampling.prompt_logprobs
+            result.prompt_logprobs = of_prompt(ids, scores, count, self._tokenizer)
+
+
+def _shown(params: SamplingParams, request: EngineRequest) -> int:
+    """Tokens beside each sampled one: for a mask the engine returns more."""
+    sampling = request.sampling
+    asked = sampling.logprobs if params.logprobs == WHOLE_VOCABULARY else params.logprobs
+    return len(sampling.logprob_ids) or asked or 0
 
 
 def _without_text(delta: TokenDelta) -> TextDelta:
@@ -179,6 +215,7 @@ class OutputWriter:
         output = self._output(choice, new.text, list(new.token_ids), thought)
         if output.logprobs is not None:
             output.logprobs = self._by_token(choice, new.token_ids, new.logprobs)
+        output.sampling_mask = self._mask(new.logprobs)
         return self._of([output], [choice], finished)
 
     def so_far(self, choice: Choice, new: TextDelta, finished: bool) -> RequestOutput:
@@ -198,7 +235,13 @@ class OutputWriter:
             place = len(known)
             known += self._by_token(choice, choice.token_ids[place:], choice.logprobs[place:])
             output.logprobs = [*known]
+        output.sampling_mask = self._mask(choice.logprobs)
         return output
+
+    def _mask(self, entries: Sequence[TokenLogprob]) -> SamplingMask | None:
+        if not self._params.return_sampling_mask:
+            return None
+        return SamplingMask(sampling_mask(entries, self._params.top_k))
 
     def _output(
         self, choice: Choice, text: str, ids: list[int], reasoning: str
@@ -216,13 +259,13 @@ class OutputWriter:
             reasoning=reasoning or None,
             tool_calls=[call.as_openai() for call in choice.parsed.whole_calls] if ended else [],
             lora_request=self._lora,
+            weight_versions=as_json(choice.output.versions.spans) if ended else None,
         )
 
     def _by_token(
         self, choice: Choice, ids: Sequence[int], entries: Sequence[TokenLogprob]
     ) -> list[dict[int, Logprob]]:
-        sampling = choice.request.sampling
-        count = len(sampling.logprob_ids) or sampling.logprobs or 0
+        count = _shown(self._params, choice.request)
         return [
             by_token(token, entry, count, self._tokenizer)
             for token, entry in zip(ids, entries, strict=True)
@@ -245,4 +288,8 @@ class OutputWriter:
             count = sys.maxsize if asked == WHOLE_VOCABULARY else asked
             scores = first.prompt.scores
             result.prompt_logprobs = of_prompt(self._ids, scores, count, self._tokenizer)
+        if (given := self._params.prompt_logprob_token_ids) is not None and finished:
+            result.prompt_token_id_logprobs = given_scores(
+                given, first.prompt.scores, len(self._ids)
+            )
         return result

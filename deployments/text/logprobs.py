@@ -1,9 +1,15 @@
 """Log probabilities with the text of their tokens."""
 
+import base64
+import io
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from rayfin.actors.messages import TokenLogprob
+import numpy as np
+
+from rayfin.actors.messages import Float32Array, TokenLogprob
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 
@@ -49,3 +55,42 @@ def of_prompt(
 def total(entries: Iterable[TokenLogprob]) -> float:
     """Returns the log probability of all tokens together."""
     return sum(entry.logprob for entry in entries)
+
+
+def sampling_mask(entries: Iterable[TokenLogprob], top_k: int) -> list[list[int] | None]:
+    """Returns for each token those that it was drawn from, likeliest first.
+
+    It is None where more are as likely as the last of ``top_k`` than the engine has returned.
+    """
+    masks: list[list[int] | None] = []
+    for entry in entries:
+        mask = [token for token, logprob in entry.top if logprob > -math.inf]
+        masks.append(None if len(mask) == len(entry.top) > top_k else mask)
+    return masks
+
+
+def given_scores(
+    given: Sequence[Any], entries: Mapping[int, TokenLogprob], prompt_len: int
+) -> Float32Array:
+    """Returns the log probabilities [rows, K] of ``prompt_logprob_token_ids``.
+
+    Args:
+        given: the ids, a row for each of the last tokens of the prompt, or one for all.
+        entries: by position in the prompt.
+    """
+    rows = given
+    if not isinstance(given[0], Sequence):
+        rows = [given] * (prompt_len - min(entries, default=prompt_len))
+    first = prompt_len - len(rows)
+    scores = np.full((len(rows), max(map(len, rows))), -np.inf, np.float32)
+    for row, ids in enumerate(rows):
+        known = dict(entries[first + row].top)
+        scores[row, : len(ids)] = [known.get(token, -math.inf) for token in ids]
+    return scores
+
+
+def as_npy(scores: Float32Array) -> str:
+    """Returns an array as a .npy file in base64, as vLLM does."""
+    file = io.BytesIO()
+    np.save(file, scores)
+    return base64.b64encode(file.getvalue()).decode()

@@ -79,7 +79,7 @@ enable-force-include-usage? enable-log-outputs? enable-log-requests? enable-lora
 enable-per-request-metrics? enable-prompt-embeds? enable-prompt-tokens-details?
 enable-ssl-refresh? enable-tokenizer-info-endpoint? enforce-eager?
 exclude-tools-when-tool-choice-none? generation-config hf-overrides= hf-token host kv-cache-dtype
-language-model-only? limit-mm-per-prompt= load-format log-error-stack? log-level
+language-model-only? limit-mm-per-prompt= load-format log-error-stack? log-level logprobs-mode
 long-prefill-token-threshold lora-dtype lora-modules* max-cpu-loras max-log-len max-logprobs
 max-lora-rank max-loras max-model-len middleware mm-processor-cache-gb mm-processor-kwargs= model
 otlp-traces-endpoint override-generation-config= pipeline-parallel-size,-pp pooler-config= port
@@ -192,9 +192,9 @@ other place of it: hf-config-path
 revision of the code alone: code-revision
 settings of quantization: quantization-config=
 old methods: allow-deprecated-quantization?
-hooks for training: enable-return-routed-experts? return-sampling-mask? enable-trace-replay?
-    aux-output-config= weight-transfer-config=
-probabilities but the raw ones [raw_logprobs]: logprobs-mode
+hooks for training: enable-return-routed-experts? enable-trace-replay? aux-output-config=
+    weight-transfer-config=
+such flag; return_sampling_mask of a request is it: return-sampling-mask?
 noise in 64 bits: use-fp64-gumbel?
 models without their window: disable-sliding-window?
 server without a tokenizer: skip-tokenizer-init?

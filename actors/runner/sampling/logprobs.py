@@ -85,6 +85,7 @@ class ScoredChunk:
     index: Int64Array  # [P] where the tokens stand in the step's T
     positions: Int64Array  # [P] of the tokens that they predict
     targets: Int32Array  # [P] those tokens
+    named: Sequence[tuple[int, ...]] = ()  # P rows of ids to score too
 
 
 def scored_chunks(info: SchedulerInfo, slots: RequestSlots) -> list[ScoredChunk]:
@@ -94,13 +95,17 @@ def scored_chunks(info: SchedulerInfo, slots: RequestSlots) -> list[ScoredChunk]
         if (new := slots.scored.get(int(info.ids[row]))) is None:
             continue
         assert new.history is not None and new.sampling.prompt_logprobs is not None
-        first = int(info.kv_len[row]) + 1
-        last = min(first + int(info.chunk_len[row]), new.prompt_len)
+        start, before = new.sampling.prompt_logprob_start + 1, int(info.kv_len[row]) + 1
+        first = max(before, start)
+        last = min(before + int(info.chunk_len[row]), new.prompt_len)
         if first < last:
             positions = np.arange(first, last)
-            index = info.chunk_idx[row] + positions - first
-            targets = new.history[positions]
-            chunks.append(ScoredChunk(row, new.sampling.prompt_logprobs, index, positions, targets))
+            index = info.chunk_idx[row] + positions - before
+            targets, named = new.history[positions], new.sampling.prompt_logprob_ids
+            own = named[first - start : last - start]
+            chunks.append(
+                ScoredChunk(row, new.sampling.prompt_logprobs, index, positions, targets, own)
+            )
     return chunks
 
 

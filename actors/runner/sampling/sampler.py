@@ -246,6 +246,7 @@ class Sampler:
         for chunk in scored_chunks(info, self._slots):
             scores = logits[start : start + len(chunk.index)]
             start += len(chunk.index)
-            result.prompt_logprobs[chunk.row] = logprobs_of(
-                scores, chunk.targets, chunk.positions, chunk.k
-            )
+            own = logprobs_of(scores, chunk.targets, chunk.positions, chunk.k)
+            if chunk.named:
+                own = of_named_tokens(scores, own, chunk.positions, chunk.named)
+            result.prompt_logprobs[chunk.row] = own

@@ -20,7 +20,7 @@ from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.media.reader import MediaReader
 
 SECONDS_PER_TIME = 0.02  # of a state of the encoder
-ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1)
+ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, logprobs_mode="raw_logprobs")
 
 
 class Asker:

@@ -56,7 +56,8 @@ class WhisperAdapter(TranscriptionAdapter):
         self._check()
         params, caller = self._params(), Caller.of(request)
         self._in_turn = form.wants_times or self._listening.needs_turns is not None
-        self._params_of_windows = params if form.stream else replace(params, logprobs=0)
+        scored = replace(params, logprobs=0, logprobs_mode="raw_logprobs")
+        self._params_of_windows = params if form.stream else scored
         self._search = await self._beams(params)
         self._asker = Asker(service, self._media, caller, str(self._frame["id"]), form.cache_salt)
         # Before a file is read: whatever its language, it may be refused.

@@ -238,7 +238,12 @@ class DecisionAdapter(GenerationAdapter):
         return await Generation.prepare(
             service,
             prompts,
-            SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=sorted(ids)),
+            SamplingParams(
+                max_tokens=1,
+                temperature=0,
+                logprob_token_ids=sorted(ids),
+                logprobs_mode="raw_logprobs",
+            ),
             request_id=f"decision-{uuid.uuid4().hex}",
             priority=0,
             caller=Caller.of(request),

@@ -118,7 +118,11 @@ class ScoringAdapter(GenerationAdapter):
         body, service = self._body, self._service
         body.check()
         with rename_error_params(NAMES):
-            params = SamplingParams(max_tokens=1, logprob_token_ids=body.label_token_ids)
+            params = SamplingParams(
+                max_tokens=1,
+                logprob_token_ids=body.label_token_ids,
+                logprobs_mode="raw_logprobs",
+            )
         query, items = body.parts(service.replies.max_prompts)
         special = body.add_special_tokens is not False
         asked = await written_ids(service, query, add_special_tokens=special)

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.messages import TokenLogprob
+from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.api.openai.bodies import CompletionRequest
 from rayfin.deployments.api.openai.completions import TextAdapter
 from rayfin.deployments.generation.choice import Choice
@@ -23,6 +24,7 @@ from rayfin.deployments.generation.usage import Usage
 from rayfin.deployments.http.json_body import rename_error_params, validate
 from rayfin.deployments.http.request_id import LABEL
 from rayfin.deployments.text.checks import missing
+from rayfin.deployments.text.logprobs import as_npy, given_scores, sampling_mask
 from rayfin.deployments.text.output import TextDelta
 
 IDS = "token_ids"
@@ -35,6 +37,8 @@ LACKING = {
 }
 """Members of vLLM's that are refused, and why."""
 
+SCORED = "prompt_logprob_token_ids"
+OF_TOKENS = (SCORED, "prompt_logprob_start", "return_sampling_mask")
 OF_THE_BODY = frozenset(
     {
         *("prompt", "prompt_embeds", "model", "stream", "stream_options", "cache_salt"),
@@ -42,6 +46,21 @@ OF_THE_BODY = frozenset(
     }
 )
 """Fields of a completion that ``sampling_params`` cannot set."""
+
+
+class TokensRequest(CompletionRequest):
+    """What only requests of token ids may have."""
+
+    prompt_logprob_token_ids: list[list[int]] | list[int] | None = None
+    prompt_logprob_start: int | None = None
+    return_sampling_mask: bool | None = None
+
+    def sampling_params(self, defaults: dict[str, Any], max_tokens: int | None) -> SamplingParams:
+        own = {name: getattr(self, name) for name in OF_TOKENS}
+        own = {name: value for name, value in own.items() if value is not None}
+        if self.stream and self.prompt_logprob_token_ids is not None:
+            raise InvalidRequest(f"{SCORED} cannot be streamed.", SCORED)
+        return super().sampling_params({**defaults, **own}, max_tokens)
 
 
 class GenerateRequest(BaseModel):
@@ -58,9 +77,10 @@ class GenerateRequest(BaseModel):
     cache_salt: str | None = None
     priority: int | None = None
     return_token_ids: bool | None = None  # the prompt's too
+    return_weight_versions: bool | None = None
     output_mode: Literal["tokens", "text"] | None = None
 
-    def completion(self, context: int) -> CompletionRequest:
+    def completion(self, context: int) -> TokensRequest:
         """Returns the same as a completion request, checked; without a limit it fills the context.
 
         Raises:
@@ -83,9 +103,10 @@ class GenerateRequest(BaseModel):
             raise InvalidRequest(f"sampling_params must not have {shown}.", "sampling_params")
         beside: dict[str, Any] = {"prompt": self.token_ids, "stream_options": self.stream_options}
         beside |= {"stream": self.stream, "cache_salt": self.cache_salt, "priority": self.priority}
+        beside["return_weight_versions"] = self.return_weight_versions
         settings = {name: value for name, value in given.items() if value is not None}
         with rename_error_params({"prompt": IDS}):
-            return validate({"max_tokens": context, **settings, **beside}, CompletionRequest)
+            return validate({"max_tokens": context, **settings, **beside}, TokensRequest)
 
 
 class TokenChoice(BaseModel):
@@ -93,6 +114,8 @@ class TokenChoice(BaseModel):
     token_ids: list[int] | None = None
     text: str | None = None
     logprobs: ChatLogprobs | None = None
+    sampling_mask: list[list[int] | None] | None = None
+    weight_versions: list[dict[str, Any]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -102,6 +125,7 @@ class GenerateReply(BaseModel):
     choices: list[TokenChoice]
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_id_logprobs: str | None = None  # a float32 .npy [rows, K], in base64
     usage: Usage | None = None
     kv_transfer_params: None = None
 
@@ -140,7 +164,7 @@ class TokensAdapter(TextAdapter):
         return self._running.run(self._id, generation)
 
     def reply(self, generation: Generation) -> str:
-        prompt, scores = generation.prompts[0], None
+        prompt, scores, given = generation.prompts[0], None, self._asked.prompt_logprob_token_ids
         if (asked := self._asked.prompt_logprobs) is not None:
             scores = prompt_logprobs(prompt.ids, prompt.scores, asked, self._service.tokenizer)
         choices = [
@@ -152,6 +176,9 @@ class TokensAdapter(TextAdapter):
             choices=choices,
             prompt_token_ids=prompt.ids if self._shows_prompt else None,
             prompt_logprobs=scores,
+            prompt_token_id_logprobs=None
+            if given is None
+            else as_npy(given_scores(given, prompt.scores, len(prompt.ids))),
             usage=generation.usage(),
         ).model_dump_json()
 
@@ -171,12 +198,14 @@ class TokensAdapter(TextAdapter):
     def _choice(
         self, choice: Choice, ids: list[int], text: str, entries: list[TokenLogprob]
     ) -> TokenChoice:
-        scored = self._asked.logprobs is not None
+        scored, masked = self._asked.logprobs is not None, self._asked.return_sampling_mask
         return TokenChoice(
             index=choice.index,
             token_ids=None if self._as_text else ids,
             text=text if self._as_text else None,
             logprobs=self._scores.chat(ids, entries) if scored else None,
+            sampling_mask=sampling_mask(entries, self._asked.top_k or 0) if masked else None,
+            weight_versions=self._versions(choice) if choice.last.finish_reason else None,
             finish_reason=choice.last.finish_reason,
             stop_reason=choice.last.stop_reason,
         )

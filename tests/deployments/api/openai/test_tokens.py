@@ -1,12 +1,15 @@
 """Token ids in, token ids out, against completions of the same tokens."""
 
 import asyncio
+import base64
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from rayfin.deployments.api.app import build_api
@@ -53,6 +56,21 @@ async def test_tokens_are_those_of_a_completion(http: httpx.AsyncClient) -> None
     assert reply["usage"] == plain["usage"]
     text = (await http.post(PATH, json={**body, "output_mode": "text"})).json()["choices"][0]
     assert (text["text"], text["token_ids"]) == (plain["choices"][0]["text"], None)
+
+
+async def test_log_probabilities_for_trainers(http: httpx.AsyncClient, engine: Any) -> None:
+    asked = {"max_tokens": 2, "prompt_logprob_token_ids": [[5, 6], [7, 1]], "logprobs": 0}
+    asked |= {"prompt_logprob_start": 1, "return_sampling_mask": True, "top_k": 2}
+    body = {"token_ids": IDS, "sampling_params": asked, "return_weight_versions": True}
+    reply = (await http.post(PATH, json=body)).json()
+    sampling = engine.seen[-1].sampling
+    assert (sampling.prompt_logprob_ids, sampling.prompt_logprob_start) == (((5, 6), (7, 1)), 1)
+    assert sampling.processed and sampling.prompt_logprobs == 0
+    assert len(reply["choices"][0]["sampling_mask"]) == 2 and "weight_versions" in str(reply)
+    file = io.BytesIO(base64.b64decode(reply["prompt_token_id_logprobs"]))
+    assert np.load(file).shape == (2, 2)
+    streamed = await http.post(PATH, json={**body, "stream": True})
+    assert streamed.json()["error"]["param"] == "prompt_logprob_token_ids"
 
 
 async def test_a_stream_adds_up_and_resumes(http: httpx.AsyncClient) -> None:
