@@ -24,6 +24,7 @@ from rayfin.actors.parts import P, PartFacts, PartUsage, RequestPart, first_of
 from rayfin.actors.settings.bidirectional import Bidirectional
 from rayfin.actors.settings.choices import LogprobsMode
 from rayfin.actors.weights.spans import Spans
+from rayfin.cache.prefix_index import NameChanges
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
@@ -266,6 +267,7 @@ class SchedulerInfo:
     grants: Int32Array | None = None  # [R] most tokens that each row samples in this call, guesses
     # that are right among them; None if there are none: one in each decode step
     span_tokens: int = 0  # of all spans that its chunks reach into: a tower may have to run
+    names: NameChanges | None = None  # of pages that hold what is known once the step has run
 
     @property
     def num_prefill_tokens(self) -> int:

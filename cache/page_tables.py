@@ -1,7 +1,7 @@
 """The page table of each running request, which the scheduler decides by."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +9,7 @@ import numpy.typing as npt
 from rayfin.cache.errors import CacheError
 from rayfin.cache.page_claims import PageClaims, PrefixPins
 from rayfin.cache.page_pool import PagePool
-from rayfin.cache.prefix_index import HashChain, PrefixIndex, Tokens
+from rayfin.cache.prefix_index import HashChain, NameChanges, PageName, PrefixIndex, Tokens
 
 
 class PageTables:
@@ -125,6 +125,23 @@ class PageTables:
             page = self._pages[slot][number]
             self.index.add(page, chain.hashes[number], tokens[number * size : (number + 1) * size])
         self.published[slot] = max(full, int(self.published[slot]))
+
+    def restore(self, names: Mapping[int, PageName]) -> None:
+        """Fills the index of empty tables with what their pages hold already.
+
+        Pages that were named last are reused first: the end of a prompt before its start.
+        """
+        if self.index is None:
+            return
+        for page, (page_hash, tokens) in reversed(list(names.items())):
+            if self.index.add(page, page_hash, np.frombuffer(tokens, np.int32)):
+                self.pool.share(page)
+                self.pool.free(page)
+                self.num_cached += 1
+
+    def name_changes(self) -> NameChanges | None:
+        """What has changed in the index since the last call; None: nothing."""
+        return None if self.index is None else self.index.changes()
 
     def pin(self, slot: int, num_tokens: int, tenant: str, until: float) -> None:
         """Keeps the slot's published pages of its first ``num_tokens`` tokens (``PrefixPins``).

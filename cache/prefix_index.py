@@ -7,7 +7,9 @@ the fixes of its advisories: no weak hash, and the page's tokens are compared on
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import sha256
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,17 @@ import numpy.typing as npt
 from rayfin.cache.errors import CacheError
 
 Tokens = npt.NDArray[np.int32]
+
+PageName: TypeAlias = tuple[bytes, bytes]
+"""What a full page holds: the hash of all tokens up to its end, and its own tokens as int32."""
+
+
+@dataclass(frozen=True, slots=True)
+class NameChanges:
+    """Pages that have become known, and pages that are known no longer."""
+
+    named: dict[int, PageName]
+    dropped: list[int]
 
 
 class HashChain:
@@ -50,6 +63,7 @@ class PrefixIndex:
         self._page_of: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * num_pages
         self._tokens_of: Tokens = np.zeros((num_pages, page_size), np.int32)
+        self._changed: dict[int, None] = {}  # pages, since ``changes`` was last called
 
     def __contains__(self, page: int) -> bool:
         return self._hash_of[page] is not None
@@ -83,6 +97,7 @@ class PrefixIndex:
         self._page_of[page_hash] = page
         self._hash_of[page] = page_hash
         self._tokens_of[page] = tokens
+        self._changed[page] = None
         return True
 
     def drop(self, page: int) -> bool:
@@ -92,7 +107,22 @@ class PrefixIndex:
             return False
         del self._page_of[page_hash]
         self._hash_of[page] = None
+        self._changed[page] = None
         return True
+
+    def changes(self) -> NameChanges | None:
+        """What has changed since the last call; None: nothing."""
+        if not self._changed:
+            return None
+        named: dict[int, PageName] = {}
+        dropped = []
+        for page in self._changed:
+            if (page_hash := self._hash_of[page]) is None:
+                dropped.append(page)
+            else:
+                named[page] = page_hash, self._tokens_of[page].tobytes()
+        self._changed.clear()
+        return NameChanges(named, dropped)
 
     def clear(self) -> None:
         """Removes all pages, whose memory is gone."""

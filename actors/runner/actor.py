@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -35,6 +35,7 @@ from rayfin.actors.timing import (
 )
 from rayfin.actors.transport.steps import StepSocket
 from rayfin.actors.weights.version import Vote, WeightVersion
+from rayfin.cache.prefix_index import PageName
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Adoption:
     config: EngineConfig
     epoch: int
     version: WeightVersion  # of its weights
+    names: dict[int, PageName] = field(default_factory=dict, compare=False)  # of its pages
 
 
 OPTIONS: dict[str, Any] = {
@@ -226,7 +228,8 @@ class ModelRunnerActor:
             self._runner.sleep()
 
     def adopt(self, args: EngineArgs, identity: str, generation: int) -> Adoption | None:
-        """Forgets all requests, and belongs to another scheduler from now on; the model stays.
+        """Forgets all requests, and belongs to another scheduler from now on; the model stays, and
+        so do pages.
 
         Steps of the one before are refused: the new epoch is of a later generation, at least
         ``generation``. None where there is nothing to adopt: other settings, another version of the
@@ -238,7 +241,8 @@ class ModelRunnerActor:
             return None
         generation = max(generation, (self._runner.next_step[0] >> GENERATION_BITS) + 1)
         self.start(self._config, generation << GENERATION_BITS)
-        return Adoption(self._config, self._runner.next_step[0], self._version)
+        names = self._runner.names.all()
+        return Adoption(self._config, self._runner.next_step[0], self._version, names)
 
     def execute(self, info: SchedulerInfo) -> StepResult | None:
         """Runs a step; its answer is an object ref in the scheduler's hands meanwhile.

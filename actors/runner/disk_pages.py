@@ -43,7 +43,7 @@ class DiskPages:
 
     Args:
         next_step: epoch and number of the step that the runner takes next.
-        overwritten: called with pages that have new content.
+        overwritten: called with pages that are about to have new content.
     """
 
     def __init__(
@@ -108,6 +108,7 @@ class DiskPages:
             with self._using:
                 if self._tensors is None or transfer.after[0] != self._epoch:
                     return 0
+                self._overwritten(np.array([page], np.int32))
                 buffers = self._tensors.buffers(page)
                 why = _read_page(path, transfer.tokens[number], buffers)
                 if why is None:
@@ -118,7 +119,6 @@ class DiskPages:
                     *("%s is computed again: %s", path, why or "there is no file"),
                 )
                 return number
-            self._overwritten(np.array([page], np.int32))
         return len(transfer.pages)
 
     def _write(self, transfer: PageTransfer) -> int:

@@ -39,6 +39,7 @@ from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.observers import RankAgreement, RowFaults, StepObserver
 from rayfin.actors.runner.page_checksums import PageChecksums
 from rayfin.actors.runner.page_moves import PageMover
+from rayfin.actors.runner.page_names import PageNames
 from rayfin.actors.runner.page_prefaulter import PagePrefaulter
 from rayfin.actors.runner.parallel.pipeline import PipelineTokenChannel
 from rayfin.actors.runner.parallel.rank import ParallelRank
@@ -93,6 +94,7 @@ class ModelRunner:
         self._next = (-1, 0)  # epoch and step
         self._bound: tuple[EngineConfig, KVTensors] | None = None  # the pages of the last start
         self._observers: list[StepObserver] = []
+        self.names = PageNames()
         self._graphs: DecodeGraphs | None = None
         self._execution: StepExecution | None = None  # of the last start
 
@@ -118,7 +120,7 @@ class ModelRunner:
         return None if self._bound is None else self._bound[1]
 
     def overwritten(self, pages: Int32Array) -> None:
-        """``pages`` [N] hold what a file held; see ``DiskPages``. Another thread calls it."""
+        """``pages`` [N] will hold what a file holds; see ``DiskPages``. Another thread calls it."""
         for observer in self._observers:
             observer.overwritten(pages)
 
@@ -154,12 +156,13 @@ class ModelRunner:
         self._slots = RequestSlots(rows, pages)
         self._sampler = self._make_sampler(rows)
         cache = self._allocate(config)
-        if self._graphs is None:
+        if self._execution is None:  # else steps have run, and these would write over pages
             self._warm_up(config)
             self._graphs = self._make_graphs(self._slots, config.limits, pages)
         if self._graphs is not None:
             self._graphs.use(self._slots)
         speculator = self._make_speculator(config)  # times steps, as they will run
+        self.names.start(self._slots.page_tables, self._args.page_size, config.steps_in_flight)
         self._observers = self._make_observers(cache)
         relay = None
         if loaded.peers:
@@ -197,6 +200,7 @@ class ModelRunner:
             RayfinError: the model cannot be refilled.
         """
         self._next = (-1, 0)
+        self.names.turn()
         self._refiller.refill(version)
         self._next = (epoch, 0)
 
@@ -340,6 +344,7 @@ class ModelRunner:
     def _make_speculator(self, config: EngineConfig) -> Speculator | None:
         if not isinstance(self._sampler, Sampler):
             return None
+        before = None if self._execution is None else self._execution.speculator
         return make_speculator(
             self._plugins.proposer,
             self._args,
@@ -348,6 +353,7 @@ class ModelRunner:
             self._model.forward,
             self._slots,
             self._sampler,
+            None if before is None else before.planner.cost,
         )
 
     def _make_observers(self, cache: KVTensors) -> list[StepObserver]:
@@ -360,7 +366,7 @@ class ModelRunner:
             observers.append(PageChecksums(own, page_size, self._slots))
         if self._loaded.peers:
             observers.append(RankAgreement(self._loaded.peers))
-        return [*observers, *self._loaded.observers, *self._plugins.observers]
+        return [*observers, self.names, *self._loaded.observers, *self._plugins.observers]
 
     def _allocate(self, config: EngineConfig) -> KVTensors:
         """The pages of ``config``: those of the start before with their graphs, or new ones."""
@@ -428,4 +434,5 @@ class ModelRunner:
 
     def _bind(self, num_pages: int) -> KVTensors:
         self._close_observers()
+        self.names.turn()
         return self._loaded.bind(num_pages, self._args.page_size)

@@ -29,7 +29,7 @@ class StepObserver(Protocol):
         """A call ends with ``result``."""
 
     def overwritten(self, pages: Int32Array) -> None:
-        """``pages`` [N] hold what a file held. Another thread calls it."""
+        """``pages`` [N] will hold what a file holds. Another thread calls it."""
 
     def close(self) -> None:
         """The cache's pages are about to be freed."""

@@ -186,6 +186,7 @@ class SchedulerActor:
             self._group.version = joined_version(desk.store, ask())
             desk.store.touch()
             engine = Engine(self._group.start(), self._group)
+            engine.lifecycle.state.tables.restore(self._group.names)
             engine.updates.begin(self._group.version)
             self._desk, self._engine = desk, engine
             try:

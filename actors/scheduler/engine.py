@@ -233,7 +233,7 @@ class Engine:
         request = Request(source, state.arrivals, now, chain, output, fork_parent=fork_parent)
         request.spans = source.spans
         if self.config.prefix_caching:
-            chain.extend(source.prompt)
+            chain.extend(request.tokens())
         state.arrivals += 1
         state.live[key] = request
         self.lifecycle.enqueue(request)

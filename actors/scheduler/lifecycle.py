@@ -281,6 +281,7 @@ class Lifecycle:
             The slots [M <= N] that can decode now, and whether a request was preempted.
         """
         running, tables = self.state.running, self.state.tables
+        self._publish_decoded(slots)
         full = running.num_computed[slots] >= tables.held[slots].astype(np.int64) * tables.page_size
         crossing = slots[full]
         if tables.append_pages(crossing):
@@ -295,6 +296,18 @@ class Lifecycle:
         if preempted:
             slots = slots[running.admission[slots] > 0]
         return slots, preempted
+
+    def _publish_decoded(self, slots: Int64Array) -> None:
+        """Publishes the pages that decoding has filled, of which all tokens are known.
+
+        The last known token is not an input yet. Beams drop pages.
+        """
+        running, tables = self.state.running, self.state.tables
+        if tables.index is None:
+            return
+        ready = (running.num_known[slots] - 1) // tables.page_size > tables.published[slots]
+        for slot in slots[ready & ~running.lockstep[slots]].tolist():
+            self.publish(slot, int(running.num_known[slot]) - 1)
 
     def victim(self) -> int:
         """The slot to preempt: the last request by the policy's order, so the first advances."""

@@ -63,6 +63,7 @@ from rayfin.actors.timing import (
 )
 from rayfin.actors.transport.steps import StepLink, open_link
 from rayfin.actors.weights.version import Vote, WeightVersion
+from rayfin.cache.prefix_index import PageName
 
 logger = logging.getLogger(__name__)
 
@@ -229,6 +230,7 @@ class RunnerGroup:
         has_spares = ranks == 1 and placement is not None
         self.spares = SpareRunners(names if has_spares else names[:1], calls)
         self._config: EngineConfig | None = None
+        self.names: dict[int, PageName] = {}  # what the pages of adopted runners hold
         self.version = WeightVersion()  # what runners compute by, and those that replace them
         self._submitted = (self.epoch, -1)  # epoch and number of the last step
         self._link: StepLink | None = None
@@ -250,6 +252,7 @@ class RunnerGroup:
         if (adopted := self._adopt()) is not None:
             self._config, self.epoch = adopted.config, adopted.epoch
             if adopted.version != self.version:
+                self.names = {}
                 try:
                     self._turn()
                 except RunnerGroupFailed as failure:  # it may take none where it is
@@ -459,6 +462,11 @@ class RunnerGroup:
         if any(answer != adopted[0] for answer in adopted) or adopted[0] is None:
             self.stop()
             return None
+        # A rank may have run a step that another one has not.
+        others = [answer.names for answer in adopted[1:] if answer is not None]
+        for page, name in adopted[0].names.items():
+            if all(names.get(page) == name for names in others):
+                self.names[page] = name
         return adopted[0]
 
     def _find_runners(self) -> None:

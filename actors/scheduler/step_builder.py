@@ -119,6 +119,7 @@ class StepBuilder:
             moves=self._state.moves.drain(),
             grants=None if grants is None else grants.astype(np.int32),
             span_tokens=self._span_tokens(chunks),
+            names=tables.name_changes(),
         )
         self._advance(slots, shape, len(decoding), num_steps, grants)
         self._sent_pages[slots] = held

@@ -110,6 +110,8 @@ def test_killed_scheduler_costs_no_token(
     assert tokens == whole.json()["choices"][0]["token_ids"] == expected
     assert whole.json()["usage"]["completion_tokens"] == length
     assert app.scheduler() != old
+    stats = app.stats()
+    assert stats.prefix_hits > 0.8 * stats.prefix_queries, "it knows what the pages hold"
     with app.client() as http:
         assert http.get("/health").status_code == 200
         assert app.samples()["rayfin_request_replays_total/lost"] >= 2

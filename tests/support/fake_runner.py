@@ -46,6 +46,7 @@ from rayfin.actors.messages import (
     StepResult,
 )
 from rayfin.actors.parts import Need, first_of
+from rayfin.actors.runner.page_names import PageNames
 from rayfin.actors.speculation import DraftUsage
 from rayfin.actors.weights.version import WeightVersion
 from step_checks import check_form, check_limits, check_parts
@@ -108,6 +109,9 @@ class FakeExecutor:
         self.left: list[int] = []  # seeds of the handles that were forgotten, in order
         self.entered: list[int] = []  # seeds of new requests, in order
         self.live: dict[int, Mirror] = {}
+        self.names = PageNames()
+        rows = (config.limits.max_decoding_batch, config.max_pages_per_request)
+        self._page_tables = np.zeros(rows, np.int32)
         self.num_submitted = 0
         self.num_run = 0
         self._dead = False
@@ -144,6 +148,7 @@ class FakeExecutor:
 
     def fill(self, page: int, content: Int32Array, made: int) -> None:
         """A page gets its content from elsewhere, as a version of the weights has made it."""
+        self.names.overwritten(np.array([page]))
         self._memory[page] = content
         self._made[page] = made
         self._spoiled.discard(page)
@@ -183,6 +188,7 @@ class FakeExecutor:
             raise RunnerGroupFailed("the runner died amid new weights")
         self.epoch += 1
         self._next_step, self._last_submitted = 0, -1
+        self.names.turn()
         for mirror in self.live.values():
             mirror.kept = True
         if not in_place:
@@ -190,6 +196,30 @@ class FakeExecutor:
 
     def sleep(self) -> None:
         self.asleep = True
+        self.names.turn()
+
+    def adopt(self) -> None:
+        """Belongs to a new scheduler: it forgets all requests, and keeps what pages hold."""
+        assert not self._dead and not self.asleep
+        self.epoch += 1
+        self._next_step, self._last_submitted = 0, -1
+        self._start_names()
+        self._moved.clear()
+        self._shared.clear()
+        self.live.clear()
+
+    def _start_names(self) -> None:
+        flight = self.config.steps_in_flight
+        self.names.start(self._page_tables, self.config.page_size, flight)
+
+    def check_names(self) -> None:
+        """M1: a page that has a name holds what the name says, of the weights that there are."""
+        for page, (_, tokens) in self.names.all().items():
+            held = np.frombuffer(tokens, np.int32)
+            differ = set((self._memory[page] ^ held).tolist())
+            assert len(differ) == 1, "other tokens in a page that has a name"
+            assert (self._made[page] == self.version).all(), "a name of other weights"
+            assert page not in self._spoiled, "a name of a page that was not written"
 
     def run(self, info: SchedulerInfo) -> StepResult:
         """One call: checks the step, runs it, lets the time pass that it takes."""
@@ -208,6 +238,10 @@ class FakeExecutor:
         check_limits(info, self.config)
         self._moved |= self._move_pages(info)
         self._take_news(info)
+        for handle in info.ids.tolist():
+            pages = self.live[handle].pages
+            self._page_tables[handle, : len(pages)] = pages
+        self.names.before(info)
         check_parts(info, {handle: own.new for handle, own in self.live.items()}, self.config)
         if call in self.stale_at:
             self._count_death(info)
@@ -217,6 +251,7 @@ class FakeExecutor:
         self._told: list[tuple[int, int, Float32Array]] = []  # (place, token, log probabilities)
         columns = self._run_rows(info, result)
         result.num_steps = columns
+        self.names.after(info, result)
         if self._told:
             asked = (mirror.new.sampling.logprobs or 0 for mirror in self.live.values())
             result.logprobs = tell(sorted(self._told, key=itemgetter(0)), max(asked))
@@ -259,6 +294,8 @@ class FakeExecutor:
         self._dead = self.asleep = False
         self._next_step = 0
         self._last_submitted = -1
+        self.names.turn()
+        self._start_names()
         self.live.clear()
 
     def _move_pages(self, info: SchedulerInfo) -> set[int]:

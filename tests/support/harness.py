@@ -7,6 +7,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,11 +44,8 @@ class Harness:
 
     def __init__(self, config: EngineConfig) -> None:
         self.executor = FakeExecutor(config)
-        self.engine = Engine(config, self.executor, lambda: self.executor.clock)
-        tier = self.engine.lifecycle.tier
-        if isinstance(tier, DiskTier):
-            tier.least_read_tokens = tier.least_stored_tokens = 1
         self.config = config
+        self._begin()
         self.streams: dict[tuple[str, int], Stream] = {}
         self.history: list[tuple[int, int]] = []  # (seed, token) as they came
         self.num_added = 0
@@ -55,6 +53,12 @@ class Harness:
         self._unheard: dict[int, Stream] = {}  # by seed: what no runner has heard of yet
         self._last_admitted: dict[Any, int] = {}  # by class: the seed
         self._num_entered = 0
+
+    def _begin(self) -> None:
+        self.engine = Engine(self.config, self.executor, lambda: self.executor.clock)
+        tier = self.engine.lifecycle.tier
+        if isinstance(tier, DiskTier):
+            tier.least_read_tokens = tier.least_stored_tokens = 1
 
     def add(
         self,
@@ -127,6 +131,18 @@ class Harness:
             heapq.heappush(self._timed, (stream.deadline, seed, stream))
         return stream
 
+    def lose_scheduler(self) -> None:
+        """A new engine takes the runners over, and clients send it all that is open again."""
+        before = self.executor.names.all()
+        self.executor.adopt()
+        self._begin()
+        self.engine.lifecycle.state.tables.restore(before)
+        self.engine.check_integrity()
+        for stream in self.streams.values():
+            if stream.open:
+                stream.source = replace(stream.source, output=list(stream.tokens))
+                self.engine.add(stream.source)
+
     def _num_waiting_beside(self) -> int:
         """Requests that wait beside the queue, where others may pass them."""
         return self.engine.lifecycle.num_beside
@@ -149,6 +165,7 @@ class Harness:
         self.read(self.engine.step())
         if self.executor.num_submitted % self.integrity_every == 0:
             self.engine.check_integrity()
+            self.executor.check_names()
             check_sessions(self.engine)
         while self._timed and self._timed[0][0] <= now:  # I14
             assert not heapq.heappop(self._timed)[2].open, "it goes on after its deadline"

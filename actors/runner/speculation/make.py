@@ -72,12 +72,14 @@ def make_speculator(
     forward: Callable[[StepInputs], torch.Tensor],
     slots: RequestSlots,
     sampler: Sampler,
+    cost: StepCost | None = None,
 ) -> Speculator | None:
-    """Makes the speculator of a start, which measures steps; None if nothing drafts.
+    """Makes the speculator of a start; None if nothing drafts.
 
     Args:
         plugin: makes a proposer in place of the one that the settings name.
         forward: computes a step.
+        cost: of steps, if known; else some are measured, which write over pages.
     """
     settings, named = config.speculation, args.sets_speculation
     if plugin is None and settings is None:
@@ -86,9 +88,10 @@ def make_speculator(
     proposer = plugin() if plugin else make_proposer(config, loaded.model, slots, device)
     adaptive = settings is not None and settings.adaptive and (named or plugin is None)
     follow = loaded.peers is None  # ranks would measure different times
-    cost = StepCost.assumed()
-    if adaptive and follow:
-        cost = measure_steps(forward, config, device, loaded.states, few=not named)
+    if cost is None:
+        cost = StepCost.assumed()
+        if adaptive and follow:
+            cost = measure_steps(forward, config, device, loaded.states, few=not named)
     planner = DraftPlanner(
         config.limits.max_decoding_batch,
         config.num_speculative_tokens,

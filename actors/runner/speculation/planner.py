@@ -66,7 +66,7 @@ class DraftPlanner:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._most = most
-        self._cost = cost
+        self.cost = cost  # of a step, as it has turned out
         self._adaptive = adaptive
         self._follow = follow  # times: not where ranks must decide alike
         self._draft_seconds = draft_seconds
@@ -108,7 +108,7 @@ class DraftPlanner:
         counts = np.arange(most + 1)
         gained = np.concatenate([[0.0], np.cumsum(np.cumprod(chances[:most]))])
         rates = (decoding + rows * gained) / (
-            self._cost.seconds(tokens + rows * counts) + counts * seconds
+            self.cost.seconds(tokens + rows * counts) + counts * seconds
         )
         best = int(rates.argmax())
         if best and rates[best] >= LEAST_GAIN * rates[0]:
@@ -134,7 +134,7 @@ class DraftPlanner:
         ranked = np.sort(survival, axis=None)[::-1][:budget]
         counts = np.arange(len(ranked) + 1)
         gains = decoding + np.concatenate([[0.0], np.cumsum(ranked)])
-        rates = gains / self._cost.seconds(tokens + counts)
+        rates = gains / self.cost.seconds(tokens + counts)
         best = int(rates.argmax())
         if not best or rates[best] < LEAST_GAIN * rates[0]:
             self._fade(np.unique(classes[lengths > 0]))
@@ -180,11 +180,11 @@ class DraftPlanner:
         """
         if not (self._adaptive and self._follow):
             return
-        self._cost.observe(tokens, seconds)
+        self.cost.observe(tokens, seconds)
         if not drafts and not drafting:
-            self._end_early(float(self._cost.seconds(1)))
+            self._end_early(float(self.cost.seconds(1)))
             return
-        self._plain += sampled / decoding * float(self._cost.seconds(decoding))
+        self._plain += sampled / decoding * float(self.cost.seconds(decoding))
         self._spent += seconds + drafting
         if self._spent < DRAFT_WINDOW_SECONDS:
             return

@@ -92,7 +92,7 @@ def test_what_is_missing_ends_a_read(plain: Disk) -> None:
     plain.run([0, 1, 2], [0, 1, 2], write=True)
     plain.file(1).unlink()
     assert plain.run([4, 5, 6], [0, 1, 2], write=False) == 1
-    assert plain.overwritten == [4]
+    assert plain.overwritten == [4, 5], "the page that is missing may be written in part"
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "longer", "head", "empty", "tokens"])

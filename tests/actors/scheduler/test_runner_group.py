@@ -222,6 +222,18 @@ def test_ranks_that_wait_for_others_are_pinged(
     assert pinged == expected
 
 
+def test_names_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One may have run a step that another has not."""
+    own = group.RunnerGroup(EngineArgs(), "e")
+    names = [{0: (b"a", b""), 1: (b"b", b""), 2: (b"c", b"")}, {0: (b"a", b""), 1: (b"x", b"")}]
+    answers: list[Any] = [Adoption("config", 1, WeightVersion(), named) for named in names]  # type: ignore[arg-type]
+    monkeypatch.setattr(own, "_find_runners", lambda: setattr(own, "_runners", own._names))
+    monkeypatch.setattr(own, "_on_all", lambda method, *arguments: method)
+    monkeypatch.setattr(own, "wait", lambda asked, *_: answers if asked == "adopt" else [])
+    assert own._adopt() is answers[0]
+    assert own.names == {0: (b"a", b"")}
+
+
 def test_adopted_runners_that_cannot_turn_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler died amid new weights, of a model that only new runners load."""
     own, called = group.RunnerGroup(EngineArgs(), "e"), list[str]()

@@ -1,0 +1,98 @@
+"""What the pages of a runner hold, by their names, beside the pages.
+
+A scheduler that takes the runner over fills its prefix index from here, and computes nothing again.
+"""
+
+import threading
+from collections import deque
+
+import numpy as np
+
+from rayfin.actors.messages import (
+    COPY,
+    SWAP_IN,
+    Int32Array,
+    Int64Array,
+    SchedulerInfo,
+    StepResult,
+)
+from rayfin.cache.prefix_index import NameChanges, PageName
+
+
+class PageNames:
+    """A ``StepObserver`` that knows a page's name only while the page holds what the name says.
+
+    A page loses its name before a step writes to it, and gets one after the step that brings it.
+    A step with a row that failed gives none, and neither do those that its scheduler had sent
+    before it learned of it. Other threads may ask for names meanwhile.
+    """
+
+    in_turn = False
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._names: dict[int, PageName] = {}  # by page, in the order in which they came
+        self._coming: deque[dict[int, PageName]] = deque()  # with steps that have begun
+        self._page_tables: Int32Array = np.zeros((0, 0), np.int32)
+        self._page_size = 1
+        self._ahead = 0  # steps that a scheduler sends before it has the result of one
+        self._blind_until = -1  # step from which on names count again
+
+    def start(self, page_tables: Int32Array, page_size: int, steps_in_flight: int) -> None:
+        """Steps begin anew, over the same pages; ``page_tables`` [slots, pages] change by them."""
+        with self._lock:
+            self._page_tables, self._page_size = page_tables, page_size
+            self._ahead, self._blind_until = steps_in_flight, -1
+            self._coming.clear()
+
+    def turn(self) -> None:
+        """Steps begin anew, over pages that others shall not read."""
+        with self._lock:
+            self._names.clear()
+            self._coming.clear()
+            self._blind_until = -1
+
+    def all(self) -> dict[int, PageName]:
+        """Names by page, those that came first in front."""
+        with self._lock:
+            return dict(self._names)
+
+    def before(self, info: SchedulerInfo) -> None:
+        changes = info.names or NameChanges({}, [])
+        with self._lock:
+            self._drop([*changes.dropped, *changes.named, *self._written(info)])
+            self._coming.append(dict(changes.named))
+
+    def forwarded(self, info: SchedulerInfo, rows: Int64Array, logits: object) -> None:
+        pass
+
+    def after(self, info: SchedulerInfo, result: StepResult) -> None:
+        with self._lock:
+            names = self._coming.popleft()
+            if result.errors:
+                self._blind_until = info.step + self._ahead
+            elif info.step >= self._blind_until:
+                self._names |= names
+
+    def overwritten(self, pages: Int32Array) -> None:
+        with self._lock:
+            self._drop(pages.tolist())
+
+    def close(self) -> None:
+        pass
+
+    def _drop(self, pages: list[int]) -> None:
+        for page in pages:
+            self._names.pop(page, None)
+            for coming in self._coming:
+                coming.pop(page, None)
+
+    def _written(self, info: SchedulerInfo) -> list[int]:
+        """The pages that a step may write to: the ends of its rows' tables, and what moves fill."""
+        first = info.kv_len // self._page_size
+        counts = info.kv_page_len - first
+        rows = np.repeat(info.ids, counts)
+        columns = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        pages = self._page_tables[rows, columns + np.repeat(first, counts)]
+        moves = info.moves[np.isin(info.moves[:, 0], (COPY, SWAP_IN))]
+        return [*pages.tolist(), *moves[:, 2].tolist()]
