@@ -15,6 +15,7 @@ from typing import Any, get_args
 from rayfin.actors.code_version import code_version, grammar_version
 from rayfin.actors.errors import InvalidConfig, NoRoomNow
 from rayfin.actors.parts import PartFacts, front_tokens, uncut_of
+from rayfin.actors.plugins import check_plugins
 from rayfin.actors.settings.bidirectional import ANY, Bidirectional
 from rayfin.actors.settings.choices import (
     CHOICES,
@@ -49,7 +50,7 @@ DECIDE_TOKENS = (
     *("model", "tokenizer", "revision", "dtype", "quantization", "activations"),
     *("kv_cache_dtype", "load_format", "seed", "hf_overrides", "tokenizer_revision"),
     *("runner", "convert", "pooler_config", "lora_dtype"),
-    *("language_model_only", "mm_processor_kwargs"),
+    *("language_model_only", "mm_processor_kwargs", "plugin"),
 )
 """The settings that decide which tokens are sampled; the others decide when."""
 
@@ -264,6 +265,11 @@ class EngineArgs:
         None, "settings of the image or audio processor, JSON"
     )
     enable_prompt_embeds: bool = _flag(False, "take embeddings in prompts: prompt_embeds")
+    plugin: list[str] | None = _flag(
+        None,
+        "code of your own as KIND=module:name; may be repeated; KIND is setup, logits_processor, "
+        "proposer, observer, gate or route (docs/contributing.md)",
+    )
     mm_encoder_cache_gb: float = _flag(1.0, "memory for the embeddings of media seen last, GiB")
 
     def __post_init__(self) -> None:
@@ -280,6 +286,7 @@ class EngineArgs:
             if not isinstance(getattr(self, name), dict | None):
                 raise InvalidConfig(f"{name} must be an object", name)
         read_place(self.placement)
+        check_plugins(self.plugin)
         self._check_ranges()
         self._check_combinations()
 
@@ -498,6 +505,7 @@ class EngineConfig:
     num_draft_states: int = 0  # of such states, behind drafts of a step
     speculation: SpeculativeConfig | None = None  # None: a proposer from outside, or none
     whole_prompts: bool = False  # a step computes prompts whole; pages are names without memory
+    plugins: tuple[str, ...] = ()  # code of a user's own, by name
     send_history: bool = False  # runners get the tokens of every request, for a proposer, say
     parts: tuple[PartFacts, ...] = ()  # what the model has beside its decoder
     uncut: Bidirectional = Bidirectional()  # parts of prompts that no step cuts
@@ -631,6 +639,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         num_pages_asked=args.num_pages,
         num_speculative_tokens=speculation.most_tokens(facts.device) if speculation else 0,
         speculation=speculation,
+        plugins=tuple(args.plugin or ()),
         parts=facts.parts,
         uncut=replace(facts.uncut, room=limits.max_batch_tokens - limits.max_decoding_batch),
     )

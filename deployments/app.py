@@ -92,7 +92,9 @@ def bind_models(
         for model in models
     ):
         server = replace(server, max_body_bytes=MAX_MEDIA_BODY_BYTES)
-    edge = edge_settings(server)  # holds the keys' digests: the keys themselves stay here
+    named = {own: None for model in models for own in model.engine.plugin or ()}
+    # It holds the keys' digests: the keys themselves stay here.
+    edge = replace(edge_settings(server), plugins=tuple(named))
     admin = None
     if server.admin_port is not None:
         # Here, for it imports routes, as the next two do.

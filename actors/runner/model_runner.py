@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +26,7 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.model_files.bucket_folder import at_hand
 from rayfin.actors.parts import Need, front_tokens
+from rayfin.actors.plugins import contained, plugins, set_up_plugins
 from rayfin.actors.runner.batch import (
     build_inputs,
 )
@@ -44,6 +45,7 @@ from rayfin.actors.runner.page_prefaulter import PagePrefaulter
 from rayfin.actors.runner.parallel.pipeline import PipelineTokenChannel
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.request_slots import RequestSlots
+from rayfin.actors.runner.sampling.own_processor import OwnProcessor
 from rayfin.actors.runner.sampling.processor import ProcessorFactory
 from rayfin.actors.runner.sampling.sampler import Sampler, StepOutput, StepSampler
 from rayfin.actors.runner.speculation.interface import Proposer
@@ -69,6 +71,19 @@ class RunnerPlugins:
     proposer: Callable[[], Proposer] | None = None  # made anew when the runner starts
     wrap_model: Callable[[StepModel], StepModel] | None = None  # without graphs
 
+    @classmethod
+    def named(cls, names: Sequence[str] | None) -> "RunnerPlugins":
+        """Those of ``--plugin``.
+
+        Raises:
+            InvalidConfig: one cannot be loaded.
+        """
+        return cls(
+            tuple(partial(OwnProcessor, own) for own in plugins(names, "logits_processor")),
+            tuple(contained(own, "observer") for own in plugins(names, "observer")),
+            next(iter(plugins(names, "proposer")), None),
+        )
+
 
 class ModelRunner:
     """One device's model, or its share of one, pages and requests. A plain class; the actor around
@@ -87,7 +102,8 @@ class ModelRunner:
         version: WeightVersion = BASE,
     ) -> None:
         self._args = args = at_hand(args)
-        self._plugins = plugins or RunnerPlugins()
+        set_up_plugins(tuple(args.plugin or ()))
+        self._plugins = plugins or RunnerPlugins.named(args.plugin)
         if self._plugins.proposer and place is not None and place.stages > 1:
             raise InvalidConfig("a pipeline cannot speculate", "pipeline_parallel_size")
         self._take(with_speculation(load(args, place, version), args))

@@ -1,9 +1,10 @@
 """Whether a waiting request may run now: room for it, and what else may hold it back."""
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 from rayfin.actors.parts import PartFacts, first_of
+from rayfin.actors.plugins import contained, plugins, set_up_plugins
 from rayfin.actors.scheduler.cached_prefix import CachedPrefix, PrefixLookup
 from rayfin.actors.scheduler.preempted_pages import PreemptionPolicy
 from rayfin.actors.scheduler.request import Request
@@ -101,3 +102,25 @@ class PartGate:
             if part.key not in keys and len(keys) >= at_once:
                 return False
         return True
+
+
+class OwnGate:
+    """An ``AdmissionGate`` of a user's own, which holds nothing back while nothing runs."""
+
+    def __init__(self, inner: Any, running: RunningTable) -> None:
+        self._inner = inner
+        self._running = running
+
+    def may_admit(self, request: Request) -> bool:
+        """Returns what it says of the request, or that it may run."""
+        return not len(self._running) or bool(self._inner.may_admit(request.source))
+
+
+def own_gates(names: Sequence[str], running: RunningTable) -> list[AdmissionGate]:
+    """Returns the gates of ``--plugin``.
+
+    Raises:
+        InvalidConfig: one cannot be loaded.
+    """
+    set_up_plugins(tuple(names))
+    return [OwnGate(contained(own, "gate", True), running) for own in plugins(names, "gate")]

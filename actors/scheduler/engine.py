@@ -25,7 +25,7 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.metrics.snapshot import EngineSnapshot
-from rayfin.actors.scheduler.admission import PartGate
+from rayfin.actors.scheduler.admission import PartGate, own_gates
 from rayfin.actors.scheduler.beam_groups import as_it_runs
 from rayfin.actors.scheduler.cached_prefix import find_fork_parent
 from rayfin.actors.scheduler.endings import Endings
@@ -161,7 +161,10 @@ class Engine:
             *(self.lifecycle, self._pipeline, self._endings, self._outbox),
             *(self.replace_runners, clock, lambda: self._asleep),
         )
-        self.lifecycle.admission.gates = [self.updates, self._quarantine, parts, scheduler]
+        self.lifecycle.admission.gates = [
+            *(self.updates, self._quarantine, parts, scheduler),
+            *(own_gates(config.plugins, state.running)),
+        ]
         self._last_progress = clock()
         self._last_step: SchedulerInfo | None = None
         self._restarts_without_progress = 0

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from rayfin.actors.config import EngineConfig
+from rayfin.actors.plugins import read_tokens
 from rayfin.actors.scheduler.counters import EngineCounters
 from rayfin.actors.scheduler.queues.background_queue import BackgroundQueue
 from rayfin.actors.scheduler.queues.queue_limits import CompletionRate, QueueLimits
@@ -55,6 +56,8 @@ def make_state(config: EngineConfig) -> SchedulerState:
         if config.num_snapshots
         else None,
         runner_diff=RunnerDiff(
-            send_history=config.send_history or config.num_speculative_tokens > 0
+            send_history=config.send_history
+            or config.num_speculative_tokens > 0
+            or read_tokens(config.plugins)
         ),
     )

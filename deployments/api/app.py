@@ -48,7 +48,7 @@ from rayfin.deployments.api.web.routes import add_web_routes
 from rayfin.deployments.batches.folder import BatchFolder
 from rayfin.deployments.batches.message_batches import add_message_batch_routes
 from rayfin.deployments.batches.routes import add_batch_routes
-from rayfin.deployments.edge.middleware import OperatorMiddleware, RootPath
+from rayfin.deployments.edge.middleware import OperatorMiddleware, RootPath, add_own_routes
 from rayfin.deployments.generation.route import GenerationRoute
 from rayfin.deployments.generation.running import RunningRequests
 from rayfin.deployments.generation.service import OpenAIService, ServedModels
@@ -114,6 +114,7 @@ def build_api(
         managed = [operated(each) for each in models.services]
         models.joined = lambda late: managed.append(operated(late))
         add_admin_routes(app, managed)
+    add_own_routes(app, edge.plugins)
     add_openapi(app, docs=edge.docs, root_path=edge.root_path)
     return app
 

@@ -1,4 +1,4 @@
-"""What an operator puts around the API: a path in front, and middleware by its import paths."""
+"""What an operator puts around the API: a path in front, middleware and routes by their names."""
 
 import importlib
 import inspect
@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from fastapi import FastAPI
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.plugins import plugins, set_up_plugins
 
 
 class RootPath:
@@ -37,6 +39,21 @@ class OperatorMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
+
+
+def add_own_routes(app: FastAPI, names: Sequence[str]) -> None:
+    """Adds the routes of ``--plugin``, which need keys as all others do.
+
+    Raises:
+        InvalidConfig: one cannot be loaded, or has the path of a route that is there.
+    """
+    set_up_plugins(tuple(names))
+    for add in plugins(names, "route"):
+        before = len(app.router.routes)
+        add(app)
+        paths = [getattr(route, "path", "") for route in app.router.routes]
+        if taken := set(paths[before:]) & set(paths[:before]):
+            raise InvalidConfig(f"plugin route: there is a route {min(taken)} already", "plugin")
 
 
 def check_middleware(paths: Sequence[str]) -> None:

@@ -109,6 +109,7 @@ class HttpSettings:
     docs: bool = False  # a page at /docs
     web: bool = True  # a page at /ui
     root_path: str = ""  # where a proxy in front offers the API
+    plugins: tuple[str, ...] = ()  # of all models: their routes are added
     middleware: tuple[str, ...] = ()  # the operator's own, the innermost first
     tokenizer_info: bool = False  # /tokenizer_info
     log_error_stack: bool = False  # refusals are logged, with their stack traces

@@ -145,7 +145,7 @@ def _read(place: int, config: LLMConfig, idle: list[str]) -> _Model:
     try:
         for name in ("server_cls", "callback_config"):
             if not _is_default(getattr(config, name)):
-                message = f"{name}: Rayfin runs no classes of a user's own; middleware: is near"
+                message = f"{name}: Rayfin has its own classes; plugin: [route=...] is near"
                 raise InvalidConfig(message, name)
         model = _scale(config.deployment_config, idle)
         model.add(_engine(config, idle))

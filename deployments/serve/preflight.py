@@ -24,6 +24,7 @@ from rayfin.actors.model_files.gguf_folder import gguf_folder, is_gguf
 from rayfin.actors.model_files.gguf_tokenizer import UNKNOWN
 from rayfin.actors.model_files.plain_config import is_known_decoder
 from rayfin.actors.model_files.shards import require_safetensors
+from rayfin.actors.plugins import CONTRACTS, plugins
 from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.parallel.rank import group_size
@@ -58,6 +59,8 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
     Raises:
         InvalidConfig, UnsupportedModel: the model cannot be served, and why.
     """
+    for kind in CONTRACTS:
+        plugins(args.plugin, kind)
     require_hub(args)
     draft = args.draft_model
     if draft is not None:

@@ -174,8 +174,9 @@ video in prompts, nor this setting for images and audio: trust-request-mm-kwargs
     mm-encoder-fp8-scale-save-path mm-encoder-fp8-scale-save-margin interleave-mm-strings?
     video-pruning-rate
 classes of a user's own for this: tool-parser-plugin reasoning-parser-plugin
-    model-class-overrides= logits-processors* io-processor-plugin scheduler-cls
+    model-class-overrides= io-processor-plugin scheduler-cls
     worker-extension-cls
+logits processors of vLLM's contract; see --plugin: logits-processors*
 built-in tools: tool-server
 such effort; the template decides [auto]: anthropic-disabled-thinking-effort
 text of a fingerprint: fingerprint-value

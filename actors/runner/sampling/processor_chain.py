@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from rayfin.actors.errors import RequestFailed
 from rayfin.actors.messages import BoolArray, Int32Array, SchedulerInfo
 from rayfin.actors.parts import PartUsage
 from rayfin.actors.runner.sampling.device_rules import (
@@ -17,6 +18,7 @@ from rayfin.actors.runner.sampling.device_rules import (
     RowTokenRules,
     make_row_token_rules,
 )
+from rayfin.actors.runner.sampling.own_processor import OwnProcessor
 from rayfin.actors.runner.sampling.penalties import Penalties
 from rayfin.actors.runner.sampling.processor import (
     LogitsProcessor,
@@ -154,6 +156,11 @@ class ProcessorChain:
         """Whether the rules of a slot that a GPU applies leave no token at a position."""
         rules = self._device_rules(slot)
         return rules is not None and rules.leaves_none(position)
+
+    def failure(self, slot: int) -> RequestFailed | None:
+        """What a processor of a user's own has raised for the slot."""
+        own = [each for each in self._slots.get(slot, ()) if isinstance(each, OwnProcessor)]
+        return next((error for each in own if (error := each.failure(slot))), None)
 
     def _rules_of(self, slot: int) -> Sequence[SlotRules]:
         changing = self._slots.get(slot, [])

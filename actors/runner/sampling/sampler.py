@@ -208,7 +208,10 @@ class Sampler:
             bad = unsampled if processed is raw else find_bad_rows(raw).cpu().numpy()
             empty = unsampled & ~bad
             tokens[unsampled | bad] = NO_TOKEN
-            result.errors = {row: NoTokenLeft(NO_TOKEN_LEFT) for row in rows[empty].tolist()}
+            result.errors = {
+                row: self._processors.failure(slot) or NoTokenLeft(NO_TOKEN_LEFT)
+                for row, slot in zip(rows[empty].tolist(), slots[empty].tolist(), strict=True)
+            }
             result.errors |= {row: NumericalError(NOT_FINITE) for row in rows[bad].tolist()}
         result.tokens[rows] = tokens
         if masks is not None:
