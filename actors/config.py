@@ -265,6 +265,9 @@ class EngineArgs:
         None, "settings of the image or audio processor, JSON"
     )
     enable_prompt_embeds: bool = _flag(False, "take embeddings in prompts: prompt_embeds")
+    profile_dir: str | None = _flag(
+        None, "folder of each node for profiles by /start_profile, as Chrome traces; default: none"
+    )
     plugin: list[str] | None = _flag(
         None,
         "code of your own as KIND=module:name; may be repeated; KIND is setup, logits_processor, "

@@ -103,6 +103,9 @@ COMPILE_STARVED_SECONDS = 0.5
 COMPILE_FULL_SECONDS = 30.0
 COMPILE_LATE_SECONDS = 2.0
 
+# A step that runs is waited for so long before its profile ends amid it.
+PROFILE_STEP_SECONDS = 5.0
+
 # The content of an adapter on its way from the actor that holds it to a runner.
 # Where that actor is missing, a runner asks again after the pause.
 ADAPTER_FETCH_SECONDS = 8.0

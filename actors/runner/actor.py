@@ -11,7 +11,13 @@ import ray
 
 from rayfin.actors import failpoints
 from rayfin.actors.config import BatchLimits, EngineArgs, EngineConfig, ModelFacts
-from rayfin.actors.errors import AdapterUnavailable, InvalidRequest, RayfinError, RequestFailed
+from rayfin.actors.errors import (
+    AdapterUnavailable,
+    EngineBusy,
+    InvalidRequest,
+    RayfinError,
+    RequestFailed,
+)
 from rayfin.actors.messages import PageTransfer, SchedulerInfo, StepResult
 from rayfin.actors.parts import Need
 from rayfin.actors.processes.host_memory import resident_bytes
@@ -305,7 +311,7 @@ class ModelRunnerActor:
         """
         try:
             self._runner.prepare(needs)
-        except (InvalidRequest, RequestFailed, AdapterUnavailable) as error:
+        except (InvalidRequest, RequestFailed, AdapterUnavailable, EngineBusy) as error:
             return error
         return None
 

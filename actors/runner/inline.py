@@ -5,7 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rayfin.actors.config import EngineConfig
-from rayfin.actors.errors import AdapterUnavailable, InvalidRequest, RayfinError, RequestFailed
+from rayfin.actors.errors import (
+    AdapterUnavailable,
+    EngineBusy,
+    InvalidRequest,
+    RayfinError,
+    RequestFailed,
+)
 from rayfin.actors.messages import PageTransfer, SchedulerInfo, StepResult
 from rayfin.actors.parts import Need
 from rayfin.actors.runner.disk_pages import DiskPages
@@ -117,7 +123,7 @@ class InlineExecutor:
         """Prepares what requests to come need, at once."""
         try:
             self._runner.prepare(needs, at_once=True)  # the loop waits
-        except (InvalidRequest, RequestFailed, AdapterUnavailable) as error:
+        except (InvalidRequest, RequestFailed, AdapterUnavailable, EngineBusy) as error:
             return _Prepared(error)
         return _Prepared(None)
 

@@ -26,6 +26,7 @@ from rayfin.actors.runner.observers import StepObserver
 from rayfin.actors.runner.page_namespace import page_namespace
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.parts.model_part import ModelPart
+from rayfin.actors.runner.parts.profile import ProfilePart
 from rayfin.actors.runner.parts.settings import check_parts, parts_of_tokens
 from rayfin.actors.runner.quantized.config import source_config
 from rayfin.actors.runner.state_tensors import StateTensors
@@ -223,6 +224,8 @@ def load(
         InvalidConfig, UnsupportedModel: the model cannot be served.
     """
     loaded = _load(args, place) if version.is_base else _load_version(args, place, version)
+    if args.profile_dir is not None:
+        loaded = replace(loaded, parts=(*loaded.parts, ProfilePart(args.profile_dir)))
     if not loaded.samples or (place is not None and not place.is_last):  # it has no logits
         return loaded
     size = loaded.config.get_text_config(decoder=True).vocab_size

@@ -53,8 +53,10 @@ from rayfin.actors.processes.logs import set_up
 from rayfin.actors.processes.registry import NAMESPACE
 from rayfin.actors.scheduler import status_line
 from rayfin.actors.scheduler.engine import Engine
+from rayfin.actors.scheduler.executor import Executor
 from rayfin.actors.scheduler.faults.runner_pinger import RunnerPinger
 from rayfin.actors.scheduler.inbox import WAKE, ClientLinks, ClientMessage, EngineCall
+from rayfin.actors.scheduler.profiled_executor import profiled
 from rayfin.actors.scheduler.runner_group import RunnerGroup
 from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS, Subscriptions
 from rayfin.actors.scheduler.weight_desk import WeightDesk, catch_up, joined_version
@@ -145,6 +147,7 @@ class SchedulerActor:
         self._engine: Engine | None = None
         self._desk: WeightDesk | None = None
         self._group: RunnerGroup | None = None
+        self._executor: Executor | None = None  # the group, as the engine sees it
         self._failure: str | None = None
         self._ticked = time.monotonic()
         self._leaving = False
@@ -185,7 +188,8 @@ class SchedulerActor:
             ask = partial(decided_version, coordinator_name(self._name))
             self._group.version = joined_version(desk.store, ask())
             desk.store.touch()
-            engine = Engine(self._group.start(), self._group)
+            self._executor = profiled(self._group, start.args.profile_dir)
+            engine = Engine(self._group.start(), self._executor)
             engine.lifecycle.state.tables.restore(self._group.names)
             engine.updates.begin(self._group.version)
             self._desk, self._engine = desk, engine
@@ -375,13 +379,13 @@ class SchedulerActor:
         Returns:
             Why they cannot serve it, or None.
         """
-        engine, group = self._running_engine(), self._group
-        assert group is not None, "an engine that runs has runners"
+        engine, executor = self._running_engine(), self._executor
+        assert executor is not None, "an engine that runs has runners"
         try:
             part.check(engine.config.parts)
         except InvalidRequest as refusal:
             return refusal
-        pending, deadline = group.prepare(part.needs), time.monotonic() + LOOP_COMMAND_SECONDS
+        pending, deadline = executor.prepare(part.needs), time.monotonic() + LOOP_COMMAND_SECONDS
         while not pending.done() and time.monotonic() < deadline:
             time.sleep(LOBBY_TICK_SECONDS)
         return pending.error() if pending.done() else None

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Depends, FastAPI, Query
@@ -10,6 +11,8 @@ from fastapi import APIRouter, Depends, FastAPI, Query
 from rayfin import __version__
 from rayfin.actors.errors import InvalidRequest, ModelNotFound
 from rayfin.actors.messages import Command
+from rayfin.actors.parts import RequestPart
+from rayfin.deployments.api.profile import add_profile_routes
 from rayfin.deployments.api.weights import add_weight_routes
 from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.client.weights import WeightsClient
@@ -31,6 +34,8 @@ class Engines(Protocol):
     async def engines(self) -> list[EngineReport]: ...
 
     async def manage(self, command: Command, engine: str | None) -> list[EngineReport]: ...
+
+    async def prepare(self, part: RequestPart) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,10 @@ def addressees(
 
 
 Which = Annotated[Addressees, Depends(addressees)]
+
+
+def _engines(models: Sequence[Operated], name: str | None) -> list[Engines]:
+    return [model.client for model in Addressees(None, name).of(models)]
 
 
 def add_admin_routes(app: FastAPI, models: Sequence[Operated]) -> None:
@@ -137,6 +146,7 @@ def add_admin_routes(app: FastAPI, models: Sequence[Operated]) -> None:
         states = [engine.state for _, engines in await reports() for engine in engines]
         return {"is_sleeping": bool(states) and set(states) == {"asleep"}}
 
+    add_profile_routes(router, partial(_engines, models))
     app.include_router(router)
     add_weight_routes(app, models)
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from rayfin.actors.messages import Command, EngineInfo, EngineRequest, TokenDelta, TokenLog
 from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.metrics.snapshot import EngineSnapshot
+from rayfin.actors.parts import RequestPart
 
 # The report of one engine to an operator.
 
@@ -53,6 +54,14 @@ class EngineClient(Protocol):
 
         Raises:
             EngineUnavailable: no engine is ready.
+        """
+        ...
+
+    async def prepare(self, part: RequestPart) -> None:
+        """Has every engine prepare what requests with ``part`` need.
+
+        Raises:
+            InvalidRequest: the part does not fit the model.
         """
         ...
 

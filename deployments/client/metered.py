@@ -17,6 +17,7 @@ from rayfin.actors.metrics.engine_stats import ENGINE_METRICS, engine_report
 from rayfin.actors.metrics.ledger import Ledger
 from rayfin.actors.metrics.render import render
 from rayfin.actors.metrics.snapshot import EngineSnapshot
+from rayfin.actors.parts import RequestPart
 from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.client.pool import EnginePool
 from rayfin.deployments.telemetry.hub_client import HubClient
@@ -56,6 +57,9 @@ class MeteredEngineClient:
 
     def close(self) -> None:
         self._client.close()
+
+    async def prepare(self, part: RequestPart) -> None:
+        await self._client.prepare(part)
 
     async def info(self) -> EngineInfo:
         return await self._client.info()

@@ -13,6 +13,8 @@ ADMIN_PATHS = frozenset(
         "/wake_up",
         "/is_sleeping",
         "/server_info",
+        "/start_profile",
+        "/stop_profile",
         "/admin/weights",  # new weights, and vLLM's and SGLang's routes for them
         "/pause",
         "/resume",

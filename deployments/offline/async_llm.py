@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, InvalidRequest
 from rayfin.actors.messages import Command
 from rayfin.actors.pooling.part import PoolingTask
+from rayfin.actors.profile import ProfileOrder
 from rayfin.actors.sampling_params import RequestOutputKind, SamplingParams
 from rayfin.actors.weights.version import KeptPages, NewRequests, PauseMode
 from rayfin.deployments.client.weights import WeightsClient, states_as_json
@@ -436,6 +437,25 @@ class AsyncLLM:
     async def list_loras(self) -> set[int]:
         """Returns the numbers of the adapters of :meth:`add_lora`."""
         return set(self._adapters)
+
+    async def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Profiles the next steps into ``profile_dir``, until :meth:`stop_profile`.
+
+        Raises:
+            NotFound: the engine has no ``profile_dir``.
+            EngineBusy: a profile is being taken.
+        """
+        await self._service()
+        await self._source.prepare(ProfileOrder(prefix=profile_prefix or ""))
+
+    async def stop_profile(self) -> None:
+        """Ends the profile and writes it.
+
+        Raises:
+            EngineBusy: none is being taken.
+        """
+        await self._service()
+        await self._source.prepare(ProfileOrder(stop=True))
 
     async def do_log_stats(self) -> None:
         """Logs what the engine does, in one line."""

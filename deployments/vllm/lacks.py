@@ -30,8 +30,6 @@ ATTRIBUTES = {
 ASYNC_METHODS = {
     "collective_rpc": "the settings of AsyncEngineArgs",
     "init_weight_transfer_engine": "update_weights()",
-    "start_profile": "do_log_stats(), or /metrics of a server",
-    "stop_profile": "do_log_stats(), or /metrics of a server",
     "scale_elastic_ep": "rayfin serve --max-engines",
 }
 

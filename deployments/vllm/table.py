@@ -185,7 +185,7 @@ such measurement: collect-detailed-traces* kv-cache-metrics? cudagraph-metrics?
     ray-workers-use-nsight?
 figures of drafts in answers [none]: per-request-spec-decode-metrics
 buckets as a setting: custom-histogram-buckets=
-profiler behind the API: profiler-config=
+such setting; --profile-dir is it: profiler-config=
 server of tokens alone: tokens-only?
 transfer of KV caches between servers: enable-scale-out? kv-transfer-config= ec-transfer-config=
 tokenizers but Hugging Face's [auto hf slow]: tokenizer-mode

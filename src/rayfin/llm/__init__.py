@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 _MISSING = {
-    "LLMServer": "an ingress and its engines are Rayfin's own; --plugin route=... adds to the API",
-    "OpenAiIngress": "an ingress and its engines are Rayfin's own; --plugin route=... adds to the API",
+    "LLMServer": "the ingress and engines are Rayfin's own; --plugin route=... adds to the API",
+    "OpenAiIngress": "the ingress and engines are Rayfin's own; --plugin route=... adds to the API",
     "build_pd_openai_app": "one engine does prefill and decode, in one step; build_openai_app",
 }
 

@@ -6,8 +6,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.errors import EngineBusy, InvalidConfig
 from rayfin.actors.messages import Command
+from rayfin.actors.profile import ProfileOrder
 from rayfin.deployments.api.admin import Operated, add_admin_routes
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.app import AppArgs, build_app, edge_settings
@@ -107,6 +108,34 @@ async def test_what_cannot_be_done_is_refused(operated: Any, engine: Any) -> Non
         assert deep.status_code == 400 and deep.json()["error"]["param"] == "level"
         assert (await http.get("/admin/drain", headers=OPERATOR)).status_code == 405
     assert engine.commands == []
+
+
+async def test_profiles(operated: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: list[Any] = []
+
+    async def prepare(part: Any) -> None:
+        if orders == [part]:
+            raise EngineBusy("a profile is being taken")
+        orders.append(part)
+
+    monkeypatch.setattr(engine, "prepare", prepare)
+    body = {"profile_prefix": "a", "delay_iterations": 2, "max_iterations": 9}
+    async with connect(build_api(operated)) as http:
+        statuses = [
+            (await http.post(path, json=given, headers=OPERATOR)).status_code
+            for path, given in (
+                ("/start_profile", body),
+                ("/start_profile", body),
+                ("/stop_profile?model=none", None),
+                ("/start_profile", {"max_iterations": 1001}),
+                ("/start_profile", {"profile_prefix": "../a"}),
+                ("/start_profile", {"other": 1}),
+                ("/stop_profile", None),
+                ("/start_profile", None),
+            )
+        ]
+    assert statuses == [200, 409, 404, 400, 400, 400, 200, 200]
+    assert orders == [ProfileOrder(False, "a", 2, 9), ProfileOrder(stop=True), ProfileOrder()]
 
 
 async def test_engines_are_shown(operated: Any, engine: Any) -> None:
