@@ -13,6 +13,7 @@ from batch import batch_under_kills
 from cluster import Layout
 from coding_agents import MODEL as AGENTS_MODEL
 from coding_agents import agent_under_kills
+from connected import connected_under_kills
 from history import Record
 from load import Ask
 from nemesis import Nemesis
@@ -491,6 +492,15 @@ CASES = [
     ),
     with_batch("batch", lines=200, kills=6),
     with_batch("batch-long", lines=500, kills=20),
+    Case(
+        "connect",
+        "63",
+        "scheduler or runner killed 6 times under a program that is connected without HTTP",
+        connected_under_kills(streams=12, kills=6),
+        streams=4,
+        rate=2,
+        after=8,
+    ),
     with_forms("runner", "runner killed", faults.kill_runner),
     with_forms("runner-often", "runner killed every 5 s", faults.kill_runner_every_five_seconds),
     with_forms("scheduler", "scheduler killed", faults.kill_scheduler),

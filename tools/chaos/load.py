@@ -241,10 +241,10 @@ class Asks:
             pictures=(draw.randrange(drawn_pictures.SHARED),),
         )
 
-    def line(self) -> Ask:
-        """A line of a batch: greedy or sampled."""
+    def line(self, longest: int = 64) -> Ask:
+        """A line of a batch: greedy or sampled, of at least 16 tokens."""
         settings = {"temperature": self._random.choice([0, 0.9])}
-        return self._ask("line", self._random.randint(16, 64), stream=False, settings=settings)
+        return self._ask("line", self._random.randint(16, longest), stream=False, settings=settings)
 
     def long_prompt(self, tokens: int) -> Ask:
         """A request whose prompt takes several steps."""
