@@ -2,6 +2,7 @@
 
     python benchmarks/ray_home.py all-at-once    # 64 prompts at once, beside LLM.generate
     python benchmarks/ray_home.py connected      # streams of a served model, beside HTTP
+    python benchmarks/ray_home.py app            # an application of rayfin.llm, beside rayfin serve
 
 The two sides take turns; figures are medians of the rounds.
 """
@@ -13,6 +14,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -24,6 +26,7 @@ from rayfin import LLM, AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingPa
 from rayfin.actors.config import EngineArgs
 from rayfin.deployments.app import bind_app
 from rayfin.deployments.serve.server_args import ServerArgs
+from rayfin.llm import build_openai_app
 
 SETTINGS: dict[str, Any] = {"threads": 1, "kv_cache_memory": 128 * 2**20}
 PORT = 18_234
@@ -70,83 +73,131 @@ def all_at_once() -> None:
     print(f"ratio     {middle['AsyncLLM'] / middle['LLM']:9.3f}")
 
 
-async def timed(stream: AsyncIterator[int]) -> tuple[float, int]:
-    """Seconds to the first token, and all tokens."""
-    began, first, count = time.perf_counter(), 0.0, 0
+@dataclass(slots=True)
+class Timed:
+    """One stream: seconds to its first token, those between two events, and its tokens."""
+
+    first: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    tokens: int = 0
+
+
+async def timed(stream: AsyncIterator[int]) -> Timed:
+    own, before = Timed(), time.perf_counter()
     async for tokens in stream:
-        if tokens and not count:
-            first = time.perf_counter() - began
-        count += tokens
-    return first, count
+        now = time.perf_counter()
+        if tokens and not own.tokens:
+            own.first = now - before
+        elif tokens:
+            own.gaps.append(now - before)
+        before = now if tokens else before
+        own.tokens += tokens
+    return own
 
 
-async def side_by_side(stream: Stream, count: int) -> tuple[float, float]:
-    """The median time to the first token in seconds, and tokens a second, of so many streams."""
+async def side_by_side(stream: Stream, count: int) -> tuple[float, float, float]:
+    """Of so many streams: the median time to the first token and the 99th percentile of gaps, in
+    seconds, and tokens a second."""
     began = time.perf_counter()
     ended = await asyncio.gather(*(timed(stream(number)) for number in range(count)))
     seconds = time.perf_counter() - began
-    firsts = [first for first, _ in ended]
-    return statistics.median(firsts), sum(tokens for _, tokens in ended) / seconds
+    gaps = sorted(gap for own in ended for gap in own.gaps)
+    first = statistics.median(own.first for own in ended)
+    return first, gaps[len(gaps) * 99 // 100], sum(own.tokens for own in ended) / seconds
+
+
+def by_http(http: httpx.AsyncClient, path: str, tokens: int) -> Stream:
+    """Streams of completions at an address."""
+
+    async def stream(number: int) -> AsyncIterator[int]:
+        body = {"prompt": prompts(64)[number], "temperature": 0, "stream": True}
+        body |= {"max_tokens": tokens, "ignore_eos": True, "return_token_ids": True}
+        async with http.stream("POST", path, json=body) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    choice = json.loads(line.removeprefix("data: "))["choices"][0]
+                    yield len(choice["token_ids"] or ())
+
+    return stream
+
+
+def by_actors(client: AsyncLLM, tokens: int) -> Stream:
+    """Streams of a client that is connected."""
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    params.output_kind = RequestOutputKind.DELTA
+
+    async def stream(number: int) -> AsyncIterator[int]:
+        async with aclosing(client.generate(prompts(64)[number], params)) as outputs:
+            async for output in outputs:
+                yield len(output.outputs[0].token_ids)
+
+    return stream
 
 
 def connected() -> None:
     """Streams of a served model, by HTTP and by ``connect``."""
     arguments = read_arguments()
+    start()
+
+    async def measure() -> None:
+        async with client() as http, await connect("rayfin") as program:
+            plain = by_http(http, "/v1/completions", arguments.tokens)
+            await report(
+                {"HTTP": plain, "connect": by_actors(program, arguments.tokens)}, arguments.rounds
+            )
+
+    asyncio.run(measure())
+    stop()
+
+
+def app() -> None:
+    """Streams of an application of ``rayfin.llm``, and of ``rayfin serve``'s beside it."""
+    arguments = read_arguments()
+    start()
+    model = {"model_loading_config": {"model_id": "demo"}, "engine_kwargs": SETTINGS}
+    serve.run(build_openai_app({"llm_configs": [model]}), name="ray", route_prefix="/ray")
+
+    async def measure() -> None:
+        async with client() as http:
+            ways = {
+                name: by_http(http, f"{prefix}/v1/completions", arguments.tokens)
+                for name, prefix in (("serve", ""), ("llm", "/ray"))
+            }
+            await report(ways, arguments.rounds)
+
+    asyncio.run(measure())
+    stop()
+
+
+def start() -> None:
+    """Starts Ray, and the application that ``rayfin serve`` would."""
     ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
     serve.run(bind_app(ServerArgs(), EngineArgs(**SETTINGS)), name="rayfin")
-    texts = prompts(64)
 
-    async def measure() -> None:
-        limits = httpx.Limits(max_connections=None)
-        url = f"http://127.0.0.1:{PORT}"
-        async with (
-            httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http,
-            await connect("rayfin") as client,
-        ):
-            params = SamplingParams(
-                temperature=0,
-                max_tokens=arguments.tokens,
-                ignore_eos=True,
-                output_kind=RequestOutputKind.DELTA,
-            )
 
-            async def by_http(number: int) -> AsyncIterator[int]:
-                body = {"prompt": texts[number], "temperature": 0, "stream": True}
-                body |= {"max_tokens": arguments.tokens, "ignore_eos": True}
-                body["return_token_ids"] = True
-                async with http.stream("POST", "/v1/completions", json=body) as response:
-                    async for line in response.aiter_lines():
-                        if line.startswith("data: {"):
-                            choice = json.loads(line.removeprefix("data: "))["choices"][0]
-                            yield len(choice["token_ids"] or ())
-
-            async def by_actors(number: int) -> AsyncIterator[int]:
-                async with aclosing(client.generate(texts[number], params)) as outputs:
-                    async for output in outputs:
-                        yield len(output.outputs[0].token_ids)
-
-            ways: dict[str, Stream] = {"HTTP": by_http, "connect": by_actors}
-            for count in (1, 16):
-                await report(ways, count, arguments.rounds)
-
-    asyncio.run(measure())
+def stop() -> None:
     serve.shutdown()
     ray.shutdown()
 
 
-async def report(ways: dict[str, Stream], count: int, rounds: int) -> None:
-    measured: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name, stream in ways.items():
-            figures = await side_by_side(stream, count)
-            if number:
-                measured[name].append(figures)
-    for name, figures in measured.items():
-        first, rate = (statistics.median(each) for each in zip(*figures, strict=True))
-        print(
-            f"{count:3} streams, {name:8} first token {first * 1000:7.2f} ms, {rate:8,.0f} tokens/s"
-        )
+def client() -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{PORT}", timeout=600, limits=limits)
+
+
+async def report(ways: dict[str, Stream], rounds: int) -> None:
+    for count in (1, 16):
+        measured: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
+        for number in range(rounds + 1):
+            for name, stream in ways.items():
+                figures = await side_by_side(stream, count)
+                if number:
+                    measured[name].append(figures)
+        for name, rows in measured.items():
+            first, gap, rate = (statistics.median(each) for each in zip(*rows, strict=True))
+            shown = f"first token {first * 1000:7.2f} ms, p99 gap {gap * 1000:7.2f} ms"
+            print(f"{count:3} streams, {name:8} {shown}, {rate:8,.0f} tokens/s")
 
 
 def read_arguments() -> argparse.Namespace:
@@ -158,4 +209,4 @@ def read_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run(__doc__, all_at_once, connected)
+    run(__doc__, all_at_once, connected, app)
