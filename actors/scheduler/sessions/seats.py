@@ -228,12 +228,16 @@ class Seats:
         return tables.pages_for(request.num_tokens + 1) - there
 
     def _has_room(self, head: Request, *, late: bool = False) -> bool:
-        """Whether there are pages for it: free ones without a claim, and those of requests that
-        give way to it."""
+        """Whether there are pages for it."""
+        return self._excess(head, late=late) <= 0
+
+    def _excess(self, head: Request, *, late: bool = False) -> float:
+        """Pages that it takes beyond free ones without a claim, and those of requests that give way
+        to it."""
         free, every = self._tables.num_unclaimed, self._tables.pool.num_pages
         free = min(free + self._giving_way(late), every)
         room = free - sum(self._promised.values()) - MARGIN * (every - free)
-        return room >= 0 and self._missing(head) <= room
+        return self._missing(head) - room
 
     def _giving_way(self, late: bool) -> int:
         """Pages of running requests that the queue takes from them, or waits for, as without
@@ -265,15 +269,22 @@ class Seats:
             if self._has_room(head):
                 return True
         late = now - self._parked[head] >= PARKED_SECONDS
-        idle = self._is_idle(head, now)
+        idle = self._seconds_idle(head, now)
         for session in reversed(self._by_worth(now)):
             rotates = late and self._has_run(session, now)
-            if not (idle or rotates or self._worth(session, now) < self._price(session)):
+            lapses = rotates or idle >= self._spoiled(head, session)
+            if not (lapses or self._worth(session, now) < self._price(session)):
                 continue
             self._lapse(session, "price")
             if self._has_room(head):
                 return True
         return late and self._has_room(head, late=True)
+
+    def _spoiled(self, head: Request, session: Session) -> float:
+        """Seconds until the pages are computed again that the head takes from a paused session: no
+        longer is the engine idle for its sake."""
+        lacks = min(math.ceil(self._excess(head)), self._tables.claims.num_alone(session))
+        return min(self._seconds(session, lacks), PARKED_IDLE_SECONDS)
 
     def _by_worth(self, now: float) -> list[Session]:
         """The paused sessions, the one of least worth last."""
@@ -307,17 +318,14 @@ class Seats:
         assert session.seated is not None
         return now - session.seated >= ROTATION * self._seconds(session, pages)
 
-    def _is_idle(self, head: Request, now: float) -> bool:
-        """Whether for as long as the head takes to compute there were only parked requests, and
-        some in the background."""
+    def _seconds_idle(self, head: Request, now: float) -> float:
+        """Seconds for which there were only parked requests, and some in the background."""
         if self._state.waiting.has_foreground or len(self._tier) or self._ready:
             self._idle_since = None
-            return False
+            return -math.inf
         if self._idle_since is None:
             self._idle_since = now
-        since = max(self._idle_since, self._parked[head])
-        cost = self._state.prompt_cost.seconds(0, head.num_tokens)
-        return now - since >= min(cost, PARKED_IDLE_SECONDS)
+        return now - max(self._idle_since, self._parked[head])
 
     def _follow_held(self, now: float) -> None:
         """Pages that running requests hold, as a mean over a minute."""

@@ -313,6 +313,18 @@ def test_where_nothing_runs_a_seat_is_had_before_the_engine_seems_stalled(agents
     agents.h.check()
 
 
+def test_an_idle_engine_waits_no_longer_than_the_pages_that_are_taken_cost(agents: Agents) -> None:
+    """Two of them, 0.8 s, and not for the 4 s of the whole prompt, which a step of 3.2 s begins."""
+    agents.pair()
+    third, began = agents.ask(2), agents.h.executor.clock
+    while third in _parked(agents):
+        agents.h.step()
+        agents.h.wait()
+    assert agents.h.executor.clock - began < 4.5
+    agents.h.run()
+    agents.h.check()
+
+
 def test_a_seat_passes_on_as_soon_as_a_session_pauses(agents: Agents) -> None:
     agents.pair()
     third, last = agents.ask(2), agents.ask(0, final=True)
