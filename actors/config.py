@@ -39,6 +39,7 @@ from rayfin.actors.settings.choices import (
     Switch,
 )
 from rayfin.actors.settings.kv_disk import page_folder, require_disk, resolve_host_pages
+from rayfin.actors.settings.kv_events import read_kv_events
 from rayfin.actors.settings.lora_limits import require_one_device
 from rayfin.actors.settings.spare_runners import require_spares
 from rayfin.actors.settings.state_snapshots import draft_states, resolve_snapshots
@@ -198,6 +199,11 @@ class EngineArgs:
         "read their common prefix there; default: none",
     )
     kv_disk_size: float = _flag(16.0, "most that folder holds, GiB; what is unused goes first")
+    kv_events_config: dict[str, Any] | None = _flag(
+        None,
+        "tell readers which pages the engine has, as JSON with vLLM's keys, such as "
+        "'{\"enable_kv_cache_events\": true}'; needs the extra events",
+    )
     long_prefill_token_threshold: int = _flag(0, "most tokens of a prompt in a step; 0: no limit")
     itl_target_ms: float | None = _flag(
         None,
@@ -331,6 +337,7 @@ class EngineArgs:
             f"splits prompts, which scheduler {self.scheduler!r} never does",
         )
         require_disk(self)
+        read_kv_events(self.kv_events_config)
         require_one_device(self)
         require_spares(self)
         speculation = self.speculation

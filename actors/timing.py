@@ -93,6 +93,11 @@ PARKED_IDLE_SECONDS = 20.0
 PAGES_HELD_SECONDS = 60.0
 FORGOTTEN_SESSION_SECONDS = 3600.0
 
+# Events of pages (--kv-events-config) begin again so long after an engine's start, for readers that
+# had fewer of the one before it; and their thread looks so often for readers that ask.
+KV_EVENTS_AGAIN_SECONDS = 60.0
+KV_EVENTS_POLL_SECONDS = 0.05
+
 # One that has had the first of processor time, or has run for the second, compiles while the
 # processor is idle. Whenever the third has passed and it has had little time, it begins again with
 # a share of the processor. While a thread that was left behind still waits for time, the fourth at

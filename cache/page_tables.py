@@ -122,8 +122,10 @@ class PageTables:
             return
         size, full = self.page_size, len(tokens) // self.page_size
         for number in range(int(self.published[slot]), full):
-            page = self._pages[slot][number]
-            self.index.add(page, chain.hashes[number], tokens[number * size : (number + 1) * size])
+            page, hashes = self._pages[slot][number], chain.hashes
+            its = tokens[number * size : (number + 1) * size]
+            parent = hashes[number - 1] if number else None
+            self.index.add(page, hashes[number], its, parent, chain.keys)
         self.published[slot] = max(full, int(self.published[slot]))
 
     def restore(self, names: Mapping[int, PageName]) -> None:

@@ -9,7 +9,7 @@ the fixes of its advisories: no weak hash, and the page's tokens are compared on
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ class HashChain:
 
     def __init__(self, page_size: int, extra_keys: Sequence[str] = ()) -> None:
         self._page_size = page_size
+        self.keys = tuple(extra_keys)
         root = sha256()
         for key in extra_keys:  # length first: ("ab", "c") and ("a", "bc") differ
             encoded = key.encode()
@@ -52,6 +53,24 @@ class HashChain:
             self.hashes.append(parent)
 
 
+class IndexObserver(Protocol):
+    """Hears of each change of an index, on the thread that makes it; it may keep no tokens."""
+
+    def stored(
+        self, page_hash: bytes, parent: bytes | None, tokens: Tokens, keys: tuple[str, ...]
+    ) -> None:
+        """A page is added, behind the one with the hash ``parent``."""
+        ...
+
+    def removed(self, page_hash: bytes) -> None:
+        """A page is dropped."""
+        ...
+
+    def cleared(self) -> None:
+        """All pages are."""
+        ...
+
+
 class PrefixIndex:
     """Full pages that can be shared, free or held; for each hash the first page that had it.
 
@@ -64,12 +83,17 @@ class PrefixIndex:
         self._hash_of: list[bytes | None] = [None] * num_pages
         self._tokens_of: Tokens = np.zeros((num_pages, page_size), np.int32)
         self._changed: dict[int, None] = {}  # pages, since ``changes`` was last called
+        self.observer: IndexObserver | None = None
 
     def __contains__(self, page: int) -> bool:
         return self._hash_of[page] is not None
 
     def __len__(self) -> int:
         return len(self._page_of)
+
+    def hashes(self) -> list[bytes]:
+        """Those of all pages, for tests."""
+        return list(self._page_of)
 
     def match(self, hashes: Sequence[bytes], tokens: Tokens) -> list[int]:
         """The pages of the longest prefix in the index, in order; O(pages matched)."""
@@ -90,14 +114,27 @@ class PrefixIndex:
             pages.append(page)
         return pages
 
-    def add(self, page: int, page_hash: bytes, tokens: Tokens) -> bool:
-        """Adds a full page, or returns False if another page with its tokens is in the index."""
+    def add(
+        self,
+        page: int,
+        page_hash: bytes,
+        tokens: Tokens,
+        parent: bytes | None = None,
+        keys: tuple[str, ...] = (),
+    ) -> bool:
+        """Adds a full page, or returns False if another page with its tokens is in the index.
+
+        Args:
+            parent, keys: for the observer alone: the hash of the page before it, and extra keys.
+        """
         if page_hash in self._page_of:
             return False
         self._page_of[page_hash] = page
         self._hash_of[page] = page_hash
         self._tokens_of[page] = tokens
         self._changed[page] = None
+        if self.observer is not None:
+            self.observer.stored(page_hash, parent, tokens, keys)
         return True
 
     def drop(self, page: int) -> bool:
@@ -108,6 +145,8 @@ class PrefixIndex:
         del self._page_of[page_hash]
         self._hash_of[page] = None
         self._changed[page] = None
+        if self.observer is not None:
+            self.observer.removed(page_hash)
         return True
 
     def changes(self) -> NameChanges | None:
@@ -126,8 +165,12 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Removes all pages, whose memory is gone."""
+        observer, self.observer = self.observer, None
         for page in list(self._page_of.values()):
             self.drop(page)
+        self.observer = observer
+        if observer is not None:
+            observer.cleared()
 
     def check_integrity(self) -> None:
         """Checks in O(pages) that both directions agree.

@@ -11,6 +11,9 @@ from rayfin.actors.parts import Need, PartFacts, PartUsage, RequestPart, first_o
 SHORT_DIGEST = 16
 """Hex digits by which an engine's reports name an adapter."""
 
+UNNAMED = {"lora_id": None, "lora_name": None}
+"""What vLLM's events of pages say of an adapter that has no name there."""
+
 LOAD_RESULTS = ("ok", "failed")
 ADAPTERS_INFO = Family(
     name="lora_requests_info",

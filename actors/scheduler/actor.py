@@ -56,10 +56,12 @@ from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.executor import Executor
 from rayfin.actors.scheduler.faults.runner_pinger import RunnerPinger
 from rayfin.actors.scheduler.inbox import WAKE, ClientLinks, ClientMessage, EngineCall
+from rayfin.actors.scheduler.kv_events import start_kv_events
 from rayfin.actors.scheduler.profiled_executor import profiled
 from rayfin.actors.scheduler.runner_group import RunnerGroup
 from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS, Subscriptions
 from rayfin.actors.scheduler.weight_desk import WeightDesk, catch_up, joined_version
+from rayfin.actors.settings.kv_events import read_kv_events
 from rayfin.actors.timing import (
     CLIENT_LEASE_SECONDS,
     LOBBY_TICK_SECONDS,
@@ -190,7 +192,10 @@ class SchedulerActor:
             desk.store.touch()
             self._executor = profiled(self._group, start.args.profile_dir)
             engine = Engine(self._group.start(), self._executor)
-            engine.lifecycle.state.tables.restore(self._group.names)
+            tables = engine.lifecycle.state.tables
+            tables.restore(self._group.names)
+            events = read_kv_events(start.args.kv_events_config)
+            start_kv_events(events, self._name, tables.page_size, tables.index)
             engine.updates.begin(self._group.version)
             self._desk, self._engine = desk, engine
             try:

@@ -110,6 +110,7 @@ class _Transfer:
     what: PageTransfer
     lent: list[int]  # what.pages, behind those that a prefix has already
     begun: float
+    keys: tuple[str, ...]  # beside the tokens
     patience: float = PAGE_READ_SECONDS  # that requests have for a read
     valid: bool = True  # False once the cache was reset
     requests: dict[Request, None] = field(default_factory=dict)  # that wait for it
@@ -232,7 +233,8 @@ class DiskTier:
             tokens=np.array(tokens, np.int32),
             before=request.chain.hashes[:first],
         )
-        return _Transfer(self._executor.transfer(what), what, list(pages), self._clock())
+        pending, keys = self._executor.transfer(what), request.chain.keys
+        return _Transfer(pending, what, list(pages), self._clock(), keys)
 
     def leaving(self) -> Iterator[tuple[Request, RayfinError | None]]:
         if not (self._reading or self._writing):
@@ -261,11 +263,13 @@ class DiskTier:
             speed = moved / (now - transfer.begun)
             self._bytes_per_second += (speed - self._bytes_per_second) / 4
         if self._tables.index is not None and transfer.valid:
+            parent = what.before[-1] if what.before else None
             for page, page_hash, tokens in zip(
                 what.pages[:arrived], what.hashes, what.tokens, strict=False
             ):
-                if self._tables.index.add(page, page_hash, tokens):
+                if self._tables.index.add(page, page_hash, tokens, parent, transfer.keys):
                     self._stored[page] = page_hash
+                parent = page_hash
         self._counters.disk_pages_read += arrived
         self._counters.disk_pages_unreadable += len(what.pages) - arrived
         self._tables.give_back(transfer.lent)

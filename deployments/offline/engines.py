@@ -12,6 +12,7 @@ from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.processes.environment import set_ray_environment
 from rayfin.actors.runner.parallel.rank import group_size
 from rayfin.actors.scheduler.engine import Engine
+from rayfin.actors.settings.kv_events import read_kv_events
 from rayfin.actors.timing import OFFLINE_LEASE_SECONDS
 from rayfin.deployments.offline.weights import LocalWeights
 
@@ -71,6 +72,8 @@ def load_engine(args: EngineArgs) -> "tuple[Engine, EngineInfo, InlineExecutor]"
             f"{name}_parallel_size over 1 needs executor='ray': a process for each device",
             f"{name}_parallel_size",
         )
+    if read_kv_events(args.kv_events_config).enabled:
+        raise InvalidConfig("kv_events_config needs executor='ray'", "kv_events_config")
     from rayfin.actors.runner.inline import InlineExecutor  # imports torch
     from rayfin.actors.runner.model_runner import ModelRunner
 

@@ -79,6 +79,7 @@ enable-force-include-usage? enable-log-outputs? enable-log-requests? enable-lora
 enable-per-request-metrics? enable-prompt-embeds? enable-prompt-tokens-details?
 enable-ssl-refresh? enable-tokenizer-info-endpoint? enforce-eager?
 exclude-tools-when-tool-choice-none? generation-config hf-overrides= hf-token host kv-cache-dtype
+kv-events-config=
 language-model-only? limit-mm-per-prompt= load-format log-error-stack? log-level logprobs-mode
 long-prefill-token-threshold lora-dtype lora-modules* max-cpu-loras max-log-len max-logprobs
 max-lora-rank max-loras max-model-len middleware mm-processor-cache-gb mm-processor-kwargs= model
@@ -225,7 +226,6 @@ unit but a page; set --page-size: prefix-match-unit
 types by layer: kv-cache-dtype-skip-layers*
 models with shared KV caches: kv-sharing-fast-prefill?
 prefixes in host memory: kv-offloading-size
-events of pages: kv-events-config=
 weights in host memory [0 0.0 auto]: offload-backend cpu-offload-gb cpu-offload-params*
     offload-group-size offload-params*
 weights in host memory [1]: offload-num-in-group offload-prefetch-step

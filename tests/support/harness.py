@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from event_reader import EventReader
 from fake_runner import FakeExecutor
 from fake_stream import Stream
 from rayfin.actors.adapters.part import AdapterFacts, AdapterRef
@@ -30,8 +31,10 @@ from rayfin.actors.messages import (
     StopRules,
 )
 from rayfin.actors.scheduler.engine import Engine
+from rayfin.actors.scheduler.kv_events import PageEvents
 from rayfin.actors.scheduler.page_tier import DiskTier
 from rayfin.actors.scheduler.sessions.sessions import Session
+from rayfin.actors.settings.kv_events import KVEventsConfig
 from rayfin.actors.timing import LOBBY_TICK_SECONDS
 from rayfin.actors.weights.version import BASE_LABEL
 
@@ -59,6 +62,10 @@ class Harness:
         tier = self.engine.lifecycle.tier
         if isinstance(tier, DiskTier):
             tier.least_read_tokens = tier.least_stored_tokens = 1
+        self.events = PageEvents(KVEventsConfig(), self.config.page_size, 0, 0.0)
+        self.reader = EventReader()
+        if (index := self.engine.lifecycle.state.tables.index) is not None:
+            index.observer = self.events
 
     def add(
         self,
@@ -167,9 +174,19 @@ class Harness:
             self.engine.check_integrity()
             self.executor.check_names()
             check_sessions(self.engine)
+        if self.executor.num_submitted % (16 * self.integrity_every) == 0:
+            self.check_events()
         while self._timed and self._timed[0][0] <= now:  # I14
             assert not heapq.heappop(self._timed)[2].open, "it goes on after its deadline"
         self._check_admissions()
+
+    def check_events(self) -> None:
+        """S8: what the events tell is what the index has."""
+        for message in self.events.messages(self.executor.clock):
+            assert self.reader.read(*message), "a number is missing"
+        if (index := self.engine.lifecycle.state.tables.index) is not None:
+            known = {int.from_bytes(page_hash[-8:], "big") for page_hash in index.hashes()}
+            assert known == self.reader.pages.keys(), "events tell other pages"
 
     def read(self, messages: dict[str, Any]) -> None:
         for client, deltas in messages.items():
@@ -212,6 +229,7 @@ class Harness:
         assert not self.engine.has_work, "the engine does not get done"
         assert self.engine.lifecycle.state.tables.num_held == 0
         assert self.engine.step() == {}
+        self.check_events()
 
     def expected(self, stream: Stream) -> tuple[list[int], str, int | None]:
         """(tokens, finish reason, stop reason) as the oracle has them, planted errors included."""
