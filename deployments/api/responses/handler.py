@@ -6,11 +6,13 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from rayfin.actors.errors import RayfinError, RequestFailed
+from rayfin.actors.messages import SessionRef
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.actors.timing import SSE_COMMENT_SECONDS
 from rayfin.deployments.api.responses.bodies import OUR_NAMES, ResponseRequest
@@ -130,7 +132,9 @@ class ResponseAdapter(GenerationAdapter):
         body.check()
         params = body.sampling_params(service.sampling_defaults)
         items = self.items()
-        history = await history_of(self._store, body, self._tenant)
+        history, root = await history_of(self._store, body, self._tenant)
+        if root and caller.session is None:  # as if its clients had named it
+            caller = replace(caller, session=SessionRef(root))
         check_calls(history, items)
         conversation = history + items
         rules = answer_rules(body, conversation)
@@ -157,6 +161,7 @@ class ResponseAdapter(GenerationAdapter):
         self._state = ResponseState(
             self._created(params), self._tenant, history, items, len(prompt.ids)
         )
+        self._state.root = root
         self._state.page_size = generation.choices[0].page_size
         return generation
 

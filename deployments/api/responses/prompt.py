@@ -21,8 +21,9 @@ from rayfin.deployments.text.generation_prompt import ChatPrompt
 
 async def history_of(
     store: ResponseStoreClient, body: ResponsePromptBody, tenant: str
-) -> list[Item]:
-    """Returns the items of the responses before this one, or of its conversation.
+) -> tuple[list[Item], str]:
+    """Returns the items of the responses before this one, and the first one's id; or the items of
+    its conversation, and "".
 
     Raises:
         NotFound: there is no such response, or conversation.
@@ -32,14 +33,14 @@ async def history_of(
         known: ConversationState = await store.call(
             "conversation", conversation_id, tenant, "conversation"
         )
-        return known.items
+        return known.items, ""
     if not body.previous_response_id:
-        return []
+        return [], ""
     param = "previous_response_id"
     previous = await store.get(body.previous_response_id, tenant, param)
     if not previous.done:
         raise InvalidRequest("The previous response is still in progress.", param)
-    return previous.conversation()
+    return previous.conversation(), previous.root or previous.id
 
 
 async def prompt_of(

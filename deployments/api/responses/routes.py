@@ -53,7 +53,7 @@ def add_response_routes(app: FastAPI, models: ServedModels, store: ResponseStore
         service = await models.resolve_model(request, body.model)
         response.headers.update(ignored_header(body.ignored_fields()))
         items = input_items(body.input)
-        history = await history_of(store, body, tenant_of(request))
+        history, _ = await history_of(store, body, tenant_of(request))
         check_calls(history, items)
         answer_rules(body, history + items)  # checks the fields that leave the prompt as it is
         prompt = await prompt_of(service, body, history + items, any_length=True)

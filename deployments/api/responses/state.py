@@ -73,6 +73,7 @@ class ResponseState:
     reasoning_tokens: int = 0  # of these
     cached_tokens: int = 0
     page_size: int = 0  # as Choice.page_size
+    root: str = ""  # the id of the first response before this one
     raw: list[RawMessage] = field(default_factory=list)  # prompt and output, if asked for
     error: ResponseError | None = None
     ended_at: int | None = None  # seconds since 1970

@@ -208,6 +208,8 @@ async def test_a_conversation_by_reference(
     await openai.responses.delete(first.id)
     third = await openai.responses.create(input="go", previous_response_id=second.id, **limit)
     assert third.previous_response_id == second.id
+    names = [request.session and request.session.name for request in engine.seen]
+    assert names == [None, first.id, first.id]
     texts = (first.output_text, second.output_text)
     assert engine.seen[1].prompt.tolist() == chat(
         tokenizer, ("system", "Two."), ("user", "hello"), ("assistant", texts[0]), ("user", "world")
