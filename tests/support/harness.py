@@ -35,7 +35,7 @@ from rayfin.actors.scheduler.kv_events import PageEvents
 from rayfin.actors.scheduler.page_tier import DiskTier
 from rayfin.actors.scheduler.sessions.sessions import Session
 from rayfin.actors.settings.kv_events import KVEventsConfig
-from rayfin.actors.timing import LOBBY_TICK_SECONDS
+from rayfin.actors.timing import LOBBY_TICK_SECONDS, PARKED_IDLE_SECONDS
 from rayfin.actors.weights.version import BASE_LABEL
 
 
@@ -56,6 +56,7 @@ class Harness:
         self._unheard: dict[int, Stream] = {}  # by seed: what no runner has heard of yet
         self._last_admitted: dict[Any, int] = {}  # by class: the seed
         self._num_entered = 0
+        self._only_parked: float | None = None  # since when nothing but parked requests is here
 
     def _begin(self) -> None:
         self.engine = Engine(self.config, self.executor, lambda: self.executor.clock)
@@ -179,6 +180,19 @@ class Harness:
         while self._timed and self._timed[0][0] <= now:  # I14
             assert not heapq.heappop(self._timed)[2].open, "it goes on after its deadline"
         self._check_admissions()
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        """S6: an engine with nothing but parked requests gives one a seat in time."""
+        engine, now = self.engine, self.executor.clock
+        seats, live = engine.lifecycle.seats, engine.lifecycle.state.live
+        if seats is None:
+            return
+        if not engine.has_work or engine.has_steps or len(live) > len(seats):
+            self._only_parked = None
+            return
+        self._only_parked = now if self._only_parked is None else self._only_parked
+        assert now - self._only_parked < PARKED_IDLE_SECONDS + 1.0, "parked, and nothing runs"
 
     def check_events(self) -> None:
         """S8: what the events tell is what the index has."""
