@@ -2,6 +2,7 @@
 
 from collections import Counter
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -57,3 +58,33 @@ def test_a_life_is_its_seed(simulate: ModuleType) -> None:
         assert first.history == second.history
         assert first.executor.clock == second.executor.clock
         assert len(first.executor.log) == len(second.executor.log)
+
+
+def test_where_all_contexts_fit_sessions_change_nothing(simulate: ModuleType) -> None:
+    turns = 0
+    for seed in range(40):
+        lives = []
+        for sessions in (True, False):
+            limits = {"max_waiting_requests": 1000, "max_waiting_tokens": None}
+            settings = {"sessions": sessions, "num_pages": 2000, **limits}
+
+            class Roomy(simulate.Life):  # type: ignore[name-defined, misc]
+                def _settings(self, settings: dict[str, Any] = settings) -> dict[str, Any]:
+                    return {**super()._settings(), **settings}
+
+            lives.append(Roomy(seed))
+            if not lives[-1].share_of_turns:
+                break
+            lives[-1].run()
+        else:
+            turns += _alike(*lives)
+    assert turns > 50
+
+
+def _alike(first: Any, second: Any) -> int:
+    """Two lives are the same; returns the turns of sessions in one."""
+    on, off = first.harness, second.harness
+    assert on.history == off.history and on.executor.entered == off.executor.entered
+    assert on.executor.clock == off.executor.clock
+    turns: int = first.num_turns
+    return turns
