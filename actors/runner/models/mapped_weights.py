@@ -282,7 +282,9 @@ def _narrow(model: nn.Module, files: Sequence[str] | None, *, quantized: bool) -
 
     The experts of a quantized checkpoint are dequantized, and keep theirs.
     """
-    dtype = _dtype_of([Path(file) for file in files or ()])
+    dtype, wide = _dtype_of([Path(file) for file in files or ()])
+    if not wide <= {name for name, _ in model.named_parameters()}:
+        dtype = None  # they may become a part of any parameter
     for path, module in model.named_modules():
         if quantized and _is_mixture(module):
             yield from (f"{path}.{name}" for name in module._parameters)
@@ -290,7 +292,9 @@ def _narrow(model: nn.Module, files: Sequence[str] | None, *, quantized: bool) -
         if dtype not in NARROW:
             continue
         for name, own in list(module._parameters.items()) if _is_known(module) else ():
-            if own is not None and own.is_meta and own.dim() > 1 and own.dtype == torch.float32:
+            if own is None or f"{path}.{name}" in wide:
+                continue
+            if own.is_meta and own.dim() > 1 and own.dtype == torch.float32:
                 empty = torch.empty(own.shape, dtype=dtype, device="meta")
                 module._parameters[name] = nn.Parameter(empty, requires_grad=own.requires_grad)
                 yield f"{path}.{name}"
@@ -306,17 +310,19 @@ def _is_mixture(module: nn.Module) -> bool:
     return is_experts(module) or clamped_gate(module) is not None
 
 
-def _dtype_of(files: Sequence[Path]) -> torch.dtype | None:
-    """The one dtype of all plain matrices of a checkpoint, None where there are several."""
+def _dtype_of(files: Sequence[Path]) -> tuple[torch.dtype | None, set[str]]:
+    """Returns the one dtype of a checkpoint's plain matrices, and those that are float32 beside it.
+
+    The dtype is None where there are several. Gates of experts are float32 beside 16 bits.
+    """
     if any(file.suffix != ".safetensors" for file in files):
-        return None
-    found: set[torch.dtype | None] = {
-        dtype
-        for place, (dtype, shape) in stored_tensors(files)
-        if len(shape) > 1 and not _of_codes(place.key)
-    }
-    found &= {*FLOATS, None}
-    return found.pop() if len(found) == 1 else None
+        return None, set()
+    names: dict[torch.dtype | None, set[str]] = {}
+    for place, (dtype, shape) in stored_tensors(files):
+        if len(shape) > 1 and not _of_codes(place.key) and dtype in {*FLOATS, None}:
+            names.setdefault(dtype, set()).add(place.key)
+    wide = names.pop(torch.float32, set()) if len(names) > 1 else set()
+    return (next(iter(names)) if len(names) == 1 else None), wide
 
 
 def _of_codes(name: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -180,15 +181,33 @@ def test_nothing_writes_it(checkpoint: Make) -> None:
     assert torch.equal(torch.zeros(weight.shape).copy_(weight), weight.wide())
 
 
-def test_matrices_of_several_dtypes_are_widened(checkpoint: Make) -> None:
-    """A float32 matrix among them would be rounded."""
+def test_a_float32_matrix_beside_16_bits_stays_exact(checkpoint: Make) -> None:
+    """The others stay narrow."""
     folder = checkpoint("llama")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     exact = model.requires_grad_(False).model.layers[0].mlp.up_proj.float().weight.add_(1e-4)
     model.save_pretrained(folder)
     loaded, names = load(folder, wanted=True)
-    assert not names
+    assert "model.layers.0.mlp.up_proj.weight" not in names
+    assert "model.layers.1.mlp.up_proj.weight" in names
     assert torch.equal(loaded.model.layers[0].mlp.up_proj.weight, exact)
+
+
+def test_a_float32_matrix_that_is_renamed_widens_all(checkpoint: Make) -> None:
+    """It may become a part of any parameter, which 16 bits would round."""
+    folder = checkpoint("qwen3_moe")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    expert = "model.layers.0.mlp.experts.1.up_proj.weight"
+    tensors[expert] = tensors[expert].float().add_(1e-4)
+    save_file(tensors, path, {"format": "pt"})
+    loaded, names = load(folder, wanted=True)
+    assert not names
+    inputs = tensors[expert].shape[0]
+    merged = loaded.model.layers[0].mlp.experts.gate_up_proj[1, inputs:]
+    assert torch.equal(merged, tensors[expert])
 
 
 @pytest.fixture(scope="module")
