@@ -12,7 +12,7 @@ from typing import Any
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.model_files.files import read_object
 
-TRANSFORMERS = "5.23."
+TRANSFORMERS = "5.24."
 """The release whose choices these are; any other one chooses itself."""
 
 GENERIC = frozenset(
