@@ -15,7 +15,12 @@ from rayfin.actors.messages import Command
 from rayfin.actors.timing import WEIGHTS_PAUSE_SECONDS
 from rayfin.actors.weights.version import KeptPages, NewRequests, PauseMode
 from rayfin.deployments.client.engine_client import EngineReport
-from rayfin.deployments.client.weights import WeightsClient, states_as_json
+from rayfin.deployments.client.weights import (
+    UpdateOptions,
+    WeightsClient,
+    call_workers,
+    states_as_json,
+)
 from rayfin.deployments.http.auth import require_operator
 from rayfin.deployments.http.json_body import read_body
 
@@ -127,16 +132,8 @@ class WeightRoutes:
     async def load(self, name: str | None, operator: str, body: WeightsRequest) -> Answer:
         """Makes all engines of a model serve what lies at a path."""
         logger.warning("%s gives new weights: %r", operator, body.path)
-        weights = self.of(name)
-        return await weights.update(
-            body.path,
-            body.version,
-            mode=body.mode,
-            kv=body.kv,
-            new=body.new,
-            partial=body.partial,
-            dtype=body.dtype,
-        )
+        options = UpdateOptions(**body.model_dump(exclude={"path", "version"}))
+        return await self.of(name).update(body.path, body.version, options)
 
     async def manage(self, command: Command) -> None:
         """Sends a command to all engines."""
@@ -144,32 +141,9 @@ class WeightRoutes:
             await model.client.manage(command, None)
 
     async def call(self, operator: str, body: RpcRequest) -> list[Any]:
-        """Carries out one of the methods that workers of vLLM have and trainers call.
-
-        Raises:
-            InvalidRequest: it is none of these.
-        """
-        match body.method:
-            case "reload_weights":
-                path = body.kwargs.get("weights_path", next(iter(body.args), None))
-                if not isinstance(path, str):
-                    raise InvalidRequest("reload_weights needs kwargs.weights_path.", "kwargs")
-                return [await self.load(None, operator, WeightsRequest(path=path, version=""))]
-            case "checksum":
-                return [(await self.state(None))["digest"]]
-            case "sleep":
-                await self.manage(Command.SLEEP)
-            case "wake_up":
-                await self.manage(Command.WAKE)
-            case "reset_prefix_cache":
-                await self.manage(Command.RESET_CACHE)
-            case _:
-                raise InvalidRequest(
-                    "method must be reload_weights, checksum, sleep, wake_up or "
-                    "reset_prefix_cache: no other code runs in an engine.",
-                    "method",
-                )
-        return [None]
+        """See ``call_workers``."""
+        logger.warning("%s calls %r", operator, body.method)
+        return await call_workers(self.of(None), self.manage, body.method, body.args, body.kwargs)
 
 
 Model = Annotated[str | None, Query(description="whose weights, where there are several models")]

@@ -1,12 +1,14 @@
 """New weights for the engines of a deployment: from a trainer's tensors to a coordinator's call."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, get_type_hints
 
 from rayfin.actors.errors import EngineUnavailable, InvalidRequest, RayfinError
+from rayfin.actors.messages import Command
 from rayfin.actors.timing import WEIGHTS_CALL_SECONDS, WEIGHTS_PAUSE_SECONDS
 from rayfin.actors.weights.sources import folder_version
 from rayfin.actors.weights.store import WeightStore
@@ -23,36 +25,58 @@ if TYPE_CHECKING:
 
     Weights = str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
-DTYPES = ("bfloat16", "float16", "float32")
 CHUNK_BYTES = 256 << 20
 """Of a file that goes to other nodes, in one object."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOptions:
+    """How weights change.
+
+    Raises:
+        InvalidRequest: a value has no meaning; ``param`` names the field.
+    """
+
+    mode: PauseMode = "keep"
+    """What running requests do: "keep" freezes them, and they go on with the new weights; "wait"
+    lets them finish before; "abort" ends them."""
+
+    kv: KeptPages = "recompute"  # their keys and values are computed again, or kept as they are
+    new: NewRequests = "wait"  # requests that come meanwhile wait, or are refused
+    partial: bool = False  # tensors that are left out stay as they are
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None  # tensors are rounded to it
+
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(UpdateOptions).items():
+            own, known = getattr(self, name), [*_values(kind)]
+            if not any(own is value or (own == value and type(own) is str) for value in known):
+                shown = ", ".join(str(value) for value in known if value is not None)
+                raise InvalidRequest(f"{name} must be one of {shown}, got {own!r}"[:256], name)
+
+
+def _values(kind: Any) -> Iterator[Any]:
+    """The values of a type that has few."""
+    if kind in (bool, NoneType):
+        yield from (False, True) if kind is bool else (None,)
+        return
+    for own in get_args(kind):
+        yield from [own] if isinstance(own, str) else _values(own)
+
+
+DEFAULTS = UpdateOptions()
 
 
 class WeightsClient(Protocol):
     """Updates and pauses of one model's engines."""
 
     async def update(
-        self,
-        weights: "Weights",
-        version: str = "",
-        *,
-        mode: PauseMode = "keep",
-        kv: KeptPages = "recompute",
-        new: NewRequests = "wait",
-        partial: bool = False,
-        dtype: str | None = None,
+        self, weights: "Weights", version: str = "", options: UpdateOptions = DEFAULTS
     ) -> dict[str, Any]:
         """Makes all engines serve other weights, or none.
 
         Args:
             weights: a folder or file of safetensors that every node sees, or tensors by name.
             version: its name; its number if empty.
-            mode: what running requests do: "keep" freezes them, and they go on with the new
-                weights; "wait" lets them finish before; "abort" ends them.
-            kv: their keys and values are computed again, or kept as they are.
-            new: requests that come meanwhile wait, or are refused.
-            partial: tensors that are left out stay as they are.
-            dtype: tensors are rounded to it.
 
         Returns:
             serial, version, digest, engines, how, kept, seconds, pause_seconds.
@@ -88,23 +112,18 @@ def write_version(
     weights: "Weights",
     label: str,
     base: Iterable[Path] | None,
-    *,
-    partial: bool = False,
-    dtype: str | None = None,
+    options: UpdateOptions = DEFAULTS,
 ) -> WeightVersion:
     """Writes a version into a store, unless it is a folder that can stay where it is.
 
     Args:
         base: files of the model's own weights; None where they are not known.
-        partial: tensors that are left out stay as they are.
-        dtype: tensors are rounded to it.
 
     Raises:
-        InvalidRequest: they cannot be read, or a setting has no meaning.
+        InvalidRequest: they cannot be read.
         StorageFull: there is no room.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise InvalidRequest(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}", "dtype")
+    partial, dtype = options.partial, options.dtype
     if isinstance(weights, str | Path) and not partial and dtype is None:
         return folder_version(str(weights), label)
     import torch
@@ -142,29 +161,19 @@ class RemoteWeights:
         self._weight_dir, self._base = weight_dir, base
 
     async def update(
-        self,
-        weights: "Weights",
-        version: str = "",
-        *,
-        mode: PauseMode = "keep",
-        kv: KeptPages = "recompute",
-        new: NewRequests = "wait",
-        partial: bool = False,
-        dtype: str | None = None,
+        self, weights: "Weights", version: str = "", options: UpdateOptions = DEFAULTS
     ) -> dict[str, Any]:
         """See ``WeightsClient``."""
         from rayfin.actors.weights.coordinator_actor import store_here  # imports Ray
 
         engine = f"{self._app}/{self._deployment}/"
         store = await asyncio.to_thread(store_here, self._weight_dir, engine)
-        made = await asyncio.to_thread(
-            write_version, store, weights, version, self._base, partial=partial, dtype=dtype
-        )
+        made = await asyncio.to_thread(write_version, store, weights, version, self._base, options)
         here = Path(made.place).parent == store.folder
-        options = {"mode": mode, "pages": kv, "new": new}
+        orders = {"mode": options.mode, "pages": options.kv, "new": options.new}
         try:
             chunks = await asyncio.to_thread(_chunks, made) if here else []
-            report: dict[str, Any] = await self._call("update", made, chunks, options)
+            report: dict[str, Any] = await self._call("update", made, chunks, orders)
             return report
         finally:
             known = [own.digest for own in (store.current, store.proposed) if own is not None]
@@ -236,3 +245,43 @@ def states_as_json(states: Mapping[str, EngineWeights]) -> dict[str, Any]:
         "paused": bool(states) and all(own.paused for own in states.values()),
         "engines": {name: asdict(own) for name, own in sorted(states.items())},
     }
+
+
+COMMANDS = {
+    "sleep": Command.SLEEP,
+    "wake_up": Command.WAKE,
+    "reset_prefix_cache": Command.RESET_CACHE,
+}
+
+
+async def call_workers(
+    weights: WeightsClient,
+    manage: Callable[[Command], Awaitable[object]],
+    method: object,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> list[Any]:
+    """Carries out one of the methods that workers of vLLM have and trainers call.
+
+    Args:
+        manage: sends a command to all engines.
+
+    Raises:
+        InvalidRequest: it is none of these.
+    """
+    if method == "reload_weights":
+        path = (kwargs or {}).get("weights_path", next(iter(args), None))
+        if not isinstance(path, str):
+            raise InvalidRequest("reload_weights needs kwargs.weights_path.", "kwargs")
+        return [await weights.update(path)]
+    if method == "checksum":
+        return [states_as_json(await weights.states())["digest"]]
+    command = COMMANDS.get(method) if isinstance(method, str) else None
+    if command is None:
+        raise InvalidRequest(
+            f"method must be reload_weights, checksum, {', '.join(COMMANDS)}: no other code runs "
+            "in an engine.",
+            "method",
+        )
+    await manage(command)
+    return [None]

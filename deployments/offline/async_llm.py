@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -16,8 +16,14 @@ from rayfin.actors.messages import Command
 from rayfin.actors.pooling.part import PoolingTask
 from rayfin.actors.profile import ProfileOrder
 from rayfin.actors.sampling_params import RequestOutputKind, SamplingParams
+from rayfin.actors.timing import WEIGHTS_POLL_SECONDS
 from rayfin.actors.weights.version import KeptPages, NewRequests, PauseMode
-from rayfin.deployments.client.weights import WeightsClient, states_as_json
+from rayfin.deployments.client.weights import (
+    UpdateOptions,
+    WeightsClient,
+    call_workers,
+    states_as_json,
+)
 from rayfin.deployments.generation.choice import Prompt
 from rayfin.deployments.generation.generation import Generation, off_loop
 from rayfin.deployments.generation.plan import AnswerRules, OutputPlan, plan_answers, plan_text
@@ -362,7 +368,7 @@ class AsyncLLM:
         kv: KeptPages = "recompute",
         new: NewRequests = "wait",
         partial: bool = False,
-        dtype: str | None = None,
+        dtype: Literal["bfloat16", "float16", "float32"] | None = None,
     ) -> dict[str, Any]:
         """Makes all engines compute by other weights, or none; requests go on.
 
@@ -374,9 +380,38 @@ class AsyncLLM:
             InvalidRequest: the tensors are not those of this model; nothing has changed.
             EngineBusy: another update is amid.
         """
-        return await (await self._weights()).update(
-            weights, version, mode=mode, kv=kv, new=new, partial=partial, dtype=dtype
-        )
+        options = UpdateOptions(mode, kv, new, partial, dtype)
+        return await (await self._weights()).update(weights, version, options)
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Carries out a method that workers of vLLM have: no code of a caller's.
+
+        Args:
+            method: "reload_weights" with ``weights_path``, "checksum", "sleep", "wake_up" or
+                "reset_prefix_cache".
+            timeout: vLLM's, without effect.
+
+        Raises:
+            InvalidRequest: it is another one.
+        """
+        return await call_workers(await self._weights(), self._manage, method, args, kwargs)
+
+    async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
+        """Returns when no engine has a request.
+
+        Raises:
+            TimeoutError: one still has after ``drain_timeout`` seconds.
+        """
+        client = (await self._service()).client
+        async with asyncio.timeout(drain_timeout):
+            while any(own.stats.running + own.stats.waiting for own in await client.engines()):
+                await asyncio.sleep(WEIGHTS_POLL_SECONDS)
 
     async def pause_generation(
         self,

@@ -18,7 +18,7 @@ from rayfin.deployments.offline.weights import LocalWeights
 
 if TYPE_CHECKING:
     from rayfin.actors.runner.inline import InlineExecutor
-    from rayfin.deployments.client.weights import Weights
+    from rayfin.deployments.client.weights import UpdateOptions, Weights
 
 
 class OfflineEngine(Protocol):
@@ -48,7 +48,7 @@ class OfflineEngine(Protocol):
         ...
 
     def update_weights(
-        self, weights: "Weights", label: str, *, partial: bool, dtype: str | None
+        self, weights: "Weights", label: str, options: "UpdateOptions"
     ) -> dict[str, Any]:
         """Changes the weights while no request runs; see ``LLM.update_weights``."""
         ...
@@ -135,9 +135,9 @@ class InlineEngine:
         self._engine.check_integrity()
 
     def update_weights(
-        self, weights: "Weights", label: str, *, partial: bool, dtype: str | None
+        self, weights: "Weights", label: str, options: "UpdateOptions"
     ) -> dict[str, Any]:
-        staged = self._weights.stage(weights, label, partial=partial, dtype=dtype)
+        staged = self._weights.stage(weights, label, options)
         updates = self._engine.updates
         updates.pause("keep")
         try:

@@ -23,6 +23,7 @@ from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.pooling.part import PoolingTask
 from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
 from rayfin.deployments.client.deltas import WholeDeltas, split_deltas
+from rayfin.deployments.client.weights import UpdateOptions
 from rayfin.deployments.generation.beam_requests import BeamSearchOutput, build_search, sequence_of
 from rayfin.deployments.generation.best_of import candidates, request_logprobs
 from rayfin.deployments.generation.build_requests import build_requests, sampling_defaults
@@ -546,7 +547,7 @@ class LLM:
         version: str = "",
         *,
         partial: bool = False,
-        dtype: str | None = None,
+        dtype: Literal["bfloat16", "float16", "float32"] | None = None,
     ) -> dict[str, Any]:
         """Computes by other weights from now on, as if the model had been loaded with them.
 
@@ -565,7 +566,8 @@ class LLM:
                 nothing has changed.
             StorageFull: there is no room for them.
         """
-        return self._engine.update_weights(weights, version, partial=partial, dtype=dtype)
+        options = UpdateOptions(partial=partial, dtype=dtype)
+        return self._engine.update_weights(weights, version, options)
 
     def check_integrity(self) -> None:
         """Checks the cache's invariants. Between calls, no request holds a page.

@@ -83,9 +83,7 @@ class RayEngine:
     def carry_out(self, command: Command) -> None:
         ray.get(self._scheduler.manage.remote(command))
 
-    def update_weights(
-        self, weights: Any, label: str, *, partial: bool, dtype: str | None
-    ) -> dict[str, Any]:
+    def update_weights(self, weights: Any, label: str, options: object) -> dict[str, Any]:
         raise InvalidRequest("update_weights needs executor='inline'", "executor")
 
     def check_integrity(self) -> None:

@@ -1,7 +1,6 @@
 """New weights for an engine in this process: its store, and the way from tensors to a commit."""
 
 import asyncio
-import functools
 import itertools
 import os
 import time
@@ -25,7 +24,7 @@ from rayfin.actors.weights.version import (
     Vote,
     WeightVersion,
 )
-from rayfin.deployments.client.weights import write_version
+from rayfin.deployments.client.weights import DEFAULTS, UpdateOptions, write_version
 
 if TYPE_CHECKING:
     from rayfin.actors.runner.inline import InlineExecutor
@@ -83,12 +82,7 @@ class LocalWeights:
         return self._store
 
     def stage(
-        self,
-        weights: "Weights",
-        label: str = "",
-        *,
-        partial: bool = False,
-        dtype: str | None = None,
+        self, weights: "Weights", label: str = "", options: UpdateOptions = DEFAULTS
     ) -> Staged:
         """Writes and checks a version. The engine may run steps meanwhile.
 
@@ -99,8 +93,8 @@ class LocalWeights:
         store = self.store
         from rayfin.actors.runner.weights.check import base_files  # imports torch
 
-        base = base_files(self._args) if partial else None
-        version = write_version(store, weights, label, base, partial=partial, dtype=dtype)
+        base = base_files(self._args) if options.partial else None
+        version = write_version(store, weights, label, base, options)
         version = propose(store, version)
         try:
             return Staged(version, self._executor.vote(version))
@@ -132,27 +126,18 @@ class InlineWeights:
         self._busy = self._by_hand = False
 
     async def update(
-        self,
-        weights: "Weights",
-        version: str = "",
-        *,
-        mode: PauseMode = "keep",
-        kv: KeptPages = "recompute",
-        new: NewRequests = "wait",
-        partial: bool = False,
-        dtype: str | None = None,
+        self, weights: "Weights", version: str = "", options: UpdateOptions = DEFAULTS
     ) -> dict[str, Any]:
         """See ``WeightsClient``."""
         if self._busy:
             raise EngineBusy("another update is amid", "weights")
         self._busy, local, began = True, self._local, time.monotonic()
         try:
-            stage = functools.partial(local.stage, weights, version, partial=partial, dtype=dtype)
-            staged = await asyncio.to_thread(stage)
+            staged = await asyncio.to_thread(local.stage, weights, version, options)
             paused = time.monotonic()
             if not self._by_hand:
-                await self._pause(mode, new)
-            await self._call(lambda engine: local.commit(engine, staged, kv))
+                await self._pause(options.mode, options.new)
+            await self._call(lambda engine: local.commit(engine, staged, options.kv))
         finally:
             self._busy = False
             if not self._by_hand:

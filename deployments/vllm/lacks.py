@@ -28,7 +28,6 @@ ATTRIBUTES = {
 }
 
 ASYNC_METHODS = {
-    "collective_rpc": "the settings of AsyncEngineArgs",
     "init_weight_transfer_engine": "update_weights()",
     "scale_elastic_ep": "rayfin serve --max-engines",
 }

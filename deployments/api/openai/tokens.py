@@ -103,7 +103,8 @@ class GenerateRequest(BaseModel):
             raise InvalidRequest(f"sampling_params must not have {shown}.", "sampling_params")
         beside: dict[str, Any] = {"prompt": self.token_ids, "stream_options": self.stream_options}
         beside |= {"stream": self.stream, "cache_salt": self.cache_salt, "priority": self.priority}
-        beside["return_weight_versions"] = self.return_weight_versions
+        if self.return_weight_versions is not None:
+            beside["return_weight_versions"] = self.return_weight_versions
         settings = {name: value for name, value in given.items() if value is not None}
         with rename_error_params({"prompt": IDS}):
             return validate({"max_tokens": context, **settings, **beside}, TokensRequest)

@@ -13,6 +13,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.messages import EngineRequest, Sampling, StopRules, TokenDelta
 from rayfin.actors.weights.spans import SpanLog
+from rayfin.deployments.client.weights import UpdateOptions
 from rayfin.deployments.offline.async_llm import AsyncEngineArgs, AsyncLLM
 from rayfin.deployments.offline.llm import LLM, SamplingParams
 from rayfin.deployments.offline.local_client import LocalClient
@@ -96,7 +97,7 @@ async def rollouts(
     await begun.wait()
     await client.weights.pause(mode)
     for seed in (1, 2):
-        await client.weights.update(str(folders[seed]), f"step-{seed}", mode=mode, kv=kv)
+        await client.weights.update(str(folders[seed]), f"step-{seed}", UpdateOptions(mode, kv))
     await client.weights.resume()
     await asyncio.gather(*readers)
     client.close()
