@@ -30,7 +30,7 @@ from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel
 from rayfin.cache.kv_tensors import KVTensors
 from rayfin.kernels.attention.torch_backend import paged_attention
 from rayfin.kernels.cpu.attention import CpuAttention
-from rayfin.kernels.cpu.codes import pack_codes, round_int4, stack_codes
+from rayfin.kernels.cpu.codes import pack_codes, pack_int4, pack_int8, stack_codes
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Matrix
 from rayfin.kernels.grouped import Grouped
 from rayfin.kernels.shapes import PagedAttention, PagedBatch
@@ -51,10 +51,11 @@ PRODUCTS: dict[str, dict[str, tuple[int, int]]] = {  # name -> (outputs, inputs)
         "head": (151936, 1024),
     },
 }
-PLAIN = {"int8": torch.int8, "bfloat16": torch.bfloat16, "float32": torch.float32}
+PLAIN = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+ROUNDED = {"int8": pack_int8, "w4a8": pack_int4}
 GROUP = 128
 BYTES = {
-    **{"int4": 0.5 + 4 / GROUP, "w4a8": 0.5 + 4 / GROUP, "fp8": 1.0},
+    **{"int4": 0.5 + 4 / GROUP, "w4a8": 0.58, "fp8": 1.0, "int8": 1.06},
     **{name: float(dtype.itemsize) for name, dtype in PLAIN.items()},
 }
 STORED = list(BYTES)
@@ -151,12 +152,16 @@ def time_matmul(
 def pack(kernels: CpuKernels, weight: torch.Tensor, stored: str, paired: bool) -> Matrix:
     if stored in PLAIN:
         return kernels.pack([weight], paired=paired, storage=PLAIN[stored])
+    if stored in ROUNDED:
+        return ROUNDED[stored](kernels, [weight], paired=paired)
     if stored == "fp8":
         values = weight.to(torch.float8_e4m3fn)
         grouped = Grouped(values, torch.ones(len(weight), 1), weight.shape[1], 8)
     else:
-        grouped = round_int4(kernels, weight, GROUP)
-    coded = pack_codes(kernels, grouped, round_rows=stored == "w4a8")
+        codes = torch.randint(0, 16, weight.shape, dtype=torch.uint8)
+        scale = torch.ones(len(weight), -(-weight.shape[1] // GROUP))
+        grouped = Grouped(codes, scale, GROUP, 4, torch.full(scale.shape, 8, dtype=torch.int32))
+    coded = pack_codes(kernels, grouped)
     assert coded is not None
     return stack_codes(kernels, [coded], paired=paired)
 

@@ -94,7 +94,7 @@ SCALE_FACTORS = (1.0, 1.0625, 0.9375, 0.875, 0.8125, 0.75)
 
 
 def round_weight(weight: torch.Tensor, bits: int) -> Grouped:
-    """A plain weight [N, K] rounded to 8 bits with a scale per output, or to 4 as round_int4.h."""
+    """A plain weight [N, K] rounded to 8 bits with a scale per output, or to 4, for a GPU."""
     outputs, inputs = weight.shape
     numbers = weight.detach().float()
     if bits == 8:

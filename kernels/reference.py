@@ -36,7 +36,6 @@ __all__ = [
     "low_rank",
     "matmul_grouped",
     "matmul_rounded",
-    "matmul_int8",
     "min_p_filter",
     "page_level_decode_attention",
     "page_level_prefill_attention",
@@ -46,6 +45,8 @@ __all__ = [
     "penalised",
     "rms_norm",
     "round_int4",
+    "round_int8",
+    "round_levels",
     "rotary",
     "sample",
     "short_conv",
@@ -234,30 +235,20 @@ def low_rank(
     return out
 
 
-def int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantizes rows to integers from -127 to 127; the scale is the largest magnitude over 127.
+def int8_rows(x: torch.Tensor, part: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantizes rows to integers from -127 to 127; a scale is the largest magnitude over 127.
 
-    [M, K] -> [M, K] int8, [M] float32.
+    Each ``part`` inputs have a scale: [M, K] -> [M, K] int8, [M, P] float32.
     """
-    values, scales = torch.zeros(x.shape, dtype=torch.int8), torch.zeros(len(x))
-    for row, numbers in enumerate(x.float()):
-        largest = numbers.abs().max()
-        if largest >= 1e-30:  # else the row counts as zeros
-            factor = torch.tensor(127.0) / largest  # 127 / largest would be 127 * (1 / largest)
-            values[row] = torch.round(numbers * factor).to(torch.int8)
-            scales[row] = largest / 127
-    return values, scales
-
-
-def matmul_int8(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x W^T of rows and outputs quantized to 8 bits: integer sums times both scales.
-
-    [M, K], [N, K] -> [M, N] float32.
-    """
-    rows, row_scales = int8_rows(x)
-    outputs, output_scales = int8_rows(weight)
-    sums = rows.int() @ outputs.int().T
-    return sums.float() * (row_scales.unsqueeze(1) * output_scales)
+    values, scales = torch.zeros(x.shape, dtype=torch.int8), []
+    for start in range(0, x.shape[1], part):
+        numbers = x[:, start : start + part].float()
+        largest = numbers.abs().amax(1, keepdim=True)
+        # 127 / largest would be 127 * (1 / largest); next to nothing counts as zeros
+        factor = torch.where(largest >= 1e-30, torch.tensor(127.0) / largest, 0.0)
+        values[:, start : start + part] = torch.round(numbers * factor).to(torch.int8)
+        scales.append(torch.where(largest >= 1e-30, largest / 127, 0.0))
+    return values, torch.cat(scales, 1)
 
 
 def matmul_grouped(x: torch.Tensor, weight: Grouped) -> torch.Tensor:
@@ -265,23 +256,28 @@ def matmul_grouped(x: torch.Tensor, weight: Grouped) -> torch.Tensor:
     return (x.double() @ weight.dense().double().T).float()
 
 
-def matmul_rounded(x: torch.Tensor, weight: Grouped) -> torch.Tensor:
-    """x W^T of rows rounded to 8 bits: integer sums of each group of inputs, times both scales.
+def matmul_rounded(x: torch.Tensor, weight: Grouped, part: int = 32) -> torch.Tensor:
+    """x W^T of rows rounded to 8 bits: integer sums of parts of groups, times both scales.
 
     [M, K], [N, K] -> [M, N] float32.
     """
-    rows, row_scales = int8_rows(x if weight.order is None else x[:, weight.order])
+    x = x if weight.order is None else x[:, weight.order]
     zero = torch.zeros_like(weight.scale) if weight.zero is None else weight.zero
     out = torch.zeros(len(x), len(weight.values))
     for group, scale in enumerate(weight.scale.T):
-        part = slice(group * weight.group, (group + 1) * weight.group)
-        values = weight.values[:, part].int()
+        start = group * weight.group
+        values = weight.values[:, start : start + weight.group].int()
         numbers = values if weight.table is None else weight.table[values].int()
         numbers = numbers - zero[:, group : group + 1].int()
-        out += (rows[:, part].int() @ numbers.T).float() * scale
-        if weight.least is not None:
-            out += rows[:, part].int().sum(1, keepdim=True).float() * weight.least[:, group]
-    return out * row_scales.unsqueeze(1)
+        rows, row_scales = int8_rows(x[:, start : start + weight.group], part)
+        split = (torch.split(each, part, 1) for each in (rows.int(), numbers))
+        parts = zip(*split, row_scales.T, strict=True)
+        for some, factors, row_scale in parts:
+            sums = (some @ factors.T).float() * scale
+            if weight.least is not None:
+                sums += some.sum(1, keepdim=True).float() * weight.least[:, group]
+            out += sums * row_scale.unsqueeze(1)
+    return out
 
 
 def round_int4(weight: torch.Tensor, group: int) -> Grouped:
@@ -307,6 +303,32 @@ def round_int4(weight: torch.Tensor, group: int) -> Grouped:
             codes[output, part] = best.to(torch.uint8)
     zero = torch.full(scales.shape, 8, dtype=torch.int32)
     return Grouped(codes, scales, group, 4, zero)
+
+
+def round_int8(weight: torch.Tensor, group: int) -> Grouped:
+    """Rounds groups of inputs to 8 bits: 127 is the number of largest magnitude."""
+    codes, scales = torch.zeros(weight.shape, dtype=torch.int8), []
+    for start in range(0, weight.shape[1], group):
+        numbers = weight[:, start : start + group].float()
+        scale = (numbers.abs().amax(1, keepdim=True) / 127).half().float()
+        rounded = torch.round(numbers * torch.where(scale > 0, 1 / scale, 0.0))
+        codes[:, start : start + group] = rounded.clamp(-127, 127).to(torch.int8)
+        scales.append(scale)
+    return Grouped(codes, torch.cat(scales, 1), group, 8)
+
+
+def round_levels(weight: torch.Tensor, bits: int, group: int) -> Grouped:
+    """Rounds groups of inputs to levels from the least to the largest number of each."""
+    codes, scales, leasts = torch.zeros(weight.shape, dtype=torch.uint8), [], []
+    for start in range(0, weight.shape[1], group):
+        numbers = weight[:, start : start + group].float()
+        least = numbers.amin(1, keepdim=True)
+        scale = (numbers.amax(1, keepdim=True) - least) / (2**bits - 1)
+        levels = torch.round((numbers - least) * torch.where(scale > 0, 1 / scale, 0.0))
+        codes[:, start : start + group] = levels.to(torch.uint8)
+        scales.append(scale)
+        leasts.append(least)
+    return Grouped(codes, torch.cat(scales, 1), group, bits, least=torch.cat(leasts, 1))
 
 
 # --- layers that keep a state ---------------------------------------------------------------------

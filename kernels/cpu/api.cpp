@@ -11,9 +11,9 @@
 #include "layers/lora.h"
 #include "common/isa.h"
 #include "matmul/matmul.h"
-#include "matmul/matmul_int8.h"
+#include "matmul/matmul_rounded.h"
 #include "matmul/measure.h"
-#include "matmul/round_int4.h"
+#include "matmul/round_weights.h"
 #include "layers/norms.h"
 #include "recurrent/delta_layer.h"
 #include "recurrent/states.h"
@@ -41,7 +41,7 @@ RAYFIN_API const char* rayfin_best_isa() { return best_isa(); }
 RAYFIN_API Pool* rayfin_pool_create(int threads) { return new (std::nothrow) Pool(threads); }
 RAYFIN_API void rayfin_pool_destroy(Pool* pool) { delete pool; }
 
-// Sets whether int8 products use the VNNI instruction, if the machine has it. They do by default.
+// Sets whether products of bytes use the VNNI instruction, if the machine has it. They do by default.
 RAYFIN_API void rayfin_pool_use_vnni(Pool* pool, int use) {
   Turn turn(pool);
   pool->vnni = use && has_vnni();
@@ -72,15 +72,15 @@ RAYFIN_API void rayfin_matrix_fill(Matrix* matrix, int64_t first, int64_t count,
   }
 }
 
-// A weight of codes (Storage): `group` inputs share a scale. Some may round rows (Matrix::rounds_rows). `order` [inputs] and `table` [16] may be null.
+// A weight of codes (Storage): `group` inputs share a scale. Some may round rows (Matrix::row_bytes). `order` [inputs] and `table` [16] may be null.
 RAYFIN_API Matrix* rayfin_codes_create(int64_t outputs, int64_t inputs, int storage, int paired, int64_t group,
-                                       int zeros, int rounds_rows, const int32_t* order, const float* table,
+                                       int zeros, int row_bytes, const int32_t* order, const float* table,
                                        void* const* parts, int64_t span, int factors) {
   try {
     const SharedScales shared{span, factors != 0};
     auto matrix =
         std::make_unique<Matrix>(outputs, inputs, Storage(storage), paired != 0, group, zeros != 0, parts, shared);
-    matrix->rounds_rows = rounds_rows != 0;
+    matrix->row_bytes = row_bytes;
     if (order) matrix->set_order(order);
     if (table) matrix->set_table(table);
     return matrix.release();
@@ -101,10 +101,17 @@ RAYFIN_API void rayfin_codes_fill_shared(Matrix* matrix, int64_t first, int64_t 
   matrix->fill_codes(first, count, codes, SharedFloats{scales, factors}, SharedFloats{leasts, least_factors});
 }
 
-RAYFIN_API void rayfin_round_int4(Pool* pool, const float* weights, int64_t outputs, int64_t inputs, int64_t group,
-                                  uint8_t* codes, float* scales) {
+RAYFIN_API void rayfin_round_int8(Pool* pool, const float* weights, int64_t outputs, int64_t inputs, int8_t* codes,
+                                  uint16_t* scales) {
   Turn turn(pool);
-  round_int4(*pool, weights, outputs, inputs, group, codes, scales);
+  round_int8(*pool, weights, outputs, inputs, codes, scales);
+}
+
+RAYFIN_API void rayfin_round_levels(Pool* pool, const float* weights, int64_t outputs, int64_t inputs, int top,
+                                    int64_t span, uint8_t* codes, uint16_t* scales, int8_t* factors, uint16_t* leasts,
+                                    int8_t* least_factors) {
+  Turn turn(pool);
+  round_levels(*pool, weights, outputs, inputs, top, span, codes, {scales, factors}, {leasts, least_factors});
 }
 
 RAYFIN_API void rayfin_codes_copy(Matrix* matrix, int64_t first, const Matrix* from, int64_t start, int64_t count) {

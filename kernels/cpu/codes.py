@@ -1,7 +1,9 @@
 """Weights of 4 and 8 bits that stay so in memory, for ``CpuKernels.matmul`` (matmul_codes.h)."""
 
 import weakref
+from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 
 import torch
 
@@ -37,10 +39,6 @@ class Codes(IntEnum):
         return self in (Codes.LEVELS4, Codes.LEVELS6, Codes.LEVELS8)
 
 
-LONGEST_SUM = 1 << 16
-"""Inputs of a group whose products with 8-bit rows surely fit into 32 bits together."""
-
-
 class CodedMatrix(Matrix):
     """A weight [outputs, inputs] of codes: (number - zero) * scale, rounded once to float32.
 
@@ -62,7 +60,7 @@ class CodedMatrix(Matrix):
         paired: bool,
         order: torch.Tensor | None,  # [inputs] int64
         table: torch.Tensor | None,  # [16] float32
-        rounds_rows: bool = False,  # to 8 bits, as int8 does (``pack_codes``)
+        row_bytes: int = 0,  # that rows are rounded to (``pack_codes``); 0: they are exact
         span: int = 0,  # groups that share a float16; 0: each has a float32
         factors: bool = False,  # and a factor on it
         parts: Parts | None = None,
@@ -70,12 +68,12 @@ class CodedMatrix(Matrix):
         self.outputs, self.inputs, self.paired = outputs, inputs, paired
         self.codes, self.group, self.zeros = codes, group, zeros
         self.order, self.table = order, table
-        self.rounds_rows, self.span, self.factors = rounds_rows, span, factors
+        self.row_bytes, self.span, self.factors = row_bytes, span, factors
         self._kernels, self._library, self._parts = kernels, kernels.library, parts
         places = None if order is None else order.int().contiguous()
         numbers = None if table is None else table.float().contiguous()
         handle = self._library.rayfin_codes_create(
-            *(outputs, inputs, codes, paired, group, zeros, rounds_rows),
+            *(outputs, inputs, codes, paired, group, zeros, row_bytes),
             None if places is None else places.data_ptr(),
             None if numbers is None else numbers.data_ptr(),
             *(addresses(parts), span, factors),
@@ -97,8 +95,13 @@ class CodedMatrix(Matrix):
         return self.outputs * (codes + groups * (scale + zero))
 
     @property
-    def _kind(self) -> tuple[bool, int, bool]:
-        return self.rounds_rows, self.span, self.factors
+    def rounds_rows(self) -> bool:
+        """Whether a matmul rounds its rows."""
+        return self.row_bytes > 0
+
+    @property
+    def _kind(self) -> tuple[int, int, bool]:
+        return self.row_bytes, self.span, self.factors
 
     def like(self, other: "CodedMatrix") -> bool:
         """Whether both can lie in one matrix."""
@@ -115,9 +118,9 @@ def pack_codes(
 ) -> CodedMatrix | None:
     """Packs a weight as it is, or None if the kernels do not read such codes.
 
-    With ``round_rows`` a matmul with integers rounds its rows to 8 bits, each with a scale; floats
-    and tables of other numbers are multiplied exactly. ``paired`` is for a gate above an up
-    projection (``CpuKernels.pack``).
+    With ``round_rows`` a matmul with integers rounds its rows to 8 bits, with a scale for up to 32
+    inputs; floats and tables of other numbers are multiplied exactly. ``paired`` is for a gate
+    above an up projection (``CpuKernels.pack``).
     """
     coded = _codes_of(weight)
     if coded is None:
@@ -136,7 +139,7 @@ def pack_codes(
         paired=paired,
         order=weight.order,
         table=weight.table if kind == Codes.TABLE4 else None,
-        rounds_rows=rounded is not None,
+        row_bytes=int(rounded is not None),
         span=0 if shared is None else shared.span,
         factors=shared is not None and shared.factors is not None,
     )
@@ -170,7 +173,7 @@ def stack_codes(
         paired=paired,
         order=first.order,
         table=first.table,
-        rounds_rows=first.rounds_rows,
+        row_bytes=first.row_bytes,
         span=first.span,
         factors=first.factors,
     )
@@ -193,7 +196,7 @@ def cut_codes(kernels: CpuKernels, matrix: CodedMatrix, start: int, outputs: int
         paired=False,
         order=matrix.order,
         table=matrix.table,
-        rounds_rows=matrix.rounds_rows,
+        row_bytes=matrix.row_bytes,
         span=matrix.span,
         factors=matrix.factors,
     )
@@ -246,8 +249,6 @@ def _for_rounded_rows(
 
     Integers that fit into 6 bits are stored so: fewer bytes are read.
     """
-    if weight.group > LONGEST_SUM:
-        return None
     if kind in (Codes.INT4, Codes.LEVELS4):
         return kind, codes
     if kind == Codes.TABLE4:
@@ -273,16 +274,18 @@ def _shared(weight: Grouped, zero: torch.Tensor | None) -> SharedScales | None:
     return shared if finite else None
 
 
-def _fill_shared(matrix: CodedMatrix, codes: torch.Tensor, shared: SharedScales) -> None:
+def _fill_shared(
+    matrix: CodedMatrix, codes: torch.Tensor, shared: SharedScales, first: int = 0
+) -> None:
     groups = -(-matrix.inputs // matrix.group)
     parts = (shared.scale, shared.factors, shared.least, shared.least_factors)
     kept = [None if part is None else part.contiguous() for part in parts]
     assert (
-        shared.scale.shape == (matrix.outputs, -(-groups // shared.span))
+        shared.scale.shape == (len(codes), -(-groups // shared.span))
         and shared.scale.dtype == torch.float16
     )
     matrix._library.rayfin_codes_fill_shared(
-        *(matrix.handle, 0, matrix.outputs, codes.data_ptr()),
+        *(matrix.handle, first, len(codes), codes.data_ptr()),
         *(None if part is None else part.data_ptr() for part in kept),
     )
 
@@ -306,31 +309,95 @@ def _zeros(weight: Grouped, middle: int) -> torch.Tensor | None:
     return points if bool(points.any()) else None
 
 
-GROUP = 64
-"""Inputs that share a scale in weights that are rounded here."""
+ROUNDED_GROUP = 32
+"""Inputs that share a scale in weights that are rounded here (round_weights.h)."""
+
+SPAN = 8
+"""Groups of such levels that share a 16-bit float."""
+
+ROUNDED_AT_ONCE = 1 << 22
+"""Weights that are rounded at once."""
 
 
-def round_int4(kernels: CpuKernels, weight: torch.Tensor, group: int = GROUP) -> Grouped:
-    """Rounds a weight [N, K] to numbers from -8 to 7 (round_int4.h)."""
+def round_int8(kernels: CpuKernels, weight: torch.Tensor) -> Grouped:
+    """Rounds a weight [N, K] to numbers from -127 to 127 with a 16-bit scale for each group."""
+    weight = weight.detach().float().contiguous()
+    codes = torch.empty(weight.shape, dtype=torch.int8)
+    scale = torch.empty(len(weight), -(-weight.shape[1] // ROUNDED_GROUP), dtype=torch.float16)
+    place = (weight.data_ptr(), *weight.shape, codes.data_ptr(), scale.data_ptr())
+    kernels.library.rayfin_round_int8(kernels.pool, *place)
+    return Grouped(codes, scale.float(), ROUNDED_GROUP, 8, shared=SharedScales(1, scale))
+
+
+def round_levels(kernels: CpuKernels, weight: torch.Tensor, bits: int = 4) -> Grouped:
+    """Rounds a weight [N, K] to levels above a least number of each group (round_weights.h)."""
     weight = weight.detach().float().contiguous()
     outputs, inputs = weight.shape
-    group = min(group, inputs)
-    codes = torch.empty(outputs, inputs, dtype=torch.uint8)
-    scale = torch.empty(outputs, -(-inputs // group))
-    kernels.library.rayfin_round_int4(
+    groups = -(-inputs // ROUNDED_GROUP)
+    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    scale, least = (torch.empty(outputs, -(-groups // SPAN), dtype=torch.float16) for _ in "12")
+    factors, least_factors = (torch.empty(outputs, groups, dtype=torch.int8) for _ in "12")
+    parts = (codes, scale, factors, least, least_factors)
+    kernels.library.rayfin_round_levels(
         kernels.pool,
-        *(weight.data_ptr(), outputs, inputs, group, codes.data_ptr(), scale.data_ptr()),
+        *(weight.data_ptr(), outputs, inputs, 2**bits - 1, SPAN),
+        *(part.data_ptr() for part in parts),
     )
-    return Grouped(codes, scale, group, 4, torch.full(scale.shape, 8, dtype=torch.int32))
+    shared = SharedScales(SPAN, scale, factors, least, least_factors)
+    return Grouped(
+        *(codes, shared.scales(), ROUNDED_GROUP, bits), least=shared.leasts(), shared=shared
+    )
+
+
+def pack_int8(
+    kernels: CpuKernels, weights: list[torch.Tensor], *, paired: bool = False, row_bytes: int = 1
+) -> CodedMatrix:
+    """``CpuKernels.pack`` of weights rounded to 8 bits; the matmul rounds its rows as well."""
+    rounded = partial(round_int8, kernels)
+    return _pack_rounded(kernels, weights, paired, Codes.INT8, rounded, row_bytes)
 
 
 def pack_int4(
     kernels: CpuKernels, weights: list[torch.Tensor], *, paired: bool = False
 ) -> CodedMatrix:
     """``CpuKernels.pack`` of weights rounded to 4 bits; the matmul rounds its rows to 8 bits."""
-    matrices = []
+    return _pack_rounded(kernels, weights, paired, Codes.LEVELS4, partial(round_levels, kernels))
+
+
+def pack_int6(
+    kernels: CpuKernels, weights: list[torch.Tensor], *, paired: bool = False
+) -> CodedMatrix:
+    """``CpuKernels.pack`` of weights rounded to 6 bits; the matmul rounds its rows to 8 bits."""
+    rounded = partial(round_levels, kernels, bits=6)
+    return _pack_rounded(kernels, weights, paired, Codes.LEVELS6, rounded)
+
+
+def _pack_rounded(
+    kernels: CpuKernels,
+    weights: list[torch.Tensor],
+    paired: bool,
+    kind: Codes,
+    rounded: Callable[[torch.Tensor], Grouped],
+    row_bytes: int = 1,
+) -> CodedMatrix:
+    outputs, inputs = sum(len(weight) for weight in weights), weights[0].shape[1]
+    matrix = CodedMatrix(
+        kernels,
+        *(outputs, inputs, kind),
+        group=ROUNDED_GROUP,
+        zeros=kind.has_levels,
+        paired=paired,
+        order=None,
+        table=None,
+        row_bytes=row_bytes,
+        span=SPAN if kind.has_levels else 1,
+        factors=kind.has_levels,
+    )
+    first, step = 0, max(1, ROUNDED_AT_ONCE // inputs)
     for weight in weights:
-        matrix = pack_codes(kernels, round_int4(kernels, weight), round_rows=True)
-        assert matrix is not None
-        matrices.append(matrix)
-    return stack_codes(kernels, matrices, paired=paired)
+        for start in range(0, len(weight), step):
+            some = rounded(weight[start : start + step])
+            assert some.shared is not None
+            _fill_shared(matrix, some.values, some.shared, first)
+            first += len(some.values)
+    return matrix

@@ -17,8 +17,8 @@ import torch
 from rayfin.kernels.cpu.library import LibraryUnavailable, load, try_load
 from rayfin.kernels.shapes import TokenBits
 
-STORAGES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-"""Storage of weights, and except int8 of pages (Storage in matrix.h)."""
+STORAGES = {torch.float32: 0, torch.bfloat16: 1}
+"""Storage of exact weights and of pages (Storage in matrix.h)."""
 
 
 class Pack(Protocol):
@@ -61,9 +61,7 @@ class CpuKernels:
     ) -> "Matrix":
         """Packs weights [N_i, K], stacked, for ``matmul``; float16 ones as their float32 numbers.
 
-        ``storage`` None keeps them exact: bfloat16 if that holds every value, else float32. int8
-        gives each output a scale, and the matmul then rounds its rows to 8 bits as well
-        (``reference.matmul_int8``).
+        ``storage`` None keeps them exact: bfloat16 if that holds every value, else float32.
         ``paired`` takes a gate and an up projection of one shape, whose product the matmul returns.
         """
         weights = [weight.detach().contiguous() for weight in weights]

@@ -34,7 +34,7 @@ def describe(matrix: Matrix) -> dict[str, Any]:
         "codes": int(matrix.codes),
         "group": matrix.group,
         "zeros": matrix.zeros,
-        "rounds_rows": matrix.rounds_rows,
+        "row_bytes": matrix.row_bytes,
         "span": matrix.span,
         "factors": matrix.factors,
         "order": None if matrix.order is None else matrix.order.tolist(),

@@ -6,7 +6,7 @@ their logits differ, the transformers model is used. A model that is to be quant
 with its exact weights first.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -26,7 +26,7 @@ from rayfin.actors.runner.models.replace import (
 )
 from rayfin.actors.runner.quantized.packed import CodedEmbedding, CodedLinear, merged
 from rayfin.actors.settings.choices import Quantization
-from rayfin.kernels.cpu.codes import pack_int4
+from rayfin.kernels.cpu.codes import pack_int4, pack_int6, pack_int8
 from rayfin.kernels.cpu.decoder import DecoderLayer, PackedDecoder
 from rayfin.kernels.cpu.kernels import CpuKernels, Matrix, Pack
 from rayfin.kernels.cpu.lora import Place, Places
@@ -35,20 +35,35 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """The largest difference of logits that is accepted, as a share of the largest logit."""
 
 
+FINE = ("q_proj", "k_proj", "v_proj", "qkv_proj", "down_proj")
+
+
 @dataclass(frozen=True)
 class Packing:
-    """How weights are stored; embeddings share the head's storage where they are its weight."""
+    """How weights are stored; embeddings share the head's storage where they are its weight.
+
+    Rounded value and down projections cost the most, so these may be ``fine``, and what lies in
+    one matrix with values.
+    """
 
     layers: Pack
     head: Pack
+    fine: Pack | None = None
+
+    def of(self, name: str) -> "Packing":
+        """That of a layer by itself, by the last part of its name."""
+        return self if self.fine is None or name not in FINE else replace(self, layers=self.fine)
 
 
 def packing(kernels: CpuKernels, quantization: Quantization | None = None) -> Packing:
     """The storage for a ``--quantization``; without one weights stay exact."""
-    int8 = partial(kernels.pack, storage=torch.int8)
+    # A head's rows in 8 bits would cost a quarter of all that int8 loses.
+    head = partial(pack_int8, kernels, row_bytes=2)
     if quantization == "int4":
-        return Packing(partial(pack_int4, kernels), int8)
-    return Packing(int8, int8) if quantization == "int8" else Packing(kernels.pack, kernels.pack)
+        return Packing(partial(pack_int4, kernels), head, partial(pack_int6, kernels))
+    if quantization == "int8":
+        return Packing(partial(pack_int8, kernels), head)
+    return Packing(kernels.pack, kernels.pack)
 
 
 def tolerance_of(paged: Replaceable) -> float:
@@ -74,7 +89,7 @@ def build_cpu_decoder(
 
 
 def _layer_by_layer(paged: PagedModel, kernels: CpuKernels) -> LayerByLayer:
-    parts, exact = inspect_decoder(paged), packing(kernels).layers
+    parts, exact = inspect_decoder(paged), packing(kernels)
 
     def pack(index: int) -> DecoderLayer:
         part, spec = parts.layers[index], parts.attending[index]
@@ -86,7 +101,7 @@ def _layer_by_layer(paged: PagedModel, kernels: CpuKernels) -> LayerByLayer:
 def _build(paged: PagedModel, kernels: CpuKernels, packing: Packing) -> CpuDecoder:
     parts = inspect_decoder(paged)
     layers = [
-        pack_layer(kernels, part, spec, parts.rotary[index], packing.layers)
+        pack_layer(kernels, part, spec, parts.rotary[index], packing)
         for index, (part, spec) in enumerate(zip(parts.layers, parts.attending, strict=True))
     ]
     embedding, lm_head = parts.embedding, parts.head
@@ -142,7 +157,7 @@ def pack_layer(
     part: LayerParts,
     spec: AttentionSpec,
     rotary: int,
-    pack_plain: Pack,
+    packing: Packing,
 ) -> DecoderLayer:
     """A layer's weights, and what its attention is like."""
 
@@ -151,18 +166,19 @@ def pack_layer(
         return None if weight is None else weight[0]
 
     def pack(linears: list[Linear], paired: bool = False) -> Matrix:
-        return _packed(linears, pack_plain, paired=paired)
+        return _packed(linears, packing.layers, paired=paired)
 
     assert isinstance(part.mlp, GatedParts)  # inspect_decoder accepts no experts by default
+    fine = packing.fine or packing.layers
     heads = _alike(part.query_key_value)
     if len(heads) > 2:
         raise UnrecognizedModule("its query, key and value are of three formats")
     return DecoderLayer(
-        qkv=pack(heads[0]),
-        qkv_rest=pack(heads[1]) if len(heads) > 1 else None,
+        qkv=_packed(heads[0], fine),
+        qkv_rest=_packed(heads[1], fine) if len(heads) > 1 else None,
         attention_out=pack([part.attention_out]),
         gate_up=pack(part.mlp.gate_up, paired=True),
-        down=pack([part.mlp.down]),
+        down=_packed([part.mlp.down], fine),
         scale=spec.scale,
         attention_norm=vector(part.attention_norm),
         attention_out_norm=vector(part.attention_out_norm),

@@ -149,7 +149,7 @@ def _pack(
         while originals:  # each is freed as soon as it is packed
             owner, name, module = originals.pop()
             # A rounded index would choose other keys.
-            packs = exact if module in indexers else rounded
+            packs = exact if module in indexers else rounded.of(name)
             made = pack_one(module, packs, is_head=module in head)
             setattr(owner, name, made)
             deltas.pop(module, None)
@@ -200,7 +200,7 @@ def pack_module(
         return packed_experts(kernels, module, activation, packing.layers)
     if is_gated_mlp(module):
         assert activation is not None
-        return PackedMLP(kernels, module, activation, packing.layers)
+        return PackedMLP(kernels, module, activation, packing.layers, packing.fine)
     weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
     pack = packing.head if is_head else packing.layers
     return PackedLinear(kernels, weight, module.bias, pack)

@@ -52,11 +52,18 @@ class PackedGatedNorm(PackedNorm):
 class PackedMLP(nn.Module):
     """down(act(gate(x)) * up(x)) in two products, in the dtype of x."""
 
-    def __init__(self, kernels: CpuKernels, mlp: Any, activation: Activation, pack: Pack) -> None:
+    def __init__(
+        self,
+        kernels: CpuKernels,
+        mlp: Any,
+        activation: Activation,
+        pack: Pack,
+        fine: Pack | None = None,  # of the down projection
+    ) -> None:
         super().__init__()
         self._kernels, self.activation = kernels, activation
         self.gate_up = packed(pack, [mlp.gate_proj.weight, mlp.up_proj.weight], paired=True)
-        self.down = packed(pack, [mlp.down_proj.weight])
+        self.down = packed(fine or pack, [mlp.down_proj.weight])
         first = [mlp.gate_proj.bias, mlp.up_proj.bias]
         self.first_bias = None if first[0] is None else torch.cat(first).detach().float()
         last = mlp.down_proj.bias

@@ -226,7 +226,7 @@ def rest_in_each(
 
 
 def _is_exact(matrix: Matrix) -> bool:
-    return type(matrix) is Matrix and matrix.storage != torch.int8
+    return type(matrix) is Matrix
 
 
 @contextmanager

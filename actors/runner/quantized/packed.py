@@ -17,13 +17,20 @@ from rayfin.actors.runner.quantized.linear import (
     inside_head,
 )
 from rayfin.actors.runner.quantized.loader import formats_of, quant_embeddings, quant_linears
-from rayfin.kernels.cpu.codes import GROUP, CodedMatrix, cut_codes, pack_codes, stack_codes
+from rayfin.kernels.cpu.codes import (
+    ROUNDED_GROUP,
+    SPAN,
+    CodedMatrix,
+    cut_codes,
+    pack_codes,
+    stack_codes,
+)
 from rayfin.kernels.cpu.kernels import CpuKernels
 
 logger = logging.getLogger(__name__)
 
-INT4_BYTES = 0.5 + 4 / GROUP
-"""Of a weight with its share of a scale."""
+INT4_BYTES = 0.5 + (2 + 4 / SPAN) / ROUNDED_GROUP
+"""Of a weight with its share of a scale and a least number."""
 
 
 class CodedLinear(SmallLinear):

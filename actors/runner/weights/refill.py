@@ -171,7 +171,7 @@ def _refill_decoder(
         with skeleton.filled(path):
             part = inspect_layer(model.get_submodule(path))
             spec = _spec_of(old, decoder)
-            packed.replace_layer(index, pack_layer(kernels, part, spec, old.rotary, packing.layers))
+            packed.replace_layer(index, pack_layer(kernels, part, spec, old.rotary, packing))
         del part
     with skeleton.filled(lm_head):
         layer: Any = model.get_submodule(lm_head)
@@ -234,7 +234,7 @@ def _refill_modules(
                 made: nn.Module | None = packed_norm(source, loaded.kernels)
             else:
                 activation = getattr(module, "activation", None)
-                packs = packing(loaded.kernels, rounded)
+                packs = packing(loaded.kernels, rounded).of(path.rpartition(".")[2])
                 made = pack_module(loaded.kernels, activation, {}, source, packs, source in head)
             for name in fields:
                 setattr(module, name, getattr(made, name))

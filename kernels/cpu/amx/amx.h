@@ -7,6 +7,7 @@
 
 #if defined(__AMX_TILE__)
 
+#include <algorithm>
 #include <cstdint>
 
 namespace rayfin {
@@ -25,6 +26,12 @@ class TileShapes {
       config_.row_bytes[i] = rows[i] ? kRegisterBytes : 0;
       config_.rows[i] = rows[i];
     }
+    asm volatile("ldtilecfg %0" : : "m"(config_));
+  }
+  // Register i has rows[i] rows of bytes[i] bytes.
+  TileShapes(const uint8_t (&rows)[8], const uint8_t (&bytes)[8]) {
+    std::copy_n(rows, 8, config_.rows);
+    std::copy_n(bytes, 8, config_.row_bytes);
     asm volatile("ldtilecfg %0" : : "m"(config_));
   }
   ~TileShapes() { asm volatile("tilerelease" : : : "memory"); }

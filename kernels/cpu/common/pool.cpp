@@ -2,7 +2,7 @@
 
 #include <chrono>
 
-#include "matmul/matmul_int8.h"
+#include "matmul/matmul_rounded.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

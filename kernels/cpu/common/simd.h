@@ -59,6 +59,15 @@ RAYFIN_INLINE float widen_half(uint16_t half) {
   return half & 0x8000 ? -magnitude : magnitude;
 }
 
+// To nearest, ties to even; what is too large becomes the largest number.
+RAYFIN_INLINE uint16_t narrow_half(float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+  if (magnitude >= 0x477fe000) return uint16_t(sign | 0x7bff);  // 65504
+  // Below 2^-14 the steps are 2^-24, those of a float at 0.5.
+  if (magnitude < 0x38800000) return uint16_t(sign | (bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000));
+  return uint16_t(sign | ((magnitude + 0xfff + (magnitude >> 13 & 1) - (112u << 23)) >> 13));
+}
+
 RAYFIN_INLINE void narrow(float x, float* out) { *out = x; }
 RAYFIN_INLINE void narrow(float x, BFloat16* out) {  // to nearest, ties to even
   uint32_t bits = bit_cast<uint32_t>(x);

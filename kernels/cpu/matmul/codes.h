@@ -30,6 +30,15 @@ class GroupFloats {
     if (weight.shared.factors) factors_ = (least ? weight.zeros<int8_t>() : weight.scales<int8_t>()) + first;
   }
 
+  // Those of a single panel that were widened.
+  explicit GroupFloats(const float* floats) : floats_(floats), groups_(0) {}
+
+  // Widens those of this panel to out [groups][kPanel].
+  void widen(int64_t count, float* out) const {
+    for (int64_t g = 0; g < count; ++g)
+      for (int v = 0; v < 2; ++v) store(out + g * kPanel + v * kWidth, at(g, v));
+  }
+
   // Those of a group, for vector `v` of the panels from this one on.
   RAYFIN_INLINE Vec at(int64_t group, int v) const {
     const int64_t lane = v % 2 * kWidth, index = v / 2 * groups_ + group * kPanel + lane;

@@ -5,7 +5,6 @@
 #include "matmul/epilogue.h"
 #include "matmul/matmul_codes.h"
 #include "matmul/matmul_rounded.h"
-#include "matmul/matmul_int8.h"
 #include "matmul/panel_tiles.h"
 #include "matmul/register_tile.h"
 
@@ -125,10 +124,8 @@ void matmul(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, 
 #else
       return matmul_as<BFloat16>(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
 #endif
-    case kInt8:
-      return matmul_int8(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
     default:
-      if (weight.rounds_rows) return matmul_rounded(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
+      if (weight.row_bytes) return matmul_rounded(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
       return matmul_codes(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
   }
 }

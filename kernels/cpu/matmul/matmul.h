@@ -43,7 +43,7 @@ struct Epilogue {
 // x [M, inputs] and y [M, outputs] (outputs / 2 if paired), rows `x_stride`, `y_stride` apart.
 //
 // Each output is one chain of FMAs in the order of its inputs for any M, so a row's result does not depend on the
-// other rows. The same holds for 8-bit weights (matmul_int8.h) and on AMX tiles.
+// other rows. The same holds for 8-bit weights (matmul_rounded.h) and on AMX tiles.
 void matmul(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* y,
             int64_t y_stride, const Epilogue& epilogue);
 

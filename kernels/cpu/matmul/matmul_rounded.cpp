@@ -2,8 +2,14 @@
 
 #include <algorithm>
 
+#if defined(__AVX2__)
+#include <cpuid.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#include "amx/rounded_amx.h"
 #include "matmul/epilogue.h"
-#include "matmul/matmul_int8.h"
 #include "matmul/panel_tiles.h"
 #include "matmul/rounded_tile.h"
 
@@ -16,55 +22,187 @@ constexpr int64_t kMinChunk = 48, kMaxChunk = 384;
 constexpr int64_t kQuantisedAtOnce = 16 << 10;  // values, a few microseconds of work
 constexpr double kTileSeconds = 15e-6, kBytesPerSecond = 10e9;
 constexpr double kOperationsPerSecond = kWidth == 16 ? 400e9 : 120e9;
-constexpr int kMaxRows = kWidth == 16 ? 8 : kRows == 12 ? 6 : 4;  // of a tile, twice as many sums as the registers hold for fewer
+constexpr int kMaxRows = kRows == 12 ? 6 : 4;  // of a tile
+
+#if defined(__AMX_TILE__)
+constexpr int64_t kUnit = kRegisterRows;  // rows that are multiplied, and read, at once
+#else
+constexpr int64_t kUnit = kMaxRows;
+#endif
 
 constexpr int panels_at_once(int64_t rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 
-void quantise_row(const Matrix& weight, const float* x, int8_t* out, int32_t* sums, float* scale) {
-  const Int8Scale row_scale = int8_scale(x, weight.inputs);
-  *scale = row_scale.scale;
+constexpr int64_t kPartVectors = kPart / kWidth;
+
+// The largest magnitude of kPart values; NaN, if one is.
+RAYFIN_INLINE float largest_of(const float* x) {
+  typedef int32_t Four __attribute__((vector_size(16)));
+  VecI magnitudes{};  // compared as integers: NaN is the largest
+  for (int i = 0; i < kPartVectors; ++i) {
+    const VecI magnitude = load_int(x + i * kWidth) & 0x7fffffff;
+    magnitudes = magnitude > magnitudes ? magnitude : magnitudes;
+  }
+  Four fours[kWidth / 4];
+  std::memcpy(fours, &magnitudes, sizeof(fours));
+  const auto larger = [](Four a, Four b) { return a > b ? a : b; };
+  for (int i = 1; i < kWidth / 4; ++i) fours[0] = larger(fours[0], fours[i]);
+  const Four two = larger(fours[0], __builtin_shufflevector(fours[0], fours[0], 2, 3, 0, 1));
+  return bit_cast<float>(larger(two, __builtin_shufflevector(two, two, 1, 0, 3, 2))[0]);
+}
+
+RAYFIN_INLINE VecI rounded(Vec v) {  // to the nearest integer, ties to even
+#if defined(__AVX512F__)
+  return bit_cast<VecI>(_mm512_maskz_cvtps_epi32(0xffff, bit_cast<__m512>(v)));
+#elif defined(__AVX2__)
+  return bit_cast<VecI>(_mm256_cvtps_epi32(bit_cast<__m256>(v)));
+#elif defined(__SSE2__)
+  return bit_cast<VecI>(_mm_cvtps_epi32(bit_cast<__m128>(v)));
+#elif defined(__aarch64__)
+  return bit_cast<VecI>(vcvtnq_s32_f32(bit_cast<float32x4_t>(v)));
+#else
+  VecI out;
+  for (int i = 0; i < kWidth; ++i) out[i] = int32_t(__builtin_lrintf(v[i]));
+  return out;
+#endif
+}
+
+// Stores kPart numbers as bytes. GCC 12 converts the lanes of the generic code one by one.
+RAYFIN_INLINE void store_bytes(const VecI (&numbers)[kPartVectors], int8_t* out) {
+#if defined(__AVX512F__)
+  for (int i = 0; i < 2; ++i)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i * kWidth),
+                     _mm512_maskz_cvtepi32_epi8(0xffff, bit_cast<__m512i>(numbers[i])));
+#elif defined(__AVX2__)
+  const __m256i low = _mm256_packs_epi32(bit_cast<__m256i>(numbers[0]), bit_cast<__m256i>(numbers[1]));
+  const __m256i high = _mm256_packs_epi32(bit_cast<__m256i>(numbers[2]), bit_cast<__m256i>(numbers[3]));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // both packs work in halves of 128 bits
+  const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), bytes);
+#else
+  typedef int8_t Bytes __attribute__((vector_size(kWidth)));
+  for (int i = 0; i < kPartVectors; ++i) {
+    const Bytes bytes = __builtin_convertvector(numbers[i], Bytes);
+    std::memcpy(out + i * kWidth, &bytes, sizeof(bytes));
+  }
+#endif
+}
+
+RAYFIN_INLINE int32_t sum_of(const int8_t* bytes) {  // of kPart
+#if defined(__AVX2__)
+  const __m256i values = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes));
+  const __m256i fours = _mm256_sad_epu8(_mm256_xor_si256(values, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
+  const __m128i twos = _mm_add_epi64(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
+  return _mm_cvtsi128_si32(twos) + _mm_extract_epi32(twos, 2) - 128 * int32_t(kPart);
+#else
+  int32_t sum = 0;
+  for (int i = 0; i < kPart; ++i) sum += bytes[i];
+  return sum;
+#endif
+}
+
+// Where a row is rounded to.
+struct RowPlace {
+  int8_t* values;
+  float *scales, *sums;
+  int32_t* starts;
+};
+
+// Calls f(values, count, room) for each part of a row: `count` values, perhaps fewer than kPart or none, and `room` bytes.
+template <class F>
+RAYFIN_INLINE void for_parts(const Matrix& weight, const float* x, const F& f) {
   const Groups& groups = weight.groups;
   const int64_t steps = group_steps(weight.storage, groups);
-  for (int64_t g = 0; g < groups.count; ++g, out += steps) {
-    const float* from = x + g * groups.size;
-    const int64_t size = std::min(groups.size, weight.inputs - g * groups.size);
-    VecI total{};
-    int64_t k = 0;
-    for (; k < size; k += kWidth) {
-      typedef int8_t Signed __attribute__((vector_size(kWidth)));
-      const int64_t left = size - k;
-      const Vec values = left >= kWidth ? load(from + k) : load_some(from + k, int(left));
-      const VecI numbers = rounded(values * row_scale.inverse);
-      total += numbers;
-      const Signed octets = __builtin_convertvector(numbers, Signed);
-      std::memcpy(out + k, &octets, size_t(std::min<int64_t>(kWidth, steps - k)));
-    }
-    for (; k < steps; ++k) out[k] = 0;
-    int32_t sum = 0;
-    for (int i = 0; i < kWidth; ++i) sum += total[i];
-    sums[g] = sum;
+  for (int64_t g = 0; g < groups.count; ++g) {
+    const int64_t start = g * groups.size, size = std::min(groups.size, weight.inputs - start);
+    for (int64_t k = 0; k < groups.size; k += kPart) f(x + start + k, size - k, std::min(steps - k, kPart));
   }
 }
 
-RoundedRows quantise(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows) {
-  const int64_t stride = weight.groups.count * group_steps(weight.storage, weight.groups), groups = weight.groups.count;
-  char* values = pool.workspace<char>(rows * (stride + 4 * groups + 4));
-  int32_t* sums = reinterpret_cast<int32_t*>(values + rows * stride);
-  float* scales = reinterpret_cast<float*>(sums + rows * groups);
+// `excess` is how much too large the codes are. Scales map the largest magnitude of a part to 127. They and their
+// reciprocals, which lie in the place of sums until these are known, are 0 for (nearly) zero, and not finite for a value
+// that is not.
+void quantise_row(const Matrix& weight, const float* x, int excess, RowPlace to, int64_t parts) {
+  float* largest = to.scales;
+  for_parts(weight, x, [&](const float* from, int64_t count, int64_t) RAYFIN_LAMBDA {
+    if (count >= kPart) {
+      *largest++ = largest_of(from);
+    } else {
+      float some[kPart] = {};
+      if (count > 0) std::copy_n(from, count, some);
+      *largest++ = largest_of(some);
+    }
+  });
+  for (int64_t i = 0; i < parts; ++i) {
+    const float magnitude = to.scales[i];
+    const bool none = magnitude < 1e-30f;  // the reciprocal could be infinite
+    to.scales[i] = none ? 0.0f : magnitude / 127.0f;
+    to.sums[i] = none ? 0.0f : 127.0f / magnitude;
+  }
+  for_parts(weight, x, [&](const float* from, int64_t count, int64_t room) RAYFIN_LAMBDA {
+    float some[kPart] = {};
+    alignas(32) int8_t bytes[kPart];
+    if (count < kPart) {
+      if (count > 0) std::copy_n(from, count, some);
+      from = some;
+    }
+    VecI numbers[kPartVectors];
+    for (int i = 0; i < kPartVectors; ++i) numbers[i] = rounded(load(from + i * kWidth) * *to.sums);
+    int8_t* out = room < kPart ? bytes : to.values;
+    store_bytes(numbers, out);
+    const int32_t sum = sum_of(out);
+    if (room < kPart) std::copy_n(bytes, room, to.values);
+    *to.sums++ = float(sum);
+    *to.starts++ = int32_t(uint32_t(sum) * uint32_t(-excess));
+    to.values += room;
+  });
+}
+
+// What rounding took off a row; `out` may be x.
+void subtract_row(const Matrix& weight, const float* x, RowPlace row, float* out) {
+  for_parts(weight, x, [&](const float* from, int64_t count, int64_t room) RAYFIN_LAMBDA {
+    for (int64_t k = 0; k < std::min(count, kPart); ++k) out[from - x + k] = from[k] - float(row.values[k]) * *row.scales;
+    row.values += room, ++row.scales;
+  });
+}
+
+// Adds the sums of rows that lie one after the other, `copies` for each of `rows`.
+RAYFIN_INLINE void merge_rows(float* sums, int64_t rows, int copies, int64_t stride) {
+  if (copies == 1) return;
+  for (int64_t m = 0; m < rows; ++m)
+    for (int64_t i = 0; i < stride; i += kWidth)
+      store(sums + m * stride + i, load(sums + 2 * m * stride + i) + load(sums + (2 * m + 1) * stride + i));
+}
+
+RoundedRows quantise(Pool& pool, const Matrix& weight, int excess, const float* x, int64_t x_stride, int64_t rows) {
+  const Groups& groups = weight.groups;
+  const int64_t stride = groups.count * group_steps(weight.storage, groups);
+  const int64_t parts = groups.count * ((groups.size + kPart - 1) / kPart);
+  const int64_t copies = weight.row_bytes, all = rows * copies;
+  const int64_t room = (all + kUnit - 1) / kUnit * kUnit * stride;
+  char* values = pool.workspace<char>(room + all * 12 * parts);
+  float* scales = reinterpret_cast<float*>(values + room);
+  float* sums = scales + all * parts;
+  int32_t* starts = reinterpret_cast<int32_t*>(sums + all * parts);
   const int64_t each = std::max<int64_t>(1, kQuantisedAtOnce / weight.inputs);
   const int32_t* order = weight.order();
   pool.run((rows + each - 1) / each, [&](int64_t tile, int thread) {
-    float* ordered = order ? pool.scratch<float>(thread, weight.inputs) : nullptr;
+    float* own = order || copies > 1 ? pool.scratch<float>(thread, weight.inputs) : nullptr;
     for (int64_t row = tile * each; row < std::min(rows, (tile + 1) * each); ++row) {
       const float* from = x + row * x_stride;
       if (order) {
-        for (int64_t k = 0; k < weight.inputs; ++k) ordered[k] = from[order[k]];
-        from = ordered;
+        for (int64_t k = 0; k < weight.inputs; ++k) own[k] = from[order[k]];
+        from = own;
       }
-      quantise_row(weight, from, reinterpret_cast<int8_t*>(values + row * stride), sums + row * groups, scales + row);
+      for (int64_t i = row * copies; i < (row + 1) * copies; ++i) {
+        const int64_t at = i * parts;
+        const RowPlace to{reinterpret_cast<int8_t*>(values + i * stride), scales + at, sums + at, starts + at};
+        quantise_row(weight, from, excess, to, parts);
+        if (copies > 1) subtract_row(weight, from, to, own);
+        from = own;
+      }
     }
   });
-  return {values, sums, scales, stride, groups};
+  return {values, scales, sums, starts, stride, parts};
 }
 
 template <class Dot, class Code, bool kZeros, int kM, int kP>
@@ -72,27 +210,57 @@ void few_rows(const Code& code, const Matrix& weight, const RoundedRows& x, int6
               const Epilogue& epilogue) {
   alignas(64) float out[kM * kP * kPanel];
   for (; panel + kP <= last; panel += kP) {
-    rounded_tile<Dot, Code, kZeros, true, kM, kP>(code, weight, x, panel, out);
+    const GroupFloats scales(weight, panel, false), leasts(weight, panel, Code::kLevels);
+    rounded_tile<Dot, Code, kZeros, kM, kP>(code, weight, scales, leasts, x, panel, out);
+    const int64_t rows = kM / weight.row_bytes;
+    merge_rows(out, rows, weight.row_bytes, kP * kPanel);
     for (int p = 0; p < kP; ++p)
-      finish_panel(weight, panel + p, out + p * kPanel, kP * kPanel, kM, y, y_stride, epilogue);
+      finish_panel(weight, panel + p, out + p * kPanel, kP * kPanel, rows, y, y_stride, epilogue);
   }
   if constexpr (kP > 1) few_rows<Dot, Code, kZeros, kM, kP / 2>(code, weight, x, panel, last, y, y_stride, epilogue);
 }
 
+// Floats of a thread for many_rows.
+template <class Code>
+int64_t scratch_floats(const Matrix& weight, int64_t rows) {
+  int64_t floats = (rows + (Code::kLevels ? 2 : 1) * weight.groups.count) * kPanel;
+#if defined(__AMX_TILE__)
+  floats += panel_bytes_size(weight);
+#endif
+  return floats;
+}
+
 // Multiplies rows of x by panels first .. last - 1; all rows use each panel while it is in cache.
 template <class Dot, class Code, bool kZeros>
-void many_rows(const Code& code, int64_t rows, const Matrix& weight, const RoundedRows& x, int64_t first, int64_t last, float* out,
-               float* y, int64_t y_stride, const Epilogue& epilogue) {
-  const int64_t blocks = (rows + kMaxRows - 1) / kMaxRows;
+void many_rows(const Code& code, int64_t rows, const Matrix& weight, const RoundedRows& x, int64_t first, int64_t last,
+               float* scratch, float* y, int64_t y_stride, const Epilogue& epilogue) {
+  const int64_t groups = weight.groups.count, blocks = (rows + kMaxRows - 1) / kMaxRows;
+  float *out = scratch, *low = out + rows * kPanel, *wide = Code::kLevels ? low + groups * kPanel : low;
+  const GroupFloats scales(wide), leasts(low);
+#if defined(__AMX_TILE__)
+  const PartShapes shapes;
+  int32_t* bytes = reinterpret_cast<int32_t*>(wide + groups * kPanel);
+#endif
   for (int64_t panel = first; panel < last; ++panel) {
-    for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t row = rows * block / blocks, count = rows * (block + 1) / blocks - row;
-      with_rows(count, [&](auto m) {
-        if constexpr (m.value <= kMaxRows)
-          rounded_tile<Dot, Code, kZeros, false, m.value, 1>(code, weight, x.from(row), panel, out + row * kPanel);
-      });
-    }
-    finish_panel(weight, panel, out, kPanel, rows, y, y_stride, epilogue);
+    GroupFloats(weight, panel, false).widen(groups, wide);
+    if constexpr (Code::kLevels) GroupFloats(weight, panel, true).widen(groups, low);
+#if defined(__AMX_TILE__)
+    if constexpr (!Dot::kPairs) {
+      const int16_t* zeros = kZeros ? weight.zeros() + panel * groups * kPanel : nullptr;
+      multiply_parts<Code, kZeros>(weight, panel_bytes(code, weight, panel, bytes), scales, leasts, zeros, x, rows, out);
+    } else
+#endif
+      for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t row = rows * block / blocks, count = rows * (block + 1) / blocks - row;
+        with_rows(count, [&](auto m) {
+          if constexpr (m.value <= kMaxRows)
+            rounded_tile<Dot, Code, kZeros, m.value, 1>(code, weight, scales, leasts, x.from(row), panel,
+                                                               out + row * kPanel);
+        });
+      }
+    const int64_t merged = rows / weight.row_bytes;
+    merge_rows(out, merged, weight.row_bytes, kPanel);
+    finish_panel(weight, panel, out, kPanel, merged, y, y_stride, epilogue);
   }
 }
 
@@ -100,13 +268,14 @@ int64_t chunk_rows(int64_t rows, int64_t row_bytes) {
   if (rows <= kMinChunk) return rows;
   const int64_t limit = std::clamp(kChunkBytes / row_bytes, kMinChunk, kMaxChunk);
   const int64_t chunks = (rows + limit - 1) / limit, even = (rows + chunks - 1) / chunks;
-  return std::min(rows, (even + kMaxRows - 1) / kMaxRows * kMaxRows);
+  return std::min(rows, (even + kUnit - 1) / kUnit * kUnit);
 }
 
 template <class Dot, class Code, bool kZeros>
-void matmul_by(const Code& code, Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* y,
-               int64_t y_stride, const Epilogue& epilogue) {
-  const RoundedRows quantised = quantise(pool, weight, x, x_stride, rows);
+void matmul_by(const Code& code, Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t count,
+               float* y, int64_t y_stride, const Epilogue& epilogue) {
+  const RoundedRows quantised = quantise(pool, weight, kExcess<Dot, Code>, x, x_stride, count);
+  const int64_t rows = count * weight.row_bytes;
   const bool few = rows <= kMaxRows;
   const int64_t chunk = chunk_rows(rows, quantised.stride), chunks = (rows + chunk - 1) / chunk;
   const double bytes = 4.0 * double(weight.panel_words()), operations = 2.0 * double(chunk) * double(weight.inputs * kPanel);
@@ -114,7 +283,7 @@ void matmul_by(const Code& code, Pool& pool, const Matrix& weight, const float* 
   const PanelTiles tiles(weight.panels, few ? panels_at_once(rows) : 1, int64_t(kTileSeconds / seconds) + 1, chunks,
                          pool.threads());
   pool.run(chunks * tiles.count(), [&](int64_t tile, int thread) {
-    const int64_t start = tile / tiles.count() * chunk, count = std::min(chunk, rows - start);
+    const int64_t start = tile / tiles.count() * chunk, size = std::min(chunk, rows - start);
     const PanelTiles::Range panels = tiles[tile % tiles.count()];
     if (few) {
       with_rows(rows, [&](auto m) {
@@ -124,13 +293,29 @@ void matmul_by(const Code& code, Pool& pool, const Matrix& weight, const float* 
       });
       return;
     }
-    float* out = pool.scratch<float>(thread, count * kPanel);
-    many_rows<Dot, Code, kZeros>(code, count, weight, quantised.from(start), panels.first, panels.last, out,
-                           y + start * y_stride, y_stride, epilogue.from(start));
+    const int64_t merged = start / weight.row_bytes;
+    many_rows<Dot, Code, kZeros>(code, size, weight, quantised.from(start), panels.first, panels.last,
+                                 pool.scratch<float>(thread, scratch_floats<Code>(weight, size)), y + merged * y_stride,
+                                 y_stride, epilogue.from(merged));
   });
 }
 
 }  // namespace
+
+bool has_vnni() {
+#if defined(__AVX2__)
+  unsigned a = 0, b = 0, c = 0, d = 0;
+#if defined(__AVX512F__)
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 11 & 1);
+#else
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+#endif
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return true;  // the library is loaded by machines with it only (isa.cpp)
+#else
+  return false;
+#endif
+}
 
 void matmul_rounded(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* y,
                     int64_t y_stride, const Epilogue& epilogue) {

@@ -1,21 +1,13 @@
 #include "matmul/matrix.h"
 
-#include <algorithm>
-#include <vector>
-
-#include "matmul/matmul_int8.h"
-
 namespace rayfin {
 
 namespace {
 
-constexpr int64_t kLine = 64;
-
-size_t element_size(Storage storage) { return storage == kFloat32 ? 4 : storage == kBFloat16 ? 2 : 1; }
+size_t element_size(Storage storage) { return storage == kFloat32 ? 4 : 2; }
 
 int64_t depth_of(int64_t inputs, Storage storage) {
   if (has_codes(storage)) return inputs;
-  if (storage == kInt8) return (inputs + kLine - 1) / kLine * kLine;
 #if defined(__AMX_TILE__)
   return (inputs + kStep - 1) / kStep * kStep;
 #else
@@ -60,17 +52,14 @@ Matrix::Matrix(int64_t outputs, int64_t inputs, Storage storage, bool paired, in
     data_ = block(0, panels * panel_words(), sizeof(int32_t));
     scales_ = block(1, panels * groups.count * kPanel, size_t(scale_size()));
     if (zeros) zeros_ = block(3, panels * groups.count * kPanel, size_t(zero_size()));
-    if (shared.factors) offsets_ = block(2, panels * halves_stride(), sizeof(uint16_t));
+    if (shared.factors) halves_ = block(2, panels * halves_stride(), sizeof(uint16_t));
     return;
   }
   data_ = block(0, panels * panel_size(), element_size(storage));
-  if (storage != kInt8) return;
-  scales_ = block(1, panels * kPanel, sizeof(float));
-  offsets_ = block(2, panels * kPanel, sizeof(int32_t));
 }
 
 void Matrix::parts(void** memory, int64_t* bytes) const {
-  const Buffer* blocks[kParts] = {&data_, &scales_, &offsets_, &zeros_};
+  const Buffer* blocks[kParts] = {&data_, &scales_, &halves_, &zeros_};
   for (int part = 0; part < kParts; ++part) {
     memory[part] = blocks[part]->as<void>();
     bytes[part] = int64_t(blocks[part]->bytes());
@@ -91,10 +80,6 @@ void Matrix::fill(int64_t first, int64_t count, const T* weights, int64_t stride
     const T* source = weights + i * stride;
     if (storage == kFloat32) {
       for (int64_t k = 0; k < inputs; ++k) *float_at(at, k) = widen(source[k]);
-    } else if (storage == kInt8) {
-      std::vector<float> wide(size_t(inputs), 0.0f);
-      for (int64_t k = 0; k < inputs; ++k) wide[size_t(k)] = widen(source[k]);
-      fill_int8(at, wide.data());
     } else {
       for (int64_t k = 0; k < inputs; ++k) narrow(widen(source[k]), half_at(at, k));
     }
@@ -102,10 +87,6 @@ void Matrix::fill(int64_t first, int64_t count, const T* weights, int64_t stride
 }
 
 // The place of depth step k of an output.
-int8_t* Matrix::int8_at(Place at, int64_t k) const {
-  return data_.as<int8_t>() + at.panel * panel_size() + k / 4 * (4 * kPanel) + at.lane * 4 + k % 4;
-}
-
 float* Matrix::float_at(Place at, int64_t k) const {
   float* panel = data_.as<float>() + at.panel * panel_size();
 #if defined(__AMX_TILE__)
@@ -124,18 +105,6 @@ BFloat16* Matrix::half_at(Place at, int64_t k) const {
 #endif
 }
 
-void Matrix::fill_int8(Place at, const float* weights) {
-  const Int8Scale scale = int8_scale(weights, inputs);
-  int32_t total = 0;
-  for (int64_t k = 0; k < inputs; ++k) {
-    const long value = std::clamp(__builtin_lrintf(weights[k] * scale.inverse), -127l, 127l);
-    *int8_at(at, k) = int8_t(value);
-    total += int32_t(value);
-  }
-  scales_.as<float>()[at.panel * kPanel + at.lane] = scale.scale;
-  offsets_.as<int32_t>()[at.panel * kPanel + at.lane] = 128 * total;
-}
-
 template void Matrix::fill(int64_t, int64_t, const float*, int64_t);
 template void Matrix::fill(int64_t, int64_t, const BFloat16*, int64_t);
 
@@ -145,8 +114,6 @@ void Matrix::read_row(int64_t output, float* weights) const {
   for (int64_t k = 0; k < inputs; ++k) {
     if (storage == kFloat32) {
       weights[k] = *float_at(at, k);
-    } else if (storage == kInt8) {
-      weights[k] = float(*int8_at(at, k)) * scales()[at.panel * kPanel + at.lane];
     } else {
       weights[k] = widen(*half_at(at, k));
     }

@@ -9,9 +9,6 @@
 // a step into two tiles of 16 outputs. A row of a tile is a pair of inputs of each output: 16-bit pairs lie side by
 // side (amx.h), 32-bit ones as all even inputs before all odd ones.
 //
-// 8-bit weights are integers from -127 to 127 times their output's scale. Four depth steps of an output lie side by
-// side in 32 bits, and the depth is padded with zeros to whole cache lines of a row.
-//
 // Codes (has_codes) are weights of 4 or 8 bits as a checkpoint has them: groups of inputs share a scale, and perhaps a
 // zero point. A 32-bit word holds eight or four depth steps of an output (codes.h), and three words sixteen of 6 bits
 // (rounded_tile.h). Each group begins a word. Levels have in place of a zero point the number that code 0 stands for, in
@@ -30,7 +27,7 @@ constexpr int64_t kStep = 32;
 // The codes: 0 .. 15 for -8 .. 7, signed bytes, e4m3 floats, 0 .. 15 for the numbers of a table, e2m1 floats, levels
 // 0 .. 15 and 0 .. 255 above a least number, and 0 .. 63 for -32 .. 31 or as levels; these two round rows.
 enum Storage {
-  kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3, kCodes8 = 4, kFp8 = 5, kTable4 = 6, kFp4 = 7, kLevels4 = 8,
+  kFloat32 = 0, kBFloat16 = 1, kInt4 = 3, kCodes8 = 4, kFp8 = 5, kTable4 = 6, kFp4 = 7, kLevels4 = 8,
   kLevels8 = 9, kInt6 = 10, kLevels6 = 11
 };
 
@@ -120,7 +117,7 @@ class Matrix {
   // The 16-bit floats: of leasts where `least`. Those that have factors lie [super][kPanel], scales before leasts.
   const uint16_t* halves(int64_t panel, bool least) const {
     if (!shared.factors) return (least ? zeros_ : scales_).as<uint16_t>() + panel * groups.count * kPanel;
-    return offsets_.as<uint16_t>() + (panel * (zeros_.bytes() ? 2 : 1) + least) * supers() * kPanel;
+    return halves_.as<uint16_t>() + (panel * (zeros_.bytes() ? 2 : 1) + least) * supers() * kPanel;
   }
   int64_t supers() const { return (groups.count + shared.span - 1) / shared.span; }
   // Halves from a panel to the next one.
@@ -128,12 +125,10 @@ class Matrix {
   const int32_t* order() const { return order_.as<int32_t>(); }
   const float* table() const { return table_; }
 
-  // For 8-bit weights, in panel order: each output's scale, and 128 times the sum of its weights.
   template <class Stored = float>
   const Stored* scales() const {
     return scales_.as<Stored>();
   }
-  const int32_t* offsets() const { return offsets_.as<int32_t>(); }
 
   const int64_t outputs, inputs;
   const int64_t depth;  // inputs, padded as the storage needs it
@@ -142,9 +137,9 @@ class Matrix {
   const int64_t panels;
   const Groups groups;
   const SharedScales shared;
-  // Rows of x are rounded to 8 bits (matmul_rounded.h): of kInt4, kCodes8, kLevels4, codes of 6 bits, and kTable4 of
-  // integers that are signed bytes.
-  bool rounds_rows = false;
+  // Bytes that the numbers of a row of x are rounded to (matmul_rounded.h), 0 for exact ones: 1 or 2 of kInt4, kCodes8,
+  // kLevels4, codes of 6 bits, and kTable4 of integers that are signed bytes.
+  int row_bytes = 0;
 
  private:
   struct Place {
@@ -152,8 +147,6 @@ class Matrix {
     int lane;
   };
   Place place(int64_t output) const;
-  void fill_int8(Place at, const float* weights);
-  int8_t* int8_at(Place at, int64_t k) const;
   float* float_at(Place at, int64_t k) const;
   BFloat16* half_at(Place at, int64_t k) const;
 
@@ -168,7 +161,7 @@ class Matrix {
   void fill_words(Place at, const uint8_t* codes);
   void read_codes(Place at, float* weights) const;
 
-  Buffer data_, scales_, offsets_, zeros_, order_;
+  Buffer data_, scales_, halves_, zeros_, order_;
   float table_[16] = {};
 };
 

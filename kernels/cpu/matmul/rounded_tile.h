@@ -8,12 +8,26 @@
 #include <algorithm>
 
 #include "matmul/codes.h"
-#include "matmul/int8_tile.h"
 #include "matmul/matrix.h"
 
 namespace rayfin {
 
+// Inputs of a row that share a scale: those of a group of the weight, or a part of it where it is longer.
+constexpr int64_t kPart = 32;
+
 typedef uint8_t Octets __attribute__((vector_size(kWidth * 4)));
+
+RAYFIN_INLINE VecI load_int(const void* p) {
+  VecI v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+RAYFIN_INLINE VecI broadcast_int(const void* p) {
+  int32_t value;
+  std::memcpy(&value, p, sizeof(value));
+  return value - VecI{};
+}
 
 RAYFIN_INLINE VecI four_of(int octet) { return VecI{} + octet * 0x01010101; }
 
@@ -31,8 +45,10 @@ struct VnniDot {
     }
     // In assembly, because the library is also compiled for machines without it (has_vnni).
 #if defined(__AVX512F__)
-    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(low), "v"(broadcast_int(x)));
-    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(high), "v"(broadcast_int(x + 4)));
+    typedef int32_t Four __attribute__((may_alias, aligned(1)));
+    const Four* four = reinterpret_cast<const Four*>(x);
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(low), "m"(four[0]));
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(high), "m"(four[1]));
 #else
     asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(low), "x"(broadcast_int(x)));
     asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(high), "x"(broadcast_int(x + 4)));
@@ -199,104 +215,139 @@ struct RoundedInt6 : RoundedLevels6 {
   static constexpr int kOffset = 32;
 };
 
-// Rows of x in signed bytes: those of a group one after the other, and zeros up to whole words of codes.
+// Words of an output in a part.
+template <class Code>
+constexpr int64_t kPartWords = kPart / Code::kSteps * Code::kWords;
+
+// Rows of x in signed bytes: those of a group one after the other, and zeros up to whole words of codes. Each part of a
+// group has a scale, the sum of its bytes, and what its sums of products start from.
 struct RoundedRows {
   const char* values;
-  const int32_t* sums;  // of each group
-  const float* scales;
-  int64_t stride, groups;  // bytes of a row, sums of a row
+  const float *scales, *sums;
+  const int32_t* starts;
+  int64_t stride, parts;  // bytes of a row, parts of a row
 
-  RoundedRows from(int64_t row) const { return {values + row * stride, sums + row * groups, scales + row, stride, groups}; }
+  RoundedRows from(int64_t row) const {
+    return {values + row * stride, scales + row * parts, sums + row * parts, starts + row * parts, stride, parts};
+  }
 };
 
-// out[m][p * kPanel ..] = x[m] . panel p. kStream: as in register_tile. The sums of groups stay in `out`, and those of
-// pairs in memory too, so that the registers hold what the innermost loop adds to.
-template <class Dot, class Code, bool kZeros, bool kStream, int kM, int kP>
-RAYFIN_INLINE void rounded_tile(const Code& code, const Matrix& weight, const RoundedRows& x, int64_t panel, float* out) {
-  constexpr int kOffset = Code::kOffset + (Code::kWide ? Dot::kExcess : 0);
+// How much too large the codes are.
+template <class Dot, class Code>
+constexpr int kExcess = Code::kOffset + (Code::kWide ? Dot::kExcess : 0);
+
+// Adds a part's sums of products to a total: the same FMAs in any tile, so that a row's bits do not depend on the rows
+// beside it.
+template <bool kZeros, bool kLevels>
+RAYFIN_INLINE Vec add_part(Vec total, VecI dot, Vec scale, Vec least, VecI zero, float sum, float row_scale) {
+  Vec products = __builtin_convertvector(dot, Vec);
+  // These are exact: a sum of 32 bytes times a zero point.
+  if constexpr (kZeros) products -= __builtin_convertvector(zero, Vec) * sum;
+  products *= scale;
+  if constexpr (kLevels) products = multiply_add(least, broadcast(sum), products);
+  return multiply_add(products, broadcast(row_scale), total);
+}
+
+// Whether the registers hold a tile's sums beside those of a part; else `out` does.
+template <int kM, int kP>
+constexpr bool kKeeps = kRows == 12 && kM * kP <= 6;
+
+// out[m][p * kPanel ..] = x[m] . panel p. Weights are prefetched, as they come from memory. Parts are added in their order.
+template <class Dot, class Code, bool kZeros, int kM, int kP>
+__attribute__((noinline)) void rounded_tile(const Code& code, const Matrix& weight, const GroupFloats& scales, const GroupFloats& leasts,
+                                const RoundedRows& x, int64_t panel, float* out) {
   constexpr bool kInPairs = Dot::kPairs && Code::kPairs > 1;
+  static_assert(!kInPairs || Code::kPairs >= kPartWords<Code>, "a part's products fit into sums of 16 bits");
   const Groups& groups = weight.groups;
   const int64_t panel_words = weight.panel_words(), panel_scales = groups.count * kPanel;
   const int32_t* words = weight.words(panel);
-  const GroupFloats scales(weight, panel, false), leasts(weight, panel, Code::kLevels);
   const int16_t* zeros = kZeros ? weight.zeros() + panel * panel_scales : nullptr;
   const char* steps = x.values;
-  for (int i = 0; i < kM * 2 * kP; ++i) store(out + i * kWidth, Vec{});
+  int64_t part = 0;
+  constexpr bool kKept = kKeeps<kM, kP>;
+  Vec kept[kKept ? kM : 1][kKept ? 2 * kP : 1] = {};
+  if constexpr (!kKept)
+    for (int i = 0; i < kM * 2 * kP; ++i) store(out + i * kWidth, Vec{});
   for (int64_t g = 0; g < groups.count; ++g) {
-    int64_t word = 0;
-    // Calls add(m, v, bytes, steps of row m) for the words up to `end`.
-    const auto for_words = [&](int64_t end, const auto& add) RAYFIN_LAMBDA {
-      for (; word < end; word += Code::kWords, words += Code::kWords * kPanel, steps += Code::kSteps) {
+    for (int64_t word = 0; word < groups.words; ++part) {
+      const int64_t end = std::min(word + kPartWords<Code>, groups.words);
+      // Calls add(m, v, bytes, steps of row m) for the words of the part.
+      const auto for_words = [&](const auto& add) RAYFIN_LAMBDA {
+        const auto some = [&](int64_t i) RAYFIN_LAMBDA {
+#pragma GCC unroll 8
+          for (int v = 0; v < 2 * kP; ++v) {
+            const int32_t* at = words + i * Code::kWords * kPanel + v / 2 * panel_words + v % 2 * kWidth;
+            if (v % 2 * kWidth * 4 % kLineBytes == 0) {
+#pragma GCC unroll 3
+              for (int line = 0; line < Code::kWords; ++line)
+                __builtin_prefetch(reinterpret_cast<const char*>(at + line * kPanel) + kAheadBytes / kP, 0, 3);
+            }
+            VecI bytes[Code::kSteps / 4];
+            code.bytes(at, bytes);
+#pragma GCC unroll 16
+            for (int m = 0; m < kM; ++m) add(m, v, bytes, steps + i * Code::kSteps + m * x.stride);
+          }
+        };
+        const int64_t count = (end - word) / Code::kWords;
+        if (count == kPartWords<Code> / Code::kWords) {
+#pragma GCC unroll 4
+          for (int64_t i = 0; i < kPartWords<Code> / Code::kWords; ++i) some(i);
+        } else {
+          for (int64_t i = 0; i < count; ++i) some(i);
+        }
+        word = end, words += count * Code::kWords * kPanel, steps += count * Code::kSteps;
+      };
+      const auto start = [&](int m) RAYFIN_LAMBDA {
+        return kExcess<Dot, Code> ? broadcast_int(x.starts + m * x.parts + part) : VecI{};
+      };
+      // Adds the part's sums of products, dot(m, v).
+      const auto finish = [&](const auto& dot) RAYFIN_LAMBDA {
 #pragma GCC unroll 8
         for (int v = 0; v < 2 * kP; ++v) {
-          const int32_t* at = words + v / 2 * panel_words + v % 2 * kWidth;
-          if (kStream && v % 2 * kWidth * 4 % kLineBytes == 0) {
-#pragma GCC unroll 3
-            for (int line = 0; line < Code::kWords; ++line)
-              __builtin_prefetch(reinterpret_cast<const char*>(at + line * kPanel) + kAheadBytes / kP, 0, 3);
-          }
-          VecI bytes[Code::kSteps / 4];
-          code.bytes(at, bytes);
-#pragma GCC unroll 16
-          for (int m = 0; m < kM; ++m) add(m, v, bytes, steps + m * x.stride);
-        }
-      }
-    };
-    // Adds the group's sums of products, dot(m, v).
-    const auto finish = [&](const auto& dot) RAYFIN_LAMBDA {
-#pragma GCC unroll 8
-      for (int v = 0; v < 2 * kP; ++v) {
-        const Vec scale = scales.at(g, v), least = Code::kLevels ? leasts.at(g, v) : Vec{};
-        const VecI zero = kZeros ? load_zeros(zeros + v / 2 * panel_scales + g * kPanel + v % 2 * kWidth) : VecI{};
-#pragma GCC unroll 16
-        for (int m = 0; m < kM; ++m) {
-          const int32_t sum = x.sums[m * x.groups + g];
-          VecI products = dot(m, v);
-          if constexpr (kOffset) products -= kOffset * sum;
-          if constexpr (kZeros) products -= zero * sum;
-          float* total = out + (m * 2 * kP + v) * kWidth;
-          Vec totals = load(total) + __builtin_convertvector(products, Vec) * scale;
-          if constexpr (Code::kLevels) totals += least * float(sum);
-          store(total, totals);
-        }
-      }
-    };
-    if constexpr (kInPairs) {
-      alignas(64) int32_t kept[kM * 2 * kP * kWidth];
-      int32_t* sums = kept;
-      asm("" : "+r"(sums));  // else the compiler keeps these in registers
-      for (int64_t first = 0; first < groups.words; first = word) {
-        typename Dot::Pairs pairs[kM][2 * kP] = {};
-        for_words(std::min(first + Code::kPairs, groups.words),
-                  [&](int m, int v, const VecI* bytes, const char* at) RAYFIN_LAMBDA {
-                    pairs[m][v] = Dot::both(pairs[m][v], Dot::products(bytes[0], bytes[1], at));
-                  });
-#pragma GCC unroll 8
-        for (int v = 0; v < 2 * kP; ++v)
+          const Vec scale = scales.at(g, v), least = Code::kLevels ? leasts.at(g, v) : Vec{};
+          const VecI zero = kZeros ? load_zeros(zeros + v / 2 * panel_scales + g * kPanel + v % 2 * kWidth) : VecI{};
 #pragma GCC unroll 16
           for (int m = 0; m < kM; ++m) {
-            int32_t* own = sums + (m * 2 * kP + v) * kWidth;
-            VecI dot = Dot::widened(pairs[m][v]);
-            if (first) dot += load_int(own);
-            std::memcpy(own, &dot, sizeof(dot));
+            const int64_t at = m * x.parts + part;
+            const auto added = [&](Vec total) RAYFIN_LAMBDA {
+              return add_part<kZeros, Code::kLevels>(total, dot(m, v), scale, least, zero, x.sums[at], x.scales[at]);
+            };
+            if constexpr (kKept) {
+              kept[m][v] = added(kept[m][v]);
+            } else {
+              float* total = out + (m * 2 * kP + v) * kWidth;
+              store(total, added(load(total)));
+            }
           }
-      }
-      finish([&](int m, int v) RAYFIN_LAMBDA { return load_int(sums + (m * 2 * kP + v) * kWidth); });
-    } else {
-      VecI dot[kM][2 * kP] = {};
-      for_words(groups.words, [&](int m, int v, const VecI* bytes, const char* at) RAYFIN_LAMBDA {
+        }
+      };
+      if constexpr (kInPairs) {
+        typename Dot::Pairs pairs[kM][2 * kP] = {};
+        for_words([&](int m, int v, const VecI* bytes, const char* at) RAYFIN_LAMBDA {
+          pairs[m][v] = Dot::both(pairs[m][v], Dot::products(bytes[0], bytes[1], at));
+        });
+        finish([&](int m, int v) RAYFIN_LAMBDA { return start(m) + Dot::widened(pairs[m][v]); });
+      } else {
+        VecI dot[kM][2 * kP];
+#pragma GCC unroll 16
+        for (int m = 0; m < kM; ++m)
+#pragma GCC unroll 8
+          for (int v = 0; v < 2 * kP; ++v) dot[m][v] = start(m);
+        for_words([&](int m, int v, const VecI* bytes, const char* at) RAYFIN_LAMBDA {
 #pragma GCC unroll 2
-        for (int i = 0; i < Code::kSteps / 8; ++i)
-          dot[m][v] = Dot::template add<Code::kWide>(dot[m][v], bytes[2 * i], bytes[2 * i + 1], at + 8 * i);
-      });
-      finish([&](int m, int v) RAYFIN_LAMBDA { return dot[m][v]; });
+          for (int i = 0; i < Code::kSteps / 8; ++i)
+            dot[m][v] = Dot::template add<Code::kWide>(dot[m][v], bytes[2 * i], bytes[2 * i + 1], at + 8 * i);
+        });
+        finish([&](int m, int v) RAYFIN_LAMBDA { return dot[m][v]; });
+      }
     }
   }
-  for (int m = 0; m < kM; ++m)
-    for (int v = 0; v < 2 * kP; ++v) {
-      float* total = out + (m * 2 * kP + v) * kWidth;
-      store(total, load(total) * x.scales[m]);
-    }
+  if constexpr (kKept) {
+#pragma GCC unroll 16
+    for (int m = 0; m < kM; ++m)
+#pragma GCC unroll 8
+      for (int v = 0; v < 2 * kP; ++v) store(out + (m * 2 * kP + v) * kWidth, kept[m][v]);
+  }
 }
 
 }  // namespace rayfin

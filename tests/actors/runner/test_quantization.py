@@ -22,7 +22,7 @@ from rayfin.actors.runner.quantized.packed import INT4_BYTES, int4_saves
 from rayfin.actors.settings.choices import Quantization
 from rayfin.kernels.attention.torch_backend import paged_attention
 from rayfin.kernels.cpu.codes import CodedMatrix, Codes
-from rayfin.kernels.cpu.kernels import CpuKernels, try_kernels
+from rayfin.kernels.cpu.kernels import CpuKernels, Matrix, try_kernels
 
 Make = Callable[..., Any]
 PROMPTS = [list(range(3 + i, 3 + i + n)) for i, n in enumerate((7, 12, 1, 16, 9))]
@@ -43,6 +43,10 @@ def load(folder: Path) -> PagedModel:
     return PagedModel(model.eval().requires_grad_(False), paged_attention)
 
 
+def is_rounded(matrix: Matrix, codes: Codes) -> bool:
+    return isinstance(matrix, CodedMatrix) and matrix.rounds_rows and matrix.codes == codes
+
+
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual - expected).norm() / expected.norm()).item()
 
@@ -52,7 +56,7 @@ def test_the_demo_model_stays_near(kernels: CpuKernels) -> None:
     paged = load(MODEL_DIR)
     expected = probe_logits(paged, paged)
     fused = build_cpu_decoder(paged, kernels, "int8")
-    assert fused is not None and fused.packed.embedding.storage == torch.int8
+    assert fused is not None and is_rounded(fused.packed.embedding, Codes.INT8)
     logits = probe_logits(fused, paged)
     assert 0.005 < error(logits, expected) < 0.05
     assert (logits.argmax(-1) == expected.argmax(-1)).float().mean() > 0.8
@@ -62,7 +66,7 @@ def test_the_demo_model_in_4_bits(kernels: CpuKernels) -> None:
     paged = load(MODEL_DIR)
     expected = probe_logits(paged, paged)
     fused = build_cpu_decoder(paged, kernels, "int4")
-    assert fused is not None and fused.packed.embedding.storage == torch.int8
+    assert fused is not None and is_rounded(fused.packed.embedding, Codes.INT8)
     logits = probe_logits(fused, paged)
     assert 0.01 < error(logits, expected) < 0.25  # 21 % once measured
     assert (logits.argmax(-1) == expected.argmax(-1)).float().mean() > 0.5
@@ -76,7 +80,7 @@ def test_linear_layers_that_are_packed_alone(
     expected = probe_logits(paged, paged)
     assert pack_linears(paged, kernels, "int8")
     packed = [part for part in paged.transformer.modules() if isinstance(part, PackedLinear)]
-    assert packed and all(part._weight.storage == torch.int8 for part in packed)
+    assert packed and all(is_rounded(part._weight, Codes.INT8) for part in packed)
     assert 0.001 < error(probe_logits(paged, paged), expected) < 0.2
 
 
@@ -94,11 +98,8 @@ def test_experts_are_rounded(bits: Quantization, tiny_model: Make, kernels: CpuK
     assert all(isinstance(mixture, PackedExpertsModule) for mixture in mixtures)
     found = [mixture.experts for mixture in mixtures]
     matrices = [matrix for experts in found for matrix in (*experts.gate_up, *experts.down)]
-    for matrix in matrices:
-        if isinstance(matrix, CodedMatrix):
-            assert bits == "int4" and matrix.codes == Codes.INT4 and matrix.rounds_rows
-        else:
-            assert bits == "int8" and matrix.storage == torch.int8
+    codes = {"int4": Codes.LEVELS4, "int8": Codes.INT8}[bits]
+    assert all(is_rounded(matrix, codes) for matrix in matrices)
     assert 0.001 < error(mixtures[0](x, chosen, chances), expected) < 0.2
 
 

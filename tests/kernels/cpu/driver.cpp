@@ -19,7 +19,7 @@
 #include "layers/highest.h"
 #include "common/isa.h"
 #include "matmul/matmul.h"
-#include "matmul/round_int4.h"
+#include "matmul/round_weights.h"
 #include "layers/norms.h"
 
 using namespace rayfin;
@@ -105,7 +105,7 @@ void coded_matmuls() {
         const auto x = floats(rows * inputs);
         for (bool rounds : {false, true}) {
           if (rounds ? storage == kFp8 || storage == kFp4 || storage == kLevels8 : has_six_bits(storage)) continue;
-          copy.rounds_rows = shared.rounds_rows = rounds;
+          copy.row_bytes = shared.row_bytes = rounds;
           for (bool vnni : {true, false}) {
             on_pools("coded matmul", rows * outputs, [&](Pool& pool, float* out) {
               pool.vnni = pool.vnni && vnni;
@@ -126,8 +126,17 @@ void coded_matmuls() {
 void roundings() {
   const auto weights = floats(33 * 70);
   std::vector<uint8_t> codes(33 * 70);
-  on_pools("rounding", 33 * 3, [&](Pool& pool, float* scales) {
-    round_int4(pool, weights.data(), 33, 70, 32, codes.data(), scales);
+  std::vector<uint16_t> scales(33 * 3), leasts(33 * 2);
+  std::vector<int8_t> factors(33 * 3), least_factors(33 * 3);
+  const auto copy = [&](const auto& from, float* out) { std::copy(from.begin(), from.end(), out); };
+  on_pools("rounding to 8 bits", 33 * 70, [&](Pool& pool, float* out) {
+    round_int8(pool, weights.data(), 33, 70, reinterpret_cast<int8_t*>(codes.data()), scales.data());
+    copy(codes, out);
+  });
+  on_pools("rounding to levels", 33 * 70, [&](Pool& pool, float* out) {
+    round_levels(pool, weights.data(), 33, 70, 15, 2, codes.data(), {scales.data(), factors.data()},
+                 {leasts.data(), least_factors.data()});
+    copy(codes, out);
   });
 }
 
@@ -135,7 +144,7 @@ void matmuls() {
   const int64_t many = results ? 230 : 530;  // several chunks of rows, in an emulator two
   for (int64_t rows : std::array<int64_t, 9>{1, 2, 3, 5, 7, 13, 30, 101, many}) {
     for (auto [outputs, inputs] : {std::pair<int64_t, int64_t>{1, 1}, {34, 19}, {66, 300}}) {
-      for (Storage storage : {kFloat32, kBFloat16, kInt8}) {
+      for (Storage storage : {kFloat32, kBFloat16}) {
         for (bool paired : {false, true}) {
           const int64_t total = paired ? 2 * outputs : outputs;
           Matrix weight(total, inputs, storage, paired);
@@ -146,13 +155,9 @@ void matmuls() {
           epilogue.residual = paired ? nullptr : residual.data();
           epilogue.residual_stride = outputs;
           epilogue.activation = paired ? kGelu : kNone;
-          for (bool vnni : {true, false}) {
-            on_pools("matmul", rows * outputs, [&](Pool& pool, float* out) {
-              pool.vnni = pool.vnni && vnni;
-              matmul(pool, weight, x.data(), inputs, rows, out, outputs, epilogue);
-            });
-            if (storage != kInt8) break;
-          }
+          on_pools("matmul", rows * outputs, [&](Pool& pool, float* out) {
+            matmul(pool, weight, x.data(), inputs, rows, out, outputs, epilogue);
+          });
         }
       }
     }
@@ -322,7 +327,7 @@ void decoders() {
 void mixtures() {
   const int64_t count = 5, hidden = 19, inner = 33, rows = 23, top_k = 3;
   const auto gate_up_bias = floats(count * 2 * inner), down_bias = floats(count * hidden);
-  for (Storage storage : {kBFloat16, kInt8}) {
+  for (Storage storage : {kFloat32, kBFloat16}) {
     std::vector<std::unique_ptr<Matrix>> matrices;
     std::vector<const Matrix*> gate_up, down;
     for (int64_t i = 0; i < 2 * count; ++i) {

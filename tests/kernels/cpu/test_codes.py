@@ -15,7 +15,9 @@ from rayfin.kernels.cpu.codes import (
     cut_codes,
     pack_codes,
     pack_int4,
-    round_int4,
+    pack_int8,
+    round_int8,
+    round_levels,
     stack_codes,
 )
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels
@@ -380,35 +382,112 @@ def test_shared_scales_that_are_no_numbers(kernels: CpuKernels) -> None:
 
 
 def test_rows_that_are_not_rounded(kernels: CpuKernels) -> None:
-    """Of floats, of a table of other numbers, of levels that 6 bits do not hold, of long groups."""
-    long = Grouped(torch.ones(1, 70_000, dtype=torch.int8), torch.ones(1, 1), 70_000, 8)
-    weights = [drawn(kind, 5, 64, 32) for kind in ("fp8", "fp4", "table", "levels8")]
-    for weight in (*weights, long):
+    """Of floats, of a table of other numbers, of levels that 6 bits do not hold."""
+    for kind in ("fp8", "fp4", "table", "levels8"):
+        weight = drawn(kind, 5, 64, 32)
         matrix = pack_codes(kernels, weight, round_rows=True)
         assert matrix is not None and not matrix.rounds_rows
         assert matrix.codes == packed(kernels, weight).codes
 
 
-@pytest.mark.parametrize("shape, group", [((5, 64), 64), ((3, 70), 32), ((4, 7), 16)])
-def test_weights_rounded_to_4_bits(kernels: CpuKernels, shape: tuple[int, int], group: int) -> None:
+@pytest.mark.parametrize("vnni", [True, False])
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_sums_that_floats_hold(kernels: CpuKernels, kind: str, vnni: bool) -> None:
+    """Rows and scales of which all products are exact: the bits of the integers' products."""
+    weight = drawn_integers(kind, 37, 200, 40)
+    weight.scale.copy_(2.0 ** (2 * weight.scale).round())
+    if weight.least is not None:
+        weight.least.copy_(weight.least.round())
+    x = (40 * normal(14, 200)).round().clamp(-127, 127)
+    x[:, ::8] = 127.0  # in each part of a group: 32 inputs and 8
+    kernels.library.rayfin_pool_use_vnni(kernels.pool, vnni)
+    matrix = pack_codes(kernels, weight, round_rows=True)
+    assert matrix is not None
+    for rows in (1, 2, 14):
+        actual = kernels.matmul(x[:rows], matrix)
+        assert torch.equal(actual, reference.matmul_grouped(x[:rows], weight))
+    kernels.library.rayfin_pool_use_vnni(kernels.pool, True)
+
+
+@pytest.mark.parametrize("kind", ["int4", "bytes", "levels6"])
+def test_odd_parts_of_rows(kernels: CpuKernels, kind: str) -> None:
+    """Zeros and next to nothing are zeros; what is not finite stays in its row."""
+    weight, x = drawn_integers(kind, 40, 90, 45), normal(14, 90)
+    x[0], x[1], x[2, :40] = 0.0, 1e-36 * x[1], 0.0
+    matrix = pack_codes(kernels, weight, round_rows=True)
+    assert matrix is not None
+    expected = kernels.matmul(x, matrix)
+    assert not expected[:2].any() and expected.isfinite().all()
+    x[3, 5], x[8, 72] = float("nan"), float("inf")
+    out = kernels.matmul(x, matrix)
+    fine = [row for row in range(14) if row not in (3, 8)]
+    assert torch.equal(out[fine], expected[fine]) and not out[[3, 8]].isfinite().any()
+
+
+PACKS = {"int8": pack_int8, "int4": pack_int4}
+
+
+def test_weights_rounded_to_8_bits(kernels: CpuKernels) -> None:
+    weight = normal(5, 70)
+    weight[0, :40], weight[1] = 0.0, 1e-12
+    actual, expected = round_int8(kernels, weight), reference.round_int8(weight, 32)
+    assert torch.equal(actual.values, expected.values) and torch.equal(actual.scale, expected.scale)
+    assert actual.shared is not None and torch.equal(actual.shared.scales(), actual.scale)
+
+
+@pytest.mark.parametrize("bits", [4, 6])
+@pytest.mark.parametrize("shape", [(5, 320), (3, 70), (4, 7)])
+def test_weights_rounded_to_levels(kernels: CpuKernels, shape: tuple[int, int], bits: int) -> None:
+    """Nearer than levels from the least number to the largest."""
     weight = normal(*shape)
     weight[0, :4] = 0.0
-    actual = round_int4(kernels, weight, group)
-    expected = reference.round_int4(weight, min(group, shape[1]))
-    error = (actual.dense() - weight).norm()
-    assert float(error / weight.norm()) < 0.15
-    torch.testing.assert_close(error, (expected.dense() - weight).norm(), rtol=1e-3, atol=0)
-    assert torch.equal(actual.values[0, :4], torch.full((4,), 8, dtype=torch.uint8))
+    actual, plain = round_levels(kernels, weight, bits), reference.round_levels(weight, bits, 32)
+    error, expected = ((rounded.dense() - weight).norm() for rounded in (actual, plain))
+    assert error <= expected * (1.0 if shape[1] > 32 else 1.1)
+    assert error > 0.5 * expected and int(actual.values.max()) == 2**bits - 1
 
 
-def test_zeros_are_rounded_to_zeros(kernels: CpuKernels) -> None:
-    rounded = round_int4(kernels, torch.zeros(2, 64))
-    assert not rounded.dense().any()
+@pytest.mark.parametrize("number", [0.0, 0.5, -3e-20])
+def test_equal_numbers_stay(kernels: CpuKernels, number: float) -> None:
+    weight = torch.full((2, 64), number)
+    for rounded in (round_int8(kernels, weight), round_levels(kernels, weight)):
+        torch.testing.assert_close(rounded.dense(), weight, rtol=1e-2, atol=1e-12)
 
 
-def test_packed_in_4_bits(kernels: CpuKernels) -> None:
-    weights, x = [normal(40, 192, seed=seed) for seed in (1, 2)], normal(6, 192)
-    matrix = pack_int4(kernels, weights)
-    assert (matrix.rounds_rows, matrix.group, matrix.outputs) == (True, 64, 80)
-    expected = x @ torch.cat(weights).T
-    assert float((kernels.matmul(x, matrix) - expected).norm() / expected.norm()) < 0.12
+@pytest.mark.parametrize("bits", PACKS)
+@pytest.mark.parametrize("paired", [False, True])
+def test_packed_rounded(kernels: CpuKernels, bits: str, paired: bool) -> None:
+    """Several weights, into a view of rows that lie apart, with what comes after the product."""
+    weights, many = [normal(41, 292, seed=seed) for seed in (1, 2)], normal(15, 330)
+    weights[1] = weights[1].bfloat16().float()
+    x, out = many[:, 3:295], torch.zeros(15, 90)
+    rounded = [{"int8": round_int8, "int4": round_levels}[bits](kernels, one) for one in weights]
+    matrix = PACKS[bits](kernels, [weights[0], weights[1].bfloat16()], paired=paired)
+    dense = torch.cat([one.dense() for one in rounded])
+    assert matrix.rounds_rows and torch.equal(matrix.rows(torch.arange(82)), dense)
+    assert abs(8 * matrix.bytes / dense.numel() - {"int8": 8.55, "int4": 4.77}[bits]) < 0.03
+    bias = normal(82)
+    merged = torch.cat([reference.matmul_rounded(x, one) for one in rounded], 1) + bias
+    expected = reference.silu_mul(merged) if paired else merged
+    columns = out[:, 2 : 2 + matrix.columns]
+    activation = Activation.SILU if paired else Activation.NONE
+    kernels.matmul(x, matrix, bias=bias, activation=activation, out=columns)
+    torch.testing.assert_close(columns, expected, rtol=1e-4, atol=1e-4)
+    assert not out[:, :2].any() and not out[:, 2 + matrix.columns :].any()
+    if not paired:
+        exact = x @ torch.cat(weights).T + bias
+        error = float((columns - exact).norm() / exact.norm())
+        assert error < {"int8": 0.01, "int4": 0.1}[bits]
+
+
+@pytest.mark.parametrize("inputs", [292, 64, 7])
+def test_rows_of_two_bytes(kernels: CpuKernels, inputs: int) -> None:
+    """Next to exact; a row is the same in any company."""
+    weight, x = normal(41, inputs), normal(40, inputs, seed=1)
+    x[3] = 0.0
+    matrix = pack_int8(kernels, [weight], row_bytes=2)
+    found, expected = kernels.matmul(x, matrix), x @ round_int8(kernels, weight).dense().T
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    assert float((found - expected).norm() / expected.norm()) < 1e-4
+    for rows in (1, 2, 3, 7, 13):
+        assert torch.equal(kernels.matmul(x[:rows], matrix), found[:rows])

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from rayfin.kernels import reference
+from rayfin.kernels.cpu.codes import pack_int4, pack_int8
 from rayfin.kernels.cpu.decoder import DecoderLayer, DecoderShape, PackedDecoder, StepAdapters
-from rayfin.kernels.cpu.kernels import Activation, CpuKernels
+from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Pack
 from rayfin.kernels.cpu.lora import AdapterParts, AdapterRows, PackedLowRank, Place
 from rayfin.kernels.shapes import PagedBatch
 
@@ -22,6 +24,17 @@ THETA, EPS, LAYERS = 100.0, 1e-5, 3
 POSITIONS = 150
 STEP = [(3, 1), (20, 1), (0, 9), (6, 5)]
 Case = Callable[..., Any]
+
+
+def packs(kernels: CpuKernels) -> dict[str, Pack]:
+    return {
+        "float32": partial(kernels.pack, storage=torch.float32),
+        "bfloat16": partial(kernels.pack, storage=torch.bfloat16),
+        "int8": partial(pack_int8, kernels),
+        "int4": partial(pack_int4, kernels),
+    }
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen": {"biases": True, "head_norms": "each"},
@@ -91,28 +104,24 @@ class Weights:
         self.embedding, self.head = normal(VOCABULARY, HIDDEN), normal(VOCABULARY, HIDDEN)
         self.final_norm = norm(HIDDEN, True)
 
-    def packed(self, kernels: CpuKernels, storage: torch.dtype | None = None) -> PackedDecoder:
+    def packed(self, kernels: CpuKernels, pack: Pack | None = None) -> PackedDecoder:
         matrices = ("qkv", "attention_out", "gate_up", "down")
-        layers = []
+        pack, layers = pack or kernels.pack, []
         for weights in self.layers:
             fields = {
-                name: kernels.pack([value], paired=name == "gate_up", storage=storage)
-                if name in matrices
-                else value
+                name: pack([value], paired=name == "gate_up") if name in matrices else value
                 for name, value in weights.items()
             }
             if self.rest:
                 parts = weights["qkv"][: -self.rest], weights["qkv"][-self.rest :]
-                both = (kernels.pack([part], storage=storage) for part in parts)
+                both = (pack([part]) for part in parts)
                 fields["qkv"], fields["qkv_rest"] = both
             layers.append(DecoderLayer(**fields, scale=0.3, sinks=self.sinks, **self.options))
         shape = DecoderShape(
             *(HIDDEN, INNER, VOCABULARY, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, ROTARY, EPS),
             **{"activation": Activation.SILU, "whole_norm": self.whole, **self.factors},
         )
-        embedding, head = (
-            kernels.pack([weight], storage=storage) for weight in (self.embedding, self.head)
-        )
+        embedding, head = (pack([weight]) for weight in (self.embedding, self.head))
         decoder = PackedDecoder(
             kernels, shape, layers, embedding=embedding, head=head, final_norm=self.final_norm
         )
@@ -323,13 +332,13 @@ def test_rows_without_an_adapter_are_the_same_beside_others(
     assert torch.equal(logits([-1] * 4), plain)
 
 
-@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_sequence_is_the_same_however_it_is_cut(
-    kernels: CpuKernels, variant: str, storage: torch.dtype
+    kernels: CpuKernels, variant: str, stored: str
 ) -> None:
     """What was decoded and is computed again as a prompt gives the same bits."""
-    decoder = Weights(**VARIANTS[variant]).packed(kernels, storage)
+    decoder = Weights(**VARIANTS[variant]).packed(kernels, packs(kernels)[stored])
     tokens = torch.arange(POSITIONS) * 7 % VOCABULARY
 
     def logits(cuts: list[int]) -> torch.Tensor:

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayfin.kernels import reference
+from rayfin.kernels.cpu.codes import pack_int8
 from rayfin.kernels.cpu.experts import ClampedSwish, ExpertBiases, pack_experts
-from rayfin.kernels.cpu.kernels import Activation, CpuKernels
+from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Pack
 
 GATE = ClampedSwish(1.702, 0.9)
 """A limit that many values reach."""
@@ -50,8 +51,9 @@ def test_a_row_is_the_same_in_any_company(kernels: CpuKernels) -> None:
     gate_up, down, x = normal(6, 66, 50), normal(6, 50, 33), normal(40, 50, seed=1)
     chosen, weights = routing(40, 6, 3, seed=2)
     biases = ExpertBiases(normal(6, 66), normal(6, 50))
-    for storage, gate in ((None, Activation.SILU), (None, GATE), (torch.int8, Activation.SILU)):
-        pack = partial(kernels.pack, storage=storage)
+    int8: Pack = partial(pack_int8, kernels)
+    plain: Pack = kernels.pack
+    for pack, gate in ((plain, Activation.SILU), (plain, GATE), (int8, Activation.SILU)):
         experts = pack_experts(kernels, gate_up, down, gate, pack, biases)
         every = experts.run(x, chosen, weights)
         for rows in (1, 2, 7, 13):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayfin.kernels.cpu.codes import pack_int4
+from rayfin.kernels.cpu.codes import pack_int4, pack_int8
 from rayfin.kernels.cpu.kernels import CpuKernels, Matrix, Pack
 from rayfin.kernels.cpu.stored import describe, restore
 
@@ -22,7 +22,7 @@ def packs(kernels: CpuKernels) -> dict[str, Pack]:
     return {
         "float32": kernels.pack,
         "bfloat16": partial(kernels.pack, storage=torch.bfloat16),
-        "int8": partial(kernels.pack, storage=torch.int8),
+        "int8": partial(pack_int8, kernels),
         "int4": partial(pack_int4, kernels),
     }
 
