@@ -204,6 +204,9 @@ class EngineArgs:
         "tell readers which pages the engine has, as JSON with vLLM's keys, such as "
         "'{\"enable_kv_cache_events\": true}'; needs the extra events",
     )
+    kv_peers: bool = _flag(
+        True, "read pages of a prompt from another engine of the model that has computed them"
+    )
     long_prefill_token_threshold: int = _flag(0, "most tokens of a prompt in a step; 0: no limit")
     itl_target_ms: float | None = _flag(
         None,
@@ -526,6 +529,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None  # bytes
     num_pages_asked: int | None = None
     page_folder: PageFolder | None = None  # files of pages that outlive the runners
+    kv_peers: bool = False  # engines of the model read each other's pages
 
     @property
     def max_pages_per_request(self) -> int:
@@ -604,15 +608,14 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
     # A model without attention fills no pages, nor does an encoder: slots are the only limit.
     pages = args.num_pages or (available // facts.page_bytes if facts.page_bytes else most)
     recurrent, whole = facts.state_bytes > 0, facts.whole_prompts
-    alone = whole or facts.uncut.ahead == "prompt"  # a page depends on the tokens behind it
-    pages = most if whole else min(pages, most)
-    if pages < per_request:
+    if (pages := most if whole else min(pages, most)) < per_request:
         if args.max_model_len is not None or pages * args.page_size <= facts.front_tokens:
             raise too_long(args, facts, model_len, available)
         model_len = pages * args.page_size
     speculation = chosen_speculation(args, facts)
     beside = facts.share_bytes - facts.available_bytes + snapshots * facts.state_bytes
     host_pages = 0 if recurrent or whole else resolve_host_pages(args, facts.page_bytes, most)
+    alone = whole or facts.uncut.ahead == "prompt"  # a page depends on the tokens behind it
     shares = args.prefix_caching and (snapshots > 0 or not recurrent) and not alone
     return EngineConfig(
         limits=limits,
@@ -635,6 +638,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         steps_in_flight=1 if args.steps_in_flight == 1 else args.pipeline_parallel_size + 1,
         prefix_caching=shares,
         page_folder=page_folder(args, facts, shares=shares),
+        kv_peers=args.kv_peers and shares and not recurrent and facts.page_bytes > 0,
         whole_prompts=whole,
         num_snapshots=snapshots,
         num_draft_states=draft_states(args, limits, facts.device) if recurrent else 0,

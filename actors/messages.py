@@ -23,6 +23,7 @@ from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.parts import P, PartFacts, PartUsage, RequestPart, first_of
 from rayfin.actors.settings.bidirectional import Bidirectional
 from rayfin.actors.settings.choices import LogprobsMode
+from rayfin.actors.timing import PAGE_READ_SECONDS
 from rayfin.actors.weights.spans import Spans
 from rayfin.cache.prefix_index import NameChanges
 
@@ -47,9 +48,16 @@ STATE_COPY, STATE_SAVE, STATE_LOAD = 3, 4, 5
 """Moves of recurrent layers' states: from slot to slot, slot to snapshot, snapshot to slot."""
 
 
+class PagesAt(NamedTuple):
+    """An engine, and how many of a prompt's first pages it may have."""
+
+    engine: str
+    pages: int
+
+
 @dataclass(slots=True, frozen=True)
 class PageTransfer:
-    """Full pages to read from files, or to write to them, beside the steps.
+    """Full pages to read from files or from another engine, or to write to files, beside the steps.
 
     Nothing else uses the pages of a read, once the steps before it have run. Those of a write are
     full, and their steps have run.
@@ -61,6 +69,8 @@ class PageTransfer:
     tokens: Int32Array  # [N, page_size] in them
     before: list[bytes]  # hashes of the pages before them, which stay as long as these
     forget: bool = False  # removes all files instead
+    source: str = ""  # the engine that has them; empty: the disk
+    seconds: float = PAGE_READ_SECONDS  # that another engine has for all of them
     after: tuple[int, int] = (0, -1)  # epoch and number of the last step before it; the executor's
 
 
@@ -193,6 +203,7 @@ class EngineRequest:
     background: bool = False  # it runs where nothing else has to wait for it
     parts: tuple[RequestPart, ...] = ()  # what it has beside tokens; those of a kind in their order
     spans: Spans = ()  # versions of the weights that made ``output``
+    pages_at: PagesAt | None = None  # who may have more of its prompt than the engine it is sent to
 
     def use(self, part: RequestPart) -> None:
         """Adds a part."""

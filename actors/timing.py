@@ -83,6 +83,11 @@ LOBBY_TICK_SECONDS = 0.05
 # for than should come in that time. A runner looks so often whether the steps before have run.
 PAGE_READ_SECONDS = 2.0
 PAGE_TURN_SECONDS = 0.001
+PEER_FIRST_BYTE_SECONDS = 0.02  # of another engine, which the first time is looked up by name
+PEER_READ_SECONDS = 10.0  # that a prompt waits for pages of another engine, at most
+PEER_SILENCE_SECONDS = 5.0  # for which an engine is left alone that has given none, doubling ...
+MAX_PEER_SILENCE_SECONDS = 60.0  # ... to this
+SPEED_FADES_SECONDS = 60.0  # what was seen of a source's speed
 PAGE_WARNING_SECONDS = 60.0  # between two lines about a disk that takes nothing
 
 # Sessions: the first parked request takes seats at their pauses after the first of these, and all

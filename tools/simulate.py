@@ -33,7 +33,7 @@ from rayfin.actors.errors import EnginePaused, InvalidRequest, Overloaded, Reque
 from rayfin.actors.guidance import CallGrammar, Guidance
 from rayfin.actors.media.part import VIRTUAL_TOKENS, MediaInput
 from rayfin.actors.media.virtual_ids import virtual_ids
-from rayfin.actors.messages import COPY, BeamParams, Command, SessionRef
+from rayfin.actors.messages import COPY, BeamParams, Command, PagesAt, SessionRef
 from rayfin.actors.parts import all_of
 from rayfin.actors.settings.bidirectional import Bidirectional
 from rayfin.actors.timing import PAGE_READ_SECONDS, PREPARE_SECONDS
@@ -56,6 +56,7 @@ class Life:
         self.keeping = random.Random(f"disk {seed}")
         self.pausing = random.Random(f"sessions {seed}")
         self.training = random.Random(f"weights {seed}")
+        self.asking = random.Random(f"peers {seed}")
         self.num_paused_out = 0  # refused for a pause
         self.num_refused = 0
         self.num_quarantined = 0  # for the prompt of one that was convicted
@@ -68,6 +69,7 @@ class Life:
         self._plan_adapters()
         self._plan_images()
         self._plan_disk()
+        self._plan_peers()
         self._plan_sessions()
         self._plan_weights()
         self._plan_requests()
@@ -125,6 +127,7 @@ class Life:
             "max_loras": self.adapting.choice([0, 0, 1, 2, 8]),
             "uncut": uncut,
             "page_folder": self._folder(),
+            "kv_peers": self.asking.random() < 0.4,
             "page_bytes": 1 << 20,
         }
 
@@ -189,6 +192,38 @@ class Life:
             self._at(draw.random() * 0.1, reset)
         for _ in range(draw.choice([0, 5, 30])):  # the disk has what the device has no more
             self._at(draw.random() * 0.1, self.harness.engine.lifecycle.forget_prefixes)
+
+    def _plan_peers(self) -> None:
+        """How long pages take from other engines, and when those lose some."""
+        draw, executor = self.asking, self.harness.executor
+        self.share_hinted = draw.choice([0.3, 1.0])
+        if not self.harness.config.kv_peers:
+            return
+        if self.harness.config.page_folder is None:
+            executor.disk_seconds = draw.choice([0.0, 0.0001, 0.003, 0.05, 2 * PAGE_READ_SECONDS])
+
+        def lose() -> None:
+            for folder in (own.of(executor.digest) for own in executor.peers.values()):
+                for page_hash in draw.sample(sorted(folder.pages), len(folder.pages) // 3):
+                    (folder.broken.add if draw.random() < 0.5 else folder.pages.pop)(page_hash)
+
+        for _ in range(draw.choice([0, 0, 5])):
+            self._at(draw.random() * 0.1, lose)
+
+    def _pages_at(self) -> PagesAt | None:
+        """What a router says: right, stale, or of an engine that is gone.
+
+        Before, another engine may get what this one has, and this one lose it.
+        """
+        draw = self.asking
+        if self.harness.config.kv_peers:
+            if draw.random() < 0.5:
+                self.harness.executor.share_pages(draw.choice("ab"))
+            if draw.random() < 0.5:
+                self.harness.engine.lifecycle.forget_prefixes()
+        if draw.random() >= self.share_hinted:
+            return None
+        return PagesAt(draw.choice("aabc"), draw.randint(0, 40))
 
     def _plan_weights(self) -> None:
         """Pauses, most with new weights, and runners that die amid them."""
@@ -336,6 +371,7 @@ class Life:
             "adapter": self._adapter(),
             "images": images,
             "session": self._session(),
+            "pages_at": self._pages_at(),
         }
         if images:  # refused before it comes here
             settings["prompt_logprobs"] = None
@@ -564,6 +600,8 @@ def account(life: Life) -> Counter[str]:
     happened["pages written"] = stats.disk_pages_written
     happened["pages read"] = stats.disk_pages_read
     happened["pages unreadable"] = stats.disk_pages_unreadable
+    happened["pages of peers"] = stats.peer_pages_read
+    happened["pages peers lack"] = stats.peer_pages_missing
     happened["searches refused"] = life.refused
     happened["waits for grammars"] = stats.histograms["grammar_wait_seconds"].count
     happened["grammars failed"] = stats.grammar_failures.get("compile", 0)

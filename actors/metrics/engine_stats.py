@@ -86,6 +86,8 @@ class EngineStats:
     disk_pages_read: int = counter("disk_pages_read", "KV pages read from files.")
     disk_pages_written: int = counter("disk_pages_written", "KV pages written to files.")
     disk_pages_unreadable: int = counter("disk_pages_unreadable", "Missing or broken.")
+    peer_pages_read: int = counter("peer_pages_read", "KV pages read from other engines.")
+    peer_pages_missing: int = counter("peer_pages_missing", "Asked for, and missing or late.")
     requeued_by_restart: int = counter(
         "num_requests_requeued", "Requests put back because the runners were replaced."
     )

@@ -5,9 +5,11 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from rayfin.actors import failpoints
 from rayfin.actors.config import BatchLimits, EngineArgs, EngineConfig, ModelFacts
@@ -24,7 +26,8 @@ from rayfin.actors.processes.host_memory import resident_bytes
 from rayfin.actors.processes.identity import Process, this_process
 from rayfin.actors.processes.lifeline import Lifeline
 from rayfin.actors.processes.logs import set_up
-from rayfin.actors.runner.parallel.rank import Address, ParallelRank
+from rayfin.actors.processes.registry import find_actor, runner_name
+from rayfin.actors.runner.parallel.rank import Address, ParallelRank, group_size
 from rayfin.actors.runner.result_cache import StepResultCache
 from rayfin.actors.runner.spare import (
     RunnerState,
@@ -35,7 +38,9 @@ from rayfin.actors.runner.spare import (
     plan_spares,
 )
 from rayfin.actors.runner.step_turns import StepTurns
+from rayfin.actors.settings.spare_runners import seats
 from rayfin.actors.timing import (
+    PAGE_READ_SECONDS,
     RUNNER_LEASE_SECONDS,
     STEP_OVERTAKEN_SECONDS,
 )
@@ -63,7 +68,9 @@ class Adoption:
 OPTIONS: dict[str, Any] = {
     "max_restarts": 0,
     "max_task_retries": 0,
-    "concurrency_groups": {"prepare": 1, "steps": 2, "reads": 1, "writes": 1, "weights": 1},
+    "concurrency_groups": {
+        **{"prepare": 1, "steps": 2, "reads": 1, "writes": 1, "pages": 1, "weights": 1}
+    },
 }
 
 
@@ -87,7 +94,9 @@ class ModelRunnerActor:
         self._rank = 0
         self._store: Any = None
         self._runner: Any = None  # a ModelRunner, whose module imports torch
-        self._pages: Any = None  # a DiskPages, with kv_disk_path
+        self._pages: Any = None  # a PageTransfers
+        self._namespace: str | None = None  # of the pages, once it was asked for
+        self._server: Any = None  # a PageServer, once another engine has asked for it
         self._version = WeightVersion()
         self._loading = threading.Lock()
         self._steps: StepSocket | None = None
@@ -181,22 +190,64 @@ class ModelRunnerActor:
             if self._pages is not None:
                 self._pages.use(None, epoch)  # a transfer of another scheduler ends
             self._runner.start(config, epoch)
-            self._use_disk(config, epoch)
+            self._use_pages(config, epoch)
             if self._config is None:
                 self._started_bytes = resident_bytes()
             self._config = config
 
-    def _use_disk(self, config: EngineConfig, epoch: int) -> None:
-        if config.page_folder is None:
-            return
-        if self._pages is None:
-            from rayfin.actors.runner.disk_pages import DiskPages
+    def _use_pages(self, config: EngineConfig, epoch: int) -> None:
+        folder = config.page_folder
+        if self._pages is None and (folder or config.kv_peers):
+            from rayfin.actors.runner.pages.peers import Peers
+            from rayfin.actors.runner.pages.transfers import PageTransfers
 
-            runner, folder = self._runner, config.page_folder.of(self._version.digest)
-            self._pages = DiskPages(
-                folder, self._rank, lambda: runner.next_step, runner.overwritten
+            runner = self._runner
+            peers = Peers(self._ask_for_pages, self._greet) if config.kv_peers else None
+            self._pages = PageTransfers(
+                self._rank, lambda: runner.next_step, runner.overwritten, peers
             )
-        self._pages.use(self._runner.cache, epoch)
+        if self._pages is not None:
+            folder = None if folder is None else folder.of(self._version.digest)
+            self._pages.use(self._runner.cache, epoch, folder)
+
+    def _greet(self) -> bytes:
+        """A digest of all that decides the bits of a page, also by where its rank stands."""
+        from rayfin.actors.runner.page_namespace import page_namespace
+
+        args, loaded = self._args, self._runner.loaded
+        assert args is not None
+        if self._namespace is None:
+            self._namespace = at_low_priority(lambda: page_namespace(args, loaded))
+        size = loaded.page_bytes(args.page_size)
+        depends = (self._namespace, self._version.digest, self._rank, size)
+        return sha256(repr(depends).encode()).digest()
+
+    def _ask_for_pages(self, engine: str) -> str:
+        """The address of this rank's pages at another engine; empty if there is none."""
+        assert self._args is not None
+        alone = group_size(self._args) == 1
+        for seat in range(seats(self._args)) if alone else [self._rank]:
+            if (runner := find_actor(runner_name(engine, seat))) is not None:
+                try:
+                    address: str = ray.get(runner.page_address.remote(), timeout=PAGE_READ_SECONDS)
+                except RayError as error:
+                    logger.debug("%s does not say where its pages are: %s", engine, error)
+                    continue
+                if address:
+                    return address
+        return ""
+
+    @ray.method(concurrency_group="pages")
+    def page_address(self) -> str:
+        """Where another engine's runner reads pages, once; empty: nowhere."""
+        if self._config is None or not self._config.kv_peers:
+            return ""
+        if self._server is None:
+            from rayfin.actors.runner.pages.peers import PageServer
+
+            self._server = PageServer(self._runner.names, lambda: self._pages, self._greet)
+        address: str = self._server.address()
+        return address
 
     @ray.method(concurrency_group="weights")
     def vote(self, version: WeightVersion) -> Vote | RayfinError:
@@ -215,12 +266,11 @@ class ModelRunnerActor:
         with self._lifeline.work(), self._turns.alone():
             self._refill(version, epoch)
             if self._config is not None and self._runner.cache is not None:
-                self._use_disk(self._config, epoch)
+                self._use_pages(self._config, epoch)
 
     def _refill(self, version: WeightVersion, epoch: int) -> None:
         if self._pages is not None:
             self._pages.use(None, epoch)
-            self._pages = None  # other weights have other files
         if failpoints.ACTIVE:
             failpoints.ACTIVE.hit("weights.layer")
         self._runner.turn(epoch, version)
@@ -295,7 +345,7 @@ class ModelRunnerActor:
 
     @ray.method(concurrency_group="reads")
     def read_pages(self, what: PageTransfer) -> int:
-        """Reads pages from files; returns how many of the first ones are there."""
+        """Reads pages from files or another engine; returns how many of the first are there."""
         return 0 if self._pages is None else int(self._pages.run(what))
 
     @ray.method(concurrency_group="writes")

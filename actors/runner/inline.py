@@ -14,8 +14,8 @@ from rayfin.actors.errors import (
 )
 from rayfin.actors.messages import PageTransfer, SchedulerInfo, StepResult
 from rayfin.actors.parts import Need
-from rayfin.actors.runner.disk_pages import DiskPages
 from rayfin.actors.runner.model_runner import ModelRunner
+from rayfin.actors.runner.pages.transfers import PageTransfers
 from rayfin.actors.weights.version import Vote, WeightVersion
 
 
@@ -47,7 +47,7 @@ class _Prepared:
 class _Transfer:
     """Pages that are moved once the steps before have run; the loop waits meanwhile."""
 
-    pages: DiskPages
+    pages: PageTransfers
     what: PageTransfer
     next_step: Callable[[], tuple[int, int]]
     moved: int | None = None  # of the first pages
@@ -76,26 +76,24 @@ class InlineExecutor:
         self._config = config
         self._waiting: deque[SchedulerInfo] = deque()  # submitted, and not queued on a device
         self._submitted = (0, -1)  # epoch and number of the last step
-        self._pages: DiskPages | None = None
+        self._pages = PageTransfers(0, self._next_step, runner.overwritten)
         self._version = WeightVersion()
-        self._open_pages()
         self._start()
-
-    def _open_pages(self) -> None:
-        if (folder := self._config.page_folder) is not None:
-            own, runner = folder.of(self._version.digest), self._runner
-            self._pages = DiskPages(own, 0, self._next_step, runner.overwritten)
 
     def _next_step(self) -> tuple[int, int]:
         return self._runner.next_step
 
     def _start(self) -> None:
         self._runner.start(self._config, self.epoch)
-        if self._pages is not None:
-            self._pages.use(self._runner.cache, self.epoch)
+        self._use_pages()
+
+    def _use_pages(self) -> None:
+        folder = self._config.page_folder
+        if folder is not None:
+            folder = folder.of(self._version.digest)
+            self._pages.use(self._runner.cache, self.epoch, folder)
 
     def transfer(self, what: PageTransfer) -> _Transfer:
-        assert self._pages is not None
         what = replace(what, after=max(self._submitted, (self.epoch, -1)))
         transfer = _Transfer(self._pages, what, self._next_step)
         transfer.done()
@@ -141,20 +139,16 @@ class InlineExecutor:
         self.epoch += 1
         self._waiting.clear()
         self._version = version
-        if self._pages is not None:
-            self._pages.use(None, self.epoch)
-        self._open_pages()
+        self._pages.use(None, self.epoch)
         if in_place:
             self._runner.turn(self.epoch, version)
-            if self._pages is not None:
-                self._pages.use(self._runner.cache, self.epoch)
+            self._use_pages()
             return
         self._runner.reload(version)
         self._start()
 
     def sleep(self) -> None:
-        if self._pages is not None:
-            self._pages.use(None, self.epoch)
+        self._pages.use(None, self.epoch)
         self._runner.sleep()
 
     def wake(self) -> None:

@@ -122,7 +122,7 @@ class LoadedModel:
             smaller_pages=self.smaller_pages(args.page_size),
             int4_saves=self.int4_saves,
             parts=self.part_facts,
-            page_namespace=page_namespace(args, self),
+            page_namespace="" if args.kv_disk_path is None else page_namespace(args, self),
         )
 
     def limits(self, args: EngineArgs, model_len: int) -> BatchLimits:

@@ -32,6 +32,7 @@ class PageNames:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._names: dict[int, PageName] = {}  # by page, in the order in which they came
+        self._pages: dict[bytes, tuple[int, PageName]] = {}  # by hash
         self._coming: deque[dict[int, PageName]] = deque()  # with steps that have begun
         self._page_tables: Int32Array = np.zeros((0, 0), np.int32)
         self._page_size = 1
@@ -49,6 +50,7 @@ class PageNames:
         """Steps begin anew, over pages that others shall not read."""
         with self._lock:
             self._names.clear()
+            self._pages.clear()
             self._coming.clear()
             self._blind_until = -1
 
@@ -56,6 +58,11 @@ class PageNames:
         """Names by page, those that came first in front."""
         with self._lock:
             return dict(self._names)
+
+    def find(self, page_hash: bytes) -> tuple[int, PageName] | None:
+        """The page with a hash, and its name: the same object as long as the page keeps it."""
+        with self._lock:
+            return self._pages.get(page_hash)
 
     def before(self, info: SchedulerInfo) -> None:
         changes = info.names or NameChanges({}, [])
@@ -73,6 +80,7 @@ class PageNames:
                 self._blind_until = info.step + self._ahead
             elif info.step >= self._blind_until:
                 self._names |= names
+                self._pages |= {name[0]: (page, name) for page, name in names.items()}
 
     def overwritten(self, pages: Int32Array) -> None:
         with self._lock:
@@ -83,7 +91,9 @@ class PageNames:
 
     def _drop(self, pages: list[int]) -> None:
         for page in pages:
-            self._names.pop(page, None)
+            name = self._names.pop(page, None)
+            if name is not None and self._pages[name[0]][0] == page:
+                del self._pages[name[0]]
             for coming in self._coming:
                 coming.pop(page, None)
 

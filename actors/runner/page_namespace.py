@@ -34,8 +34,6 @@ def page_namespace(args: EngineArgs, loaded: "LoadedModel") -> str:
     Raises:
         InvalidConfig: a file of the model cannot be read.
     """
-    if args.kv_disk_path is None:
-        return ""
     if loaded.recurrent is not None or loaded.whole_prompts or not loaded.model.layouts:
         return ""
     if loaded.peers is not None and loaded.peers.place.rank > 0:

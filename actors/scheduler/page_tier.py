@@ -1,18 +1,20 @@
-"""Full pages on a disk, beside those in the runners' memory (``--kv-disk-path``).
+"""Full pages on a disk (``--kv-disk-path``) and at other engines (``--kv-peers``).
 
     a prompt is computed, a request ends:   its full pages ──write──► files; they are lent meanwhile
     a request comes, the runners are new:   files ──read──► pages that are lent, then in the index
+    another engine has more of its prompt:  its pages ──read──► the same
 
-A request whose prompt goes on in files waits beside the queue until they are read, for a limited
-time: two seconds, or half of those in which it would be computed. Then it is like any other: what
-has arrived is a hit of the prefix index, the rest is computed. So pages are a cache, and tokens the
-truth: a file may be missing, broken or late, and no request fails for it.
+A request whose prompt goes on elsewhere waits beside the queue until it is read, for a limited
+time. Then it is like any other: what has arrived is a hit of the prefix index, the rest is
+computed. So pages are a cache, and tokens the truth: what is asked for may be missing, broken or
+late, and no request fails for it. The engine that has the pages holds nothing for a reader: its
+runner serves them.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,7 +25,14 @@ from rayfin.actors.scheduler.beside import Beside
 from rayfin.actors.scheduler.executor import Executor, PendingTransfer
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.scheduler_state import SchedulerState
-from rayfin.actors.timing import PAGE_READ_SECONDS
+from rayfin.actors.timing import (
+    MAX_PEER_SILENCE_SECONDS,
+    PAGE_READ_SECONDS,
+    PEER_FIRST_BYTE_SECONDS,
+    PEER_READ_SECONDS,
+    PEER_SILENCE_SECONDS,
+    SPEED_FADES_SECONDS,
+)
 from rayfin.cache.page_files import PageFolder
 
 FREE_SHARE = 8
@@ -35,7 +44,12 @@ READ_SHARE = 2
 WRITTEN_SHARE = 4
 """At most one page in so many is lent for writing; the ends of prompts beyond are not stored."""
 
-ASSUMED_BYTES_PER_SECOND = 500e6
+DISK = ""
+"""The source of pages that is no engine."""
+
+ASSUMED_BYTES_PER_SECOND = {True: 500e6, False: 1e9}
+"""Of a disk, and of another engine."""
+
 LEAST_MEASURED_BYTES = 16 << 20
 """Smaller reads say nothing of a disk's speed, and are always in time."""
 
@@ -102,6 +116,22 @@ class NoTier:
         return None
 
 
+@dataclass(slots=True)
+class _Source:
+    """What was seen of a disk or an engine."""
+
+    assumed: float  # bytes a second
+    bytes_per_second: float
+    measured: float = 0.0  # when
+    silence: float = 0.0  # seconds for which it is left alone once it has given nothing ...
+    silent_until: float = 0.0  # ... and until when
+
+    def speed(self, now: float) -> float:
+        """Bytes a second; what was seen fades, so that a slow engine is tried again."""
+        share = math.exp((self.measured - now) / SPEED_FADES_SECONDS)
+        return self.assumed + share * (self.bytes_per_second - self.assumed)
+
+
 @dataclass(slots=True, eq=False)
 class _Transfer:
     """Pages on their way, lent by the page tables meanwhile."""
@@ -116,8 +146,14 @@ class _Transfer:
     requests: dict[Request, None] = field(default_factory=dict)  # that wait for it
 
 
-class DiskTier:
-    """Reads and writes pages of ``folder`` through the runners. ``clock`` returns seconds."""
+class SourcesTier:
+    """Reads and writes pages of ``folder``, and reads those of engines that requests name, through
+    the runners.
+
+    Args:
+        peers: whether other engines are asked.
+        clock: returns seconds.
+    """
 
     least_read_tokens = 32
     """Fewer tokens are computed sooner than a runner answers."""
@@ -127,13 +163,15 @@ class DiskTier:
 
     def __init__(
         self,
-        folder: PageFolder,
+        folder: PageFolder | None,
+        peers: bool,
         page_bytes: int,
         state: SchedulerState,
         executor: Executor,
         clock: Callable[[], float],
     ) -> None:
         self._base = self._folder = folder
+        self._peers = peers
         self._page_bytes = page_bytes
         self._tables = state.tables
         self._running = state.running
@@ -147,7 +185,7 @@ class DiskTier:
         self._waiting: dict[Request, _Transfer] = {}
         self._since: dict[Request, float] = {}  # when a request that may read more came here
         self._stored: dict[int, bytes] = {}  # page -> the hash under which it has a file, or will
-        self._bytes_per_second = ASSUMED_BYTES_PER_SECOND
+        self._sources: dict[str, _Source] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -160,23 +198,51 @@ class DiskTier:
         since = self._since.pop(request, self._clock())
         if request.scoring or request.computes_all or request.ended:
             return False
+        if self._folder is None and request.source.pages_at is None and not self._reading:
+            return False
         size = self._tables.page_size
         hashes = request.chain.hashes[: (len(request.source.prompt) - 1) // size]
         held = self._tables.match(request.chain, request.source.prompt)
         missing = hashes[len(held) :]
         if len(missing) * size < self.least_read_tokens:
             return False
-        computing = self._cost.seconds(len(held) * size, len(hashes) * size)
-        patience = max(PAGE_READ_SECONDS, computing / 2)
-        if self._clock() - since > patience:
+        waited = self._clock() - since
+        transfer = self._transfer_of(missing[0])
+        if transfer is None:
+            transfer = self._read(request, held, missing, waited)
+        elif waited > transfer.patience:
             return False
-        transfer = self._transfer_of(missing[0]) or self._read(request, held, missing, patience)
         if transfer is None:
             return False
         transfer.requests[request] = None
         self._waiting[request] = transfer
         self._since[request] = since
         return True
+
+    def _source(self, name: str) -> _Source:
+        if name not in self._sources:
+            assumed = ASSUMED_BYTES_PER_SECOND[name == DISK]
+            self._sources[name] = _Source(assumed, assumed)
+        return self._sources[name]
+
+    def _patience(self, name: str, computing: float) -> float:
+        """Seconds that a request waits for a source: of a peer, no longer than computing takes."""
+        patience = max(PAGE_READ_SECONDS, computing / 2)
+        if name == DISK or not computing:
+            return patience
+        return min(patience, computing, PEER_READ_SECONDS)
+
+    def _pays(self, name: str, count: int, computing: float) -> bool:
+        """Whether an engine gives so many pages in half of the time in which they are computed.
+
+        An engine that has computed nothing yet does not know, and asks.
+        """
+        source = self._source(name)
+        if self._clock() < source.silent_until:
+            return False
+        ahead = sum(len(own.what.pages) for own in self._reading) + count
+        reading = PEER_FIRST_BYTE_SECONDS + ahead * self._page_bytes / source.speed(self._clock())
+        return not computing or reading <= computing / 2
 
     def _transfer_of(self, page_hash: bytes) -> _Transfer | None:
         """The transfer that reads a page already; requests with one prompt share it."""
@@ -186,29 +252,59 @@ class DiskTier:
         return None
 
     def _read(
-        self, request: Request, held: list[int], missing: Sequence[bytes], patience: float
+        self,
+        request: Request,
+        held: list[int],
+        missing: Sequence[bytes],
+        waited: float,
     ) -> _Transfer | None:
-        """Begins to read the pages of ``missing`` that have files, behind those that are held.
+        """Begins to read the pages of ``missing`` that a source has, behind those that are held.
 
-        As many as should come within ``patience`` seconds.
+        As many as should come before a request has no more patience.
         """
         tables, size = self._tables, self._tables.page_size
         spare = tables.pool.num_pages // FREE_SHARE if len(self._running) or self._reading else 0
         room = tables.num_free_without(held) - spare
-        in_time = max(self._bytes_per_second * patience, LEAST_MEASURED_BYTES)
         lent = sum(len(own.what.pages) for own in self._reading)
         most = min(len(missing), room, tables.pool.num_pages // READ_SHARE - lent)
-        most = min(most, int(in_time / self._page_bytes))
         # A move that is not sent yet may write to a page that is free by now.
         if most * size < self.least_read_tokens or len(self._moves):
             return None
-        count = self._folder.match(missing[:most])
-        if count * size < self.least_read_tokens:
-            return None
-        tables.lend(held)
-        pages = tables.lend_new(count)
+        offers, hint = [(DISK, len(missing))], request.source.pages_at
+        if self._peers and hint is not None:
+            offers.append((hint.engine, hint.pages - len(held)))
+        for name, there in offers:
+            there = max(min(there, len(missing)), 0)
+            computing = self._cost.seconds(len(held) * size, (len(held) + there) * size)
+            patience = self._patience(name, computing)
+            speed = self._source(name).speed(self._clock())
+            in_time = max(speed * patience, LEAST_MEASURED_BYTES)
+            wanted = missing[: min(most, there, int(in_time / self._page_bytes))]
+            count = self._count_at(name, wanted, computing)
+            if waited <= patience and count * size >= self.least_read_tokens:
+                return self._begin_read(name, request, held, missing[:count], patience)
+        return None
+
+    def _count_at(self, name: str, wanted: Sequence[bytes], computing: float) -> int:
+        """How many of the first pages a source may have, if it pays to ask for them."""
+        if name != DISK:
+            return len(wanted) if self._pays(name, len(wanted), computing) else 0
+        return 0 if self._folder is None else self._folder.match(wanted)
+
+    def _begin_read(
+        self,
+        name: str,
+        request: Request,
+        held: list[int],
+        hashes: Sequence[bytes],
+        patience: float,
+    ) -> _Transfer:
+        self._tables.lend(held)
+        pages = self._tables.lend_new(len(hashes))
         assert pages is not None, "there was room"
-        transfer = self._send(request, pages, list(missing[:count]), len(held), write=False)
+        transfer = self._send(
+            request, pages, list(hashes), len(held), source=name, seconds=patience
+        )
         transfer.lent, transfer.patience = [*held, *pages], patience
         self._reading.append(transfer)
         return transfer
@@ -219,19 +315,19 @@ class DiskTier:
         pages: list[int],
         hashes: list[bytes],
         first: int,
-        *,
-        write: bool,
+        **more: Any,
     ) -> _Transfer:
         size = self._tables.page_size
         slot = request.slot
         known = request.source.prompt if slot is None else self._running.tokens[slot]
         tokens = known[first * size : (first + len(pages)) * size].reshape(-1, size)
         what = PageTransfer(
-            write=write,
+            write=more.pop("write", False),
             pages=pages,
             hashes=hashes,
             tokens=np.array(tokens, np.int32),
             before=request.chain.hashes[:first],
+            **more,
         )
         pending, keys = self._executor.transfer(what), request.chain.keys
         return _Transfer(pending, what, list(pages), self._clock(), keys)
@@ -251,17 +347,27 @@ class DiskTier:
             if done or now - transfer.begun > transfer.patience:
                 for request in list(transfer.requests):
                     del self._waiting[request], transfer.requests[request]
-                    if not (done and transfer.pending.count()):
+                    if not (done and self._goes_on(transfer)):
                         self._since[request] = -math.inf  # it reads no more
                     if not self.keeps(request):  # there may be more to read
                         yield request, None
 
+    def _goes_on(self, transfer: _Transfer) -> bool:
+        """Whether there may be more where it came from; an engine says what it has not."""
+        arrived, asked = transfer.pending.count(), len(transfer.what.pages)
+        return arrived == asked if transfer.what.source != DISK else arrived > 0
+
     def _end_read(self, transfer: _Transfer, now: float) -> None:
         what, arrived = transfer.what, transfer.pending.count()
-        moved = arrived * self._page_bytes
+        moved, source = arrived * self._page_bytes, self._source(what.source)
         if moved >= LEAST_MEASURED_BYTES and now > transfer.begun:
-            speed = moved / (now - transfer.begun)
-            self._bytes_per_second += (speed - self._bytes_per_second) / 4
+            before = source.speed(now)
+            source.bytes_per_second = before + (moved / (now - transfer.begun) - before) / 4
+            source.measured = now
+        if what.source != DISK:
+            longer = min(max(2 * source.silence, PEER_SILENCE_SECONDS), MAX_PEER_SILENCE_SECONDS)
+            source.silence = 0.0 if arrived else longer
+            source.silent_until = now + source.silence
         if self._tables.index is not None and transfer.valid:
             parent = what.before[-1] if what.before else None
             for page, page_hash, tokens in zip(
@@ -270,8 +376,12 @@ class DiskTier:
                 if self._tables.index.add(page, page_hash, tokens, parent, transfer.keys):
                     self._stored[page] = page_hash
                 parent = page_hash
-        self._counters.disk_pages_read += arrived
-        self._counters.disk_pages_unreadable += len(what.pages) - arrived
+        if what.source == DISK:
+            self._counters.disk_pages_read += arrived
+            self._counters.disk_pages_unreadable += len(what.pages) - arrived
+        else:
+            self._counters.peer_pages_read += arrived
+            self._counters.peer_pages_missing += len(what.pages) - arrived
         self._tables.give_back(transfer.lent)
 
     def _end_write(self, transfer: _Transfer) -> None:
@@ -293,11 +403,15 @@ class DiskTier:
         # So a new runner, or an engine that takes the request over, reads it. Where pages are
         # short, lent ones would have more requests preempted.
         tables, source = self._tables, self._running.request(slot).source
+        if self._folder is None:
+            return
         if source.samples and tables.num_free_without([]) > tables.pool.num_pages // FREE_SHARE:
             self._store(slot)
 
     def store(self, slot: int) -> None:
         # Without a token since its admission the steps that write its pages may not have run.
+        if self._folder is None:
+            return
         if self._running.num_known[slot] > self._running.request(slot).num_tokens:
             self._store(slot)
 
@@ -328,22 +442,23 @@ class DiskTier:
         self._writing.append(self._send(request, known, there, first, write=True))
 
     def seconds_to_read(self, pages: Sequence[int]) -> float | None:
-        if not all(page in self._stored for page in pages):
+        if self._folder is None or not all(page in self._stored for page in pages):
             return None
-        return len(pages) * self._page_bytes / self._bytes_per_second
+        return len(pages) * self._page_bytes / self._source(DISK).speed(self._clock())
 
     def forget(self) -> None:
         for transfer in (*self._reading, *self._writing):
             transfer.valid = False
         self._stored.clear()
-        empty = np.zeros((0, self._tables.page_size), np.int32)
-        self._executor.transfer(PageTransfer(True, [], [], empty, [], forget=True))
+        if self._folder is not None:
+            empty = np.zeros((0, self._tables.page_size), np.int32)
+            self._executor.transfer(PageTransfer(True, [], [], empty, [], forget=True))
 
     def turn(self, digest: str) -> None:
         for transfer in (*self._reading, *self._writing):
             transfer.valid = False
         self._stored.clear()
-        self._folder = self._base.of(digest)
+        self._folder = None if self._base is None else self._base.of(digest)
 
     def restart(self) -> list[Request]:
         requests = list(self._waiting)
@@ -363,7 +478,8 @@ def make_tier(
     executor: Executor,
     clock: Callable[[], float],
 ) -> PageTier:
-    """The disk where the engine has one for its pages, else nothing."""
-    if config.page_folder is None:
+    """The sources that the engine has for its pages; without any, nothing."""
+    if config.page_folder is None and not config.kv_peers:
         return NoTier()
-    return DiskTier(config.page_folder, config.page_bytes, state, executor, clock)
+    of_config = (config.page_folder, config.kv_peers, config.page_bytes)
+    return SourcesTier(*of_config, state, executor, clock)

@@ -7,7 +7,7 @@ from hashlib import sha256
 from typing import Protocol
 
 from rayfin.actors.adapters.part import AdapterRef, short
-from rayfin.actors.messages import EngineRequest
+from rayfin.actors.messages import EngineRequest, PagesAt
 from rayfin.cache.prefix_index import HashChain
 
 RUNNING_TOKENS = 64
@@ -52,7 +52,10 @@ class Router(Protocol):
     """Decides where a request runs; knows no connection and sends nothing."""
 
     def pick(self, request: EngineRequest, candidates: Sequence[Candidate]) -> Candidate:
-        """One of the candidates, of which there is at least one."""
+        """One of the candidates, of which there is at least one.
+
+        It may note in ``request.pages_at`` which other one has more of the prompt.
+        """
         ...
 
 
@@ -130,6 +133,7 @@ class PrefixAware:
         self._last = ""
 
     def pick(self, request: EngineRequest, candidates: Sequence[Candidate]) -> Candidate:
+        request.pages_at = None
         if len(candidates) == 1:  # nothing to learn from, and a long prompt takes a while to hash
             return candidates[0]
         page_size, session = candidates[0].page_size, request.session
@@ -152,6 +156,10 @@ class PrefixAware:
         else:
             chosen = min(candidates, key=lambda engine: (cost(engine), _draw(digest, engine)))
         self._last = chosen.name
+        matched = {engine.name: self._of(engine).match(chain.hashes) for engine in candidates}
+        most = max(matched, key=lambda name: matched[name])
+        if matched[most] > matched[chosen.name]:
+            request.pages_at = PagesAt(most, matched[most])
         self._of(chosen).add(chain.hashes, chosen.num_pages)
         return chosen
 

@@ -201,6 +201,11 @@ CACHE = [
         "ops",
     ),
     Panel(
+        "Pages of other engines",
+        {"read": rate("peer_pages_read_total"), "missing": rate("peer_pages_missing_total")},
+        "ops",
+    ),
+    Panel(
         "Pages of the disk",
         {
             "read": rate("disk_pages_read_total"),

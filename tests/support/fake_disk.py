@@ -1,4 +1,4 @@
-"""A disk without files: what ``FakeExecutor`` reads pages from and writes them to."""
+"""A disk without files, and other engines: what ``FakeExecutor`` reads pages from and writes to."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -87,5 +87,7 @@ class FakeTransfer:
     @property
     def _folder(self) -> FakeFolder:
         folder = self.executor.config.page_folder
+        if self.what.source:
+            folder = self.executor.peers.get(self.what.source, fake_folder())
         assert isinstance(folder, FakeFolder)
         return folder.of(self.executor.digest)

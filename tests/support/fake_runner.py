@@ -17,7 +17,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from fake_disk import FakeTransfer
+from fake_disk import FakeFolder, FakeTransfer, fake_folder
 from fake_prepare import FakePrepare
 from fake_stream import (
     Mirror,
@@ -100,6 +100,7 @@ class FakeExecutor:
         self.prepared: list[str] = []  # grammars in the order in which they were sent ...
         self.preparing: list[FakePrepare] = []  # ... and those that are not compiled yet
         self.disk_seconds = 0.0  # that pages take from or to a disk
+        self.peers: dict[str, FakeFolder] = {}  # pages of other engines, by name
         self.transfers: list[FakeTransfer] = []  # those that are not done
         self.share_right = 0.5  # of drafts: this proposer reads the future
         self.clock = 0.0
@@ -155,6 +156,12 @@ class FakeExecutor:
 
     def content(self, page: int) -> Int32Array:
         return np.array(self._memory[page])
+
+    def share_pages(self, engine: str) -> None:
+        """An engine has all that pages here have names for."""
+        pages = self.peers.setdefault(engine, fake_folder()).of(self.digest).pages
+        for page, (page_hash, tokens) in self.names.all().items():
+            pages[page_hash] = np.frombuffer(tokens, np.int32), self.content(page)
 
     @property
     def next_prepared(self) -> float:

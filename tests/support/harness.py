@@ -23,6 +23,7 @@ from rayfin.actors.media.part import MediaInput
 from rayfin.actors.messages import (
     BeamParams,
     EngineRequest,
+    PagesAt,
     Pin,
     Repetition,
     Sampling,
@@ -32,7 +33,7 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.kv_events import PageEvents
-from rayfin.actors.scheduler.page_tier import DiskTier
+from rayfin.actors.scheduler.page_tier import SourcesTier
 from rayfin.actors.scheduler.sessions.sessions import Session
 from rayfin.actors.settings.kv_events import KVEventsConfig
 from rayfin.actors.timing import LOBBY_TICK_SECONDS, PARKED_IDLE_SECONDS
@@ -61,7 +62,7 @@ class Harness:
     def _begin(self) -> None:
         self.engine = Engine(self.config, self.executor, lambda: self.executor.clock)
         tier = self.engine.lifecycle.tier
-        if isinstance(tier, DiskTier):
+        if isinstance(tier, SourcesTier):
             tier.least_read_tokens = tier.least_stored_tokens = 1
         self.events = PageEvents(KVEventsConfig(), self.config.page_size, 0, 0.0)
         self.reader = EventReader()
@@ -94,6 +95,7 @@ class Harness:
         adapter: AdapterRef | None = None,
         images: tuple[MediaInput, ...] = (),
         session: SessionRef | None = None,
+        pages_at: PagesAt | None = None,
     ) -> Stream:
         """Hands a request to the engine; a number is the length of a prompt of its own."""
         seed = self.num_added
@@ -119,6 +121,7 @@ class Harness:
             pin=pin,
             background=background,
             session=session,
+            pages_at=pages_at,
             parts=images if guidance is None else (*images, guidance),
         )
         if adapter is not None:

@@ -104,7 +104,7 @@ THOROUGH = {
     "tests/e2e/test_disconnects.py": "a storm; test_streams.py has readers that leave",
     "tests/e2e/test_garbage.py": "a storm; test_edge.py sends one of each kind",
     "tests/e2e/test_llm.py::test_executors_share_pages": (
-        "tests/actors/runner/test_disk_pages.py reads what another has computed"
+        "tests/actors/runner/pages/test_disk.py reads what another has computed"
     ),
     "tests/e2e/test_llm.py::test_starts_in_a_notebook": "test_faults.py kills a scheduler",
     "tests/e2e/test_models.py": "test_audio.py and test_pooling.py share an application",

@@ -33,6 +33,8 @@ def test_lives(simulate: ModuleType) -> None:
         "images",
         "turns of sessions",
         "lapses",
+        "pages of peers",
+        "pages peers lack",
     ):
         assert happened[what] > 10, what
     assert happened["leases"] > 50

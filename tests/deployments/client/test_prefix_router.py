@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rayfin.actors.adapters.part import AdapterRef, short
-from rayfin.actors.messages import EngineRequest, Sampling, SessionRef, StopRules
+from rayfin.actors.messages import EngineRequest, PagesAt, Sampling, SessionRef, StopRules
 from rayfin.cache.page_tables import PageTables
 from rayfin.cache.prefix_index import HashChain
 from rayfin.deployments.client.routing import (
@@ -45,6 +45,23 @@ def test_prompts_that_begin_alike_stay_together() -> None:
     for turn in range(3):
         for head, home in zip(heads, homes, strict=True):
             assert router.pick(request([*head, 100 + turn, turn]), TWO).name == home
+
+
+def test_it_says_who_has_more_of_a_prompt() -> None:
+    """Where load sends a request elsewhere; the engine that it goes to reads the pages there."""
+    router = PrefixAware()
+    assert router.pick(request([1] * 17), TWO).name == "a"
+    asked = request([1] * 17 + [2] * 8)
+    assert router.pick(asked, [loaded("a", 0), loaded("b", 0)]).name == "a"
+    assert asked.pages_at is None
+    asked = request([1] * 17 + [3] * 8)
+    assert router.pick(asked, [loaded("a", 9), loaded("b", 0)]).name == "b"
+    assert asked.pages_at == PagesAt("a", 4)
+    assert router.pick(asked, [loaded("a", 9), loaded("b", 0)]).name == "b"
+    assert asked.pages_at is None, "a hint of the attempt before"
+    asked.pages_at = PagesAt("a", 4)
+    assert router.pick(asked, [loaded("b", 0)]).name == "b"
+    assert asked.pages_at is None, "an engine that is gone"
 
 
 @pytest.mark.parametrize("router", [LeastLoaded(), PrefixAware()])

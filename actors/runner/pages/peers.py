@@ -1,0 +1,212 @@
+"""Pages that one runner reads from another, of an engine with the same model.
+
+    reader ── greeting (32 bytes) ──────────► source   a digest of all that decides a page's bits
+    reader ◄─ yes or no (1 byte) ─────────── source
+    reader ── count, hashes of pages ───────► source   again and again, one after the other
+    reader ◄─ record, record, ... or none ── source    up to the first that it does not have
+
+The source holds nothing for a reader: a thread of its own copies one page at a time, and looks
+before and after whether the page has the name that was asked for. So neither its scheduler nor a
+step has a part in it. A reader that gives up closes the connection, so nothing comes late. Without
+the hash of all tokens of a prompt, with its salt and its adapter, its pages cannot be asked for.
+"""
+
+import hmac
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from struct import Struct
+
+import numpy as np
+
+from rayfin.actors.messages import Int32Array, PageTransfer
+from rayfin.actors.processes.environment import lower_priority
+from rayfin.actors.runner.page_names import PageNames
+from rayfin.actors.runner.pages.records import Bytes, head_bytes, head_of, why_wrong
+from rayfin.actors.runner.pages.transfers import PageTransfers
+from rayfin.actors.timing import PAGE_READ_SECONDS
+from rayfin.actors.transport.channel import Acceptor, connect
+
+logger = logging.getLogger(__name__)
+
+COUNT = Struct("<I")
+HASH_BYTES = 32
+MOST_HASHES = 4096
+"""Of one question; what is longer is read in several."""
+
+YES, NO = b"\1", b"\0"
+MISSING = bytes(16)
+"""In place of a record's header."""
+
+
+class Peers:
+    """Reads pages of other engines' runners. A ``PageSource``.
+
+    Args:
+        ask: returns an address of the runner of an engine, empty if it has none; see
+            ``PageServer.address``.
+        greeting: what this runner's pages depend on.
+    """
+
+    def __init__(self, ask: Callable[[str], str], greeting: Callable[[], bytes]) -> None:
+        self._ask = ask
+        self._greeting = greeting
+        # Connections at rest, by engine and what was said there: other weights have other pages.
+        self._open: dict[tuple[str, bytes], socket.socket] = {}
+
+    def records(self, what: PageTransfer, into: Bytes) -> Iterator[None]:
+        until = time.monotonic() + what.seconds
+        hashes = what.hashes[:MOST_HASHES]
+        key = (what.source, self._greeting())
+        try:
+            connected = self._open.pop(key, None) or self._connect(*key, until)
+        except OSError as error:  # and TimeoutError is one
+            logger.debug("%s is not read from: %s", what.source, error)
+            return
+        answered = False  # to the end: the next question may come
+        try:
+            _send(connected, COUNT.pack(len(hashes)) + b"".join(hashes), until)
+            for number, tokens in enumerate(what.tokens[: len(hashes)], start=1):
+                head = bytearray(head_bytes(tokens))
+                _receive(connected, memoryview(head)[: len(MISSING)], until)
+                if head[: len(MISSING)] == MISSING:
+                    answered = True
+                    return
+                _receive(connected, memoryview(head)[len(MISSING) :], until)
+                _receive(connected, into.data, until)
+                if (why := why_wrong(head, into, tokens)) is not None:
+                    logger.warning("a page of %s is computed: %s", what.source, why)
+                    return
+                answered = number == len(hashes)
+                yield
+        except OSError as error:
+            logger.debug("%s is read from no further: %s", what.source, error)
+        finally:
+            if answered:
+                self._open[key] = connected
+            else:
+                connected.close()
+
+    def _connect(self, source: str, greeting: bytes, until: float) -> socket.socket:
+        """A connection to the runner of an engine.
+
+        Raises:
+            OSError: it does not listen here, or has other pages.
+        """
+        address = self._ask(source)
+        if not address:
+            raise ConnectionRefusedError(f"{source} does not listen")
+        connected = connect(address)
+        try:
+            connected.setblocking(True)
+            _send(connected, greeting, until)
+            answer = bytearray(len(YES))
+            _receive(connected, memoryview(answer), until)
+            if answer != YES:
+                raise ConnectionRefusedError(f"{source} has pages of another kind")
+        except OSError:
+            connected.close()
+            raise
+        return connected
+
+
+class PageServer:
+    """Serves the pages of one runner, from a thread for each reader.
+
+    Args:
+        greeting: what this runner's pages depend on; a reader has to say the same.
+    """
+
+    def __init__(
+        self,
+        names: PageNames,
+        transfers: Callable[[], PageTransfers | None],
+        greeting: Callable[[], bytes],
+    ) -> None:
+        self._names = names
+        self._transfers = transfers
+        self._greeting = greeting
+        self._acceptor = Acceptor(self._serve, "pages")
+
+    def address(self) -> str:
+        """Where one reader connects to, once; empty where there are no such sockets."""
+        return self._acceptor.address()
+
+    def _serve(self, connected: socket.socket) -> None:
+        lower_priority()  # of this thread, behind the steps
+        said = bytearray(HASH_BYTES)
+        try:
+            _receive(connected, memoryview(said), time.monotonic() + PAGE_READ_SECONDS)
+            if not hmac.compare_digest(said, self._greeting()):
+                connected.sendall(NO)
+                return
+            connected.sendall(YES)
+            while self._answer(connected, bytes(said)):
+                pass
+        except OSError as error:
+            logger.debug("a reader of pages has gone: %s", error)
+
+    def _answer(self, connected: socket.socket, greeting: bytes) -> bool:
+        """Answers one question; False if it is none, or if the pages are of other weights now."""
+        size = bytearray(COUNT.size)
+        _receive(connected, memoryview(size), None)
+        (count,) = COUNT.unpack(size)
+        if count > MOST_HASHES:
+            return False
+        hashes = bytearray(count * HASH_BYTES)
+        _receive(connected, memoryview(hashes), time.monotonic() + PAGE_READ_SECONDS)
+        for at in range(0, len(hashes), HASH_BYTES):
+            record = self._record(bytes(hashes[at : at + HASH_BYTES]))
+            if greeting != self._greeting():
+                return False
+            if record is None:
+                connected.sendall(MISSING)
+                break
+            connected.settimeout(PAGE_READ_SECONDS)  # a reader that reads no more
+            head, content = record
+            connected.sendall(head)
+            connected.sendall(content.data)
+        return True
+
+    def _record(self, page_hash: bytes) -> tuple[bytes, Bytes] | None:
+        found, transfers = self._names.find(page_hash), self._transfers()
+        if found is None or transfers is None:
+            return None
+        page, name = found
+        content = transfers.content(page)
+        if content is None or self._names.find(page_hash) is not found:
+            return None
+        tokens: Int32Array = np.frombuffer(name[1], np.int32)
+        return head_of(tokens, content), content
+
+
+def _send(connected: socket.socket, data: bytes, until: float) -> None:
+    connected.settimeout(_patience(until))
+    connected.sendall(data)
+
+
+def _receive(connected: socket.socket, into: memoryview, until: float | None) -> None:
+    """Fills ``into``.
+
+    Raises:
+        OSError: the other end has closed, or is too slow.
+    """
+    at = 0
+    while at < len(into):
+        connected.settimeout(None if until is None else _patience(until))
+        if not (count := connected.recv_into(into[at:])):
+            raise ConnectionResetError("the other end has closed")
+        at += count
+
+
+def _patience(until: float) -> float:
+    """Seconds to wait for the next bytes.
+
+    Raises:
+        TimeoutError: the time is over.
+    """
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("too slow")
+    return min(left, PAGE_READ_SECONDS)

@@ -1,0 +1,173 @@
+"""Pages of a prompt come from the engine that has them, and no wait is longer than computing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fake_disk import fake_folder
+from rayfin.actors.messages import PagesAt
+from rayfin.actors.timing import PAGE_READ_SECONDS, PEER_SILENCE_SECONDS
+
+Make = Callable[..., Any]
+PROMPT = [(11 * i + i * i // 5) % 50 for i in range(21)]
+THERE = PagesAt("other", 5)
+
+
+@pytest.fixture(params=[1, 2])
+def h(harness: Make, request: pytest.FixtureRequest) -> Any:
+    """An engine that has nothing of PROMPT, which another one has answered."""
+    return _pair(harness, steps_in_flight=request.param)
+
+
+def _pair(harness: Make, **settings: Any) -> Any:
+    h = harness(kv_peers=True, page_bytes=1 << 20, **settings)
+    h.add(PROMPT, 6)
+    h.run()
+    h.executor.share_pages("other")
+    h.engine.lifecycle.forget_prefixes()
+    return h
+
+
+def _pages(h: Any) -> dict[bytes, Any]:
+    pages: dict[bytes, Any] = h.executor.peers["other"].pages
+    return pages
+
+
+def _read(h: Any) -> tuple[int, int]:
+    stats = h.engine.stats()
+    return stats.peer_pages_read, stats.peer_pages_missing
+
+
+def test_a_prompt_is_read(h: Any) -> None:
+    h.executor.disk_seconds = 0.2
+    stream = h.add(PROMPT, 6, pages_at=THERE)
+    assert len(h.engine.lifecycle.tier) == 1 and not h.engine.has_steps
+    h.run()
+    h.check()
+    assert stream.ended.cached_tokens == 20 and _read(h) == (5, 0)
+
+
+def test_what_was_read_can_be_read_here(h: Any) -> None:
+    """It has names, with the step that follows."""
+    h.add(PROMPT, 6, pages_at=THERE)
+    h.run()
+    h.lose_scheduler()
+    stream = h.add(PROMPT, 6)
+    h.run()
+    h.check()
+    assert stream.ended.cached_tokens == 20
+
+
+@pytest.mark.parametrize(
+    "hint", [None, PagesAt("gone", 5), PagesAt("other", 0), PagesAt("other", 1000)]
+)
+def test_hints_that_are_wrong(h: Any, hint: PagesAt | None) -> None:
+    stream = h.add(PROMPT, 3, pages_at=hint)
+    h.run()
+    h.check()
+    read = hint is not None and hint.pages == 1000
+    assert stream.ended.cached_tokens == (20 if read else 0)
+
+
+@pytest.mark.parametrize("lost", range(5))
+def test_a_page_that_is_missing_ends_the_read(h: Any, lost: int) -> None:
+    """The rest is computed, and not asked for again."""
+    del _pages(h)[list(_pages(h))[lost]]
+    stream = h.add(PROMPT, 3, pages_at=THERE)
+    h.run()
+    h.check()
+    assert stream.ended.cached_tokens == 4 * lost and _read(h) == (lost, 5 - lost)
+
+
+def test_an_engine_without_them_is_left_alone(h: Any) -> None:
+    pages = dict(_pages(h))
+    _pages(h).clear()
+    for count, pause in ((1, 0.0), (1, 1.0), (2, PEER_SILENCE_SECONDS), (2, PEER_SILENCE_SECONDS)):
+        h.executor.clock += pause
+        h.add(PROMPT, 2, pages_at=THERE)
+        h.run()
+        h.engine.lifecycle.forget_prefixes()
+        assert _read(h) == (0, 5 * count)
+    h.executor.clock += 2 * PEER_SILENCE_SECONDS
+    _pages(h).update(pages)
+    h.add(PROMPT, 2, pages_at=THERE)
+    h.run()
+    h.check()
+    assert _read(h) == (5, 10)
+
+
+def test_a_wait_ends_when_computing_would_have_ended(h: Any) -> None:
+    """M3, with an engine that hangs."""
+    h.executor.token_seconds = 0.01
+    h.add([7] * 21, 1)  # shows what a prompt costs
+    h.run()
+    h.engine.lifecycle.forget_prefixes()
+    h.executor.disk_seconds, began = 1e9, h.executor.clock
+    stream = h.add(PROMPT, 1, pages_at=THERE)
+    while stream.open:
+        h.step()
+        h.wait()
+    assert h.executor.clock - began <= 2 * 21 * 0.01 + 0.1
+    h.check()
+
+
+def test_what_is_computed_sooner_is_not_asked_for(h: Any) -> None:
+    h.executor.token_seconds = 0.0001
+    h.add([7] * 21, 1)
+    h.run()
+    h.engine.lifecycle.forget_prefixes()
+    h.add(PROMPT, 3, pages_at=THERE)
+    h.run()
+    assert _read(h) == (0, 0)
+
+
+def test_a_slow_engine_is_asked_again_when_time_has_passed(h: Any) -> None:
+    tier = h.engine.lifecycle.tier
+    h.executor.token_seconds = 0.1
+    h.add([7] * 21, 1)
+    h.run()
+    h.engine.lifecycle.forget_prefixes()
+    source = tier._source("other")
+    source.bytes_per_second, source.measured = 1e6, h.executor.clock
+    h.add(PROMPT, 1, pages_at=THERE)
+    h.run()
+    assert _read(h) == (0, 0)
+    h.engine.lifecycle.forget_prefixes()
+    h.executor.clock += 120
+    h.add(PROMPT, 1, pages_at=THERE)
+    h.run()
+    h.check()
+    assert _read(h) == (5, 0)
+
+
+def test_an_engine_that_knows_no_times_waits_two_seconds(h: Any) -> None:
+    h.executor.disk_seconds = 1e9
+    stream = h.add(PROMPT, 1, pages_at=THERE)
+    while stream.open:
+        h.step()
+        h.wait()
+    assert PAGE_READ_SECONDS <= h.executor.clock < PAGE_READ_SECONDS + 1
+
+
+def test_the_disk_is_asked_first(harness: Make) -> None:
+    h = _pair(harness, page_folder=fake_folder())
+    h.add(PROMPT, 3, pages_at=THERE)
+    h.run()
+    h.check()
+    assert h.engine.stats().disk_pages_read == 5 and _read(h) == (0, 0)
+
+
+def test_without_peers_no_hint_counts(harness: Make) -> None:
+    h = harness()
+    h.add(PROMPT, 6, pages_at=THERE)
+    h.run()
+    h.check()
+    assert _read(h) == (0, 0)
+
+
+def test_new_weights_have_other_pages(h: Any) -> None:
+    h.executor.digest = "other weights"
+    stream = h.add(PROMPT, 3, pages_at=THERE)
+    h.run()
+    assert stream.ended.cached_tokens == 0
