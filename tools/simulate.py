@@ -196,9 +196,12 @@ class Life:
     def _plan_peers(self) -> None:
         """How long pages take from other engines, and when those lose some."""
         draw, executor = self.asking, self.harness.executor
-        self.share_hinted = draw.choice([0.3, 1.0])
+        self.share_hinted, self.reading_pays = draw.choice([0.3, 1.0]), False
         if not self.harness.config.kv_peers:
             return
+        self.reading_pays = draw.random() < 0.5  # computing takes so long, and arrivals
+        if self.reading_pays:
+            executor.token_seconds = 0.03
         if self.harness.config.page_folder is None:
             executor.disk_seconds = draw.choice([0.0, 0.0001, 0.003, 0.05, 2 * PAGE_READ_SECONDS])
 
@@ -217,13 +220,19 @@ class Life:
         """
         draw = self.asking
         if self.harness.config.kv_peers:
-            if draw.random() < 0.5:
+            if draw.random() < 0.7:
                 self.harness.executor.share_pages(draw.choice("ab"))
             if draw.random() < 0.5:
                 self.harness.engine.lifecycle.forget_prefixes()
         if draw.random() >= self.share_hinted:
             return None
-        return PagesAt(draw.choice("aabc"), draw.randint(0, 40))
+        known = [
+            engine
+            for engine, folder in self.harness.executor.peers.items()
+            if folder.of(self.harness.executor.digest).pages
+        ]
+        right = known if draw.random() < 0.9 else ["c"]
+        return PagesAt(draw.choice(right), draw.randint(0, 40)) if right else None
 
     def _plan_weights(self) -> None:
         """Pauses, most with new weights, and runners that die amid them."""
@@ -341,6 +350,7 @@ class Life:
     def _plan_requests(self) -> None:
         draw, now = self.random, 0.0
         pause = draw.choice([0.0, 0.0005, 0.005, 0.03])
+        pause = 1.0 if self.reading_pays else pause
         for _ in range(draw.randint(1, 14)):
             now += draw.expovariate(1 / pause) if pause else 0.0
             self._at(now, self._arrive)
