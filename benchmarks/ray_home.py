@@ -171,7 +171,8 @@ def app() -> None:
 
 def start() -> None:
     """Starts Ray, and the application that ``rayfin serve`` would."""
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    # Two applications on two cores: they take turns.
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
     serve.run(bind_app(ServerArgs(), EngineArgs(**SETTINGS)), name="rayfin")
 
