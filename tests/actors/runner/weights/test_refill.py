@@ -26,10 +26,10 @@ from tiers import few
 
 DENSE = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "gemma2", "phi3", "gpt2", "gpt_neox"]
 MORE = ["olmo2", "granite", "cohere", "glm4", "opt", "olmo3", "bloom", "codegen", "falcon"]
-IN_PLACE = [*DENSE, *MORE, "gpt_neo"]
+IN_PLACE = [*DENSE, *MORE, "gpt_neo", "llama4_text"]
 ANEW = [
     *("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v32", "qwen2_moe", "glm4_moe"),
-    *("olmoe", "llama4_text", "qwen3_next", "qwen3_5_text", "lfm2", "mamba", "mamba2"),
+    *("olmoe", "qwen3_next", "qwen3_5_text", "lfm2", "mamba", "mamba2"),
 ]
 CASES = [(family, how) for how in (None, "int8", "int4") for family in IN_PLACE]
 
