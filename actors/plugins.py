@@ -50,7 +50,7 @@ def check_plugins(named: Sequence[str] | None) -> None:
 
 
 def plugins(named: Sequence[str] | None, kind: str) -> list[Any]:
-    """What the names of a kind mean, in their order.
+    """Loads what the names of a kind mean, in their order.
 
     Raises:
         InvalidConfig: one cannot be imported, or does not fit its kind.
@@ -59,7 +59,7 @@ def plugins(named: Sequence[str] | None, kind: str) -> list[Any]:
 
 
 def read_tokens(named: Sequence[str]) -> bool:
-    """Whether some of them read the tokens of requests, and need those before a replay."""
+    """Returns whether some of them read the tokens of requests, and need those before a replay."""
     return any(value.startswith("logits_processor=") for value in named)
 
 

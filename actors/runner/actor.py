@@ -223,7 +223,7 @@ class ModelRunnerActor:
         return sha256(repr(depends).encode()).digest()
 
     def _ask_for_pages(self, engine: str) -> str:
-        """The address of this rank's pages at another engine; empty if there is none."""
+        """Returns the address of this rank's pages at another engine; empty if there is none."""
         assert self._args is not None
         alone = group_size(self._args) == 1
         for seat in range(seats(self._args)) if alone else [self._rank]:

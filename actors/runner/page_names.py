@@ -60,7 +60,7 @@ class PageNames:
             return dict(self._names)
 
     def find(self, page_hash: bytes) -> tuple[int, PageName] | None:
-        """The page with a hash, and its name: the same object as long as the page keeps it."""
+        """Finds a page by its hash, and its name: the same object as long as the page keeps it."""
         with self._lock:
             return self._pages.get(page_hash)
 
@@ -98,7 +98,7 @@ class PageNames:
                 coming.pop(page, None)
 
     def _written(self, info: SchedulerInfo) -> list[int]:
-        """The pages that a step may write to: the ends of its rows' tables, and what moves fill."""
+        """Lists pages that a step may write to: the ends of rows' tables, and what moves fill."""
         first = info.kv_len // self._page_size
         counts = info.kv_page_len - first
         rows = np.repeat(info.ids, counts)
