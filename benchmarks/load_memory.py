@@ -143,7 +143,7 @@ def write_model(folder: Path, options: argparse.Namespace) -> None:
     if options.experts:
         sizes |= {"num_local_experts": options.experts, "num_experts_per_tok": 2}
     if options.checkpoint == "mxfp4":
-        from mxfp4 import save_mxfp4
+        from models import save_mxfp4
 
         sizes |= {"head_dim": 64, "layer_types": ["full_attention"]}
         sizes |= {"num_local_experts": options.experts or 8}
@@ -228,7 +228,7 @@ def write_encoder(folder: Path, options: argparse.Namespace) -> None:
 def write_images(folder: Path, options: argparse.Namespace) -> None:
     """A LLaVA of random weights: a tower of CLIP before a Llama."""
     import torch
-    from image_models import Sizes, make_model
+    from images import Sizes, make_model
     from safetensors.torch import load_file, save_file
 
     inner, layers = 11 * options.hidden // 4, options.layers

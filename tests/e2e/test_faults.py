@@ -88,6 +88,9 @@ def test_killed_scheduler_costs_no_token(
     body = {"model": app.model, "prompt": "Hello", "return_token_ids": True, **settings}
     events: list[dict[str, Any]] = []
 
+    def token_ids() -> list[int]:
+        return [token for event in events for token in event["choices"][0]["token_ids"]]
+
     async def stream(http: httpx.AsyncClient) -> None:
         async for event in app.stream(http, body):
             events.append(event)
@@ -96,7 +99,8 @@ def test_killed_scheduler_costs_no_token(
         async with app.async_client() as http:
             streamed = asyncio.create_task(stream(http))
             whole = asyncio.create_task(http.post("/v1/completions", json=body))
-            while not events or app.stats().running < 2:
+            while len(token_ids()) < length // 4 or app.stats().running < 2:
+                assert not streamed.done(), "it is over too soon"
                 await asyncio.sleep(0.02)
             ray.kill(old)
             await streamed
@@ -106,8 +110,7 @@ def test_killed_scheduler_costs_no_token(
     assert [event for event in events if "error" in event] == []
     assert whole.status_code == 200, whole.text
     expected = greedy("Hello", length)
-    tokens = [token for event in events for token in event["choices"][0]["token_ids"]]
-    assert tokens == whole.json()["choices"][0]["token_ids"] == expected
+    assert token_ids() == whole.json()["choices"][0]["token_ids"] == expected
     assert whole.json()["usage"]["completion_tokens"] == length
     assert app.scheduler() != old
     stats = app.stats()
