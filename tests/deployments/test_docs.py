@@ -51,7 +51,7 @@ def blocks(page: Path, kind: str) -> list[str]:
 
 def commands(page: Path) -> list[list[str]]:
     """Returns the words of each command line, without comments and the environment's path."""
-    texts = (text for text in blocks(page, "") if "►" not in text)  # that is a picture
+    texts = (text for text in blocks(page, "") if not {"►", "◄"} & {*text})  # pictures
     lines = (line for text in texts for line in text.replace("\\\n", " ").splitlines())
     words = [shlex.split(line, comments=True) for line in lines if "|" not in line.split("#")[0]]
     named = [list(dropwhile(VARIABLE.match, line)) for line in words]

@@ -231,11 +231,16 @@ def test_its_spare_runners_come_after_its_supervisor(monkeypatch: pytest.MonkeyP
         version = None
 
         def __init__(self, *_: Any, **__: Any) -> None:
-            self.spares = Spares()
+            self.spares, self.names = Spares(), dict[int, Any]()
 
         def start(self) -> None: ...
 
-    engine = SimpleNamespace(stats=None, updates=SimpleNamespace(begin=lambda version: None))
+    tables = SimpleNamespace(page_size=16, index=None, restore=lambda names: None)
+    engine = SimpleNamespace(
+        stats=None,
+        updates=SimpleNamespace(begin=lambda version: None),
+        lifecycle=SimpleNamespace(state=SimpleNamespace(tables=tables)),
+    )
     store = SimpleNamespace(touch=lambda: None)
     desk = SimpleNamespace(store=store, watch=lambda: None)
     for owner, watched in ((UNCLAIMED, 0), ("its own", 1)):

@@ -153,5 +153,5 @@ def test_steps_are_timed_when_their_kernels_are_compiled(
     speculation = '{"method": "ngram", "num_speculative_tokens": 2}'
     engine = served(tiny_model("llama").folder, speculative_config=speculation)
     assert done == ["compile", "measure"]
-    engine.executor.restart()
-    assert done == ["compile", "measure"] * 2
+    engine.executor.restart()  # the pages are kept, and such steps would write over them
+    assert done == ["compile", "measure"]

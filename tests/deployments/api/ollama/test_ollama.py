@@ -54,7 +54,7 @@ def lines(answer: httpx.Response) -> list[dict[str, Any]]:
 async def test_a_chat(http: httpx.AsyncClient, engine: Any, tokenizer: Any) -> None:
     body = {
         **CHAT,
-        "options": {"temperature": 0, "top_k": 5, "num_predict": 60, "seed": -1, "num_ctx": 9},
+        "options": {"temperature": 0.5, "top_k": 5, "num_predict": 60, "seed": -1, "num_ctx": 9},
         "keep_alive": "5m",
     }
     answer = await http.post("/api/chat", json=body)
