@@ -61,7 +61,7 @@ class PageBytes:
         self._stream.synchronize()
 
     def read(self, page: int) -> Bytes:
-        """A copy of what a page holds: one piece is summed and sent several times as fast as those
+        """Copies what a page holds: one piece is summed and sent several times as fast as those
         of all layers."""
         if self._stream is None:
             return np.concatenate([array[page] for array in self._arrays])
@@ -71,12 +71,12 @@ class PageBytes:
 
 
 def head_of(tokens: Int32Array, content: Bytes) -> bytes:
-    """The header and the tokens, which stand before ``content``."""
+    """Returns the header and the tokens, which stand before ``content``."""
     return HEADER.pack(MAGIC, _crc(tokens, content), len(tokens)) + tokens.tobytes()
 
 
 def head_bytes(tokens: Int32Array) -> int:
-    """How long it is."""
+    """Returns how many bytes these take."""
     return HEADER.size + tokens.nbytes
 
 
