@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from rayfin.actors.code_version import code_version, grammar_version
 from rayfin.actors.errors import InvalidConfig, NoRoomNow
@@ -43,7 +43,6 @@ from rayfin.actors.settings.kv_events import read_kv_events
 from rayfin.actors.settings.lora_limits import require_one_device
 from rayfin.actors.settings.spare_runners import require_spares
 from rayfin.actors.settings.state_snapshots import draft_states, resolve_snapshots
-from rayfin.actors.settings.worker_place import WorkerPlace, read_place
 from rayfin.actors.speculation import SpeculativeConfig, chosen_speculation, read_speculation
 from rayfin.cache.page_files import PageFolder
 
@@ -75,6 +74,47 @@ def _require(condition: bool, name: str, rule: str) -> None:
 
 def _flag(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
+
+
+PlaceStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+PLACE = "placement"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """What each worker of an engine asks of its node, and how stages lie."""
+
+    cpus: float = 1.0
+    gpus: float = 1.0  # on a GPU: a share of it, or whole ones
+    strategy: PlaceStrategy = "PACK"  # of the stages; the ranks of a stage share a node
+    resources: Mapping[str, float] = field(default_factory=dict)  # Ray's, by name
+
+
+def read_place(given: Mapping[str, Any] | None) -> WorkerPlace:
+    """Reads the setting; None is as usual: a core, or a core and a GPU.
+
+    Raises:
+        InvalidConfig: a field or value that is none.
+    """
+    if given is None:
+        return WorkerPlace()
+    known = [own.name for own in fields(WorkerPlace)]
+    if not isinstance(given, Mapping) or given.keys() - set(known):
+        raise InvalidConfig(f"{PLACE} is an object of {', '.join(known)}; got {given!r}", PLACE)
+    place = WorkerPlace(**given)
+    if place.strategy not in get_args(PlaceStrategy):
+        raise InvalidConfig(f"{PLACE}: strategy must be one of {get_args(PlaceStrategy)}", PLACE)
+    amounts = {"cpus": place.cpus, "gpus": place.gpus}
+    if not isinstance(place.resources, Mapping):
+        raise InvalidConfig(f"{PLACE}: resources must be an object", PLACE)
+    for name, amount in (amounts | dict(place.resources)).items():
+        if not isinstance(amount, int | float) or not 0 <= amount < float("inf"):
+            raise InvalidConfig(f"{PLACE}: {name} must be at least 0, got {amount!r}", PLACE)
+    if place.gpus > 1 and place.gpus % 1:
+        raise InvalidConfig(f"{PLACE}: gpus is a share of one, or whole ones", PLACE)
+    if not place.gpus or not (place.cpus or place.resources or "gpus" in given):
+        raise InvalidConfig(f"{PLACE}: a worker needs some of its device", PLACE)
+    return place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import ray
+from ray import serve
 from ray.serve import Application
 
 from rayfin.actors.config import EngineArgs
+from rayfin.actors.supervision.placement import bundles, pick_cluster_device
 from rayfin.actors.timing import ENGINE_STOP_SECONDS, HANDOVER_SECONDS, INGRESS_DRAIN_SECONDS
 from rayfin.deployments.adapters.flags import CLIENTS_MAY_LOAD
 from rayfin.deployments.http.body_limits import (
@@ -18,7 +21,6 @@ from rayfin.deployments.http.body_limits import (
 from rayfin.deployments.http.layers import Cors, HttpSettings
 from rayfin.deployments.serve.autoscaling import autoscaling
 from rayfin.deployments.serve.engine import EngineDeployment
-from rayfin.deployments.serve.free_resources import has_room
 from rayfin.deployments.serve.ingress import IngressDeployment, reply_settings
 from rayfin.deployments.serve.model_args import SECRETS, ModelArgs, several_models
 from rayfin.deployments.serve.preflight import located, shipped
@@ -213,3 +215,36 @@ def edge_settings(server: ServerArgs) -> HttpSettings:
         max_upload_bytes=uploads,
         max_recording_bytes=server.max_audio_upload_bytes + RECORDING_FORM_BYTES,
     )
+
+
+def has_room(args: EngineArgs, deployment: str, wanted: int) -> bool:
+    """Whether an update of a deployment may start an engine before an old one goes.
+
+    That needs room for one engine beside the running ones, and for each one that they are fewer
+    than ``wanted``: Serve starts those together, and stops no old engine until all are ready. True
+    where there is no cluster.
+
+    By sums over all nodes. Where the free devices of a model's group lie on different nodes the
+    answer is wrong, and an engine that is started waits for its place.
+    """
+    if not ray.is_initialized():
+        return True
+    needed = bundles(replace(args, device=pick_cluster_device(args.device)))
+    free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+    engines = max(wanted - running_engines(deployment), 0) + 1
+    return all(
+        free.get(kind, 0.0) >= engines * sum(each[kind] for each in needed) for kind in needed[0]
+    )
+
+
+def running_engines(deployment: str) -> int:
+    """The engines of a deployment; the fewest where several applications have one of its name.
+
+    An application does not know its own name while it is built.
+    """
+    numbers = [
+        own.deployments[deployment].replica_states.get("RUNNING", 0)  # type: ignore[call-overload]
+        for own in serve.status().applications.values()
+        if deployment in own.deployments
+    ]
+    return min(numbers, default=0)

@@ -158,9 +158,7 @@ def rooms(sources: list[Source]) -> Iterator[Row]:
     pairs = sorted(_mutual(sources))
     yield Row("rooms that import each other", str(len(pairs)), "0", pairs)
     satellites = sorted(_satellites(sources))
-    yield Row(
-        "files under 60 lines with one importer", str(len(satellites)), "0", satellites, held=False
-    )
+    yield Row("files under 60 lines with one importer", str(len(satellites)), "0", satellites)
 
 
 def classes(sources: list[Source]) -> Iterator[Row]:

@@ -14,8 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rayfin.actors.processes import forked_worker, worker_forker
 from rayfin.actors.timing import FORK_ANSWER_SECONDS
+
+PROGRAMS = Path(__file__).resolve().parent
 
 WORKER_MODULE = "ray._private.workers.default_worker"
 """Ray's program of a worker, as a module."""
@@ -38,7 +39,7 @@ class WorkerForks:
     def __init__(self, preload: Sequence[str] = ()) -> None:
         self._folder = tempfile.mkdtemp(prefix="rayfin-")  # no other user's process gets in
         self._path = str(Path(self._folder, "workers"))  # of the socket by which workers come
-        program = str(Path(str(worker_forker.__file__)).resolve())
+        program = str(PROGRAMS / "worker_forker.py")
         self._process = subprocess.Popen(
             [sys.executable, program, self._path, ",".join((WORKER_MODULE, *preload))],
             stdin=subprocess.PIPE,  # whose end says that this process has ended
@@ -52,7 +53,7 @@ class WorkerForks:
         from ray._private import services  # not before the program has started, which imports too
 
         ray_worker = str(Path(services.RAY_PATH, "_private", "workers", "default_worker.py"))
-        program = str(Path(str(forked_worker.__file__)).resolve())
+        program = str(PROGRAMS / "forked_worker.py")
         # A Python without site-packages starts in a third of the time.
         ours = ["-I", "-S", program, self._path, str(FORK_ANSWER_SECONDS), ray_worker]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rayfin.actors.config import BatchLimits, EngineArgs, EngineConfig, ModelFacts, resolve_limits
-from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.media.kinds import media_kind, served_media
 from rayfin.actors.model_files.plain_config import known_config
 from rayfin.actors.parts import P, PartFacts, first_of, uncut_of
@@ -25,9 +25,9 @@ from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.observers import StepObserver
 from rayfin.actors.runner.page_namespace import page_namespace
 from rayfin.actors.runner.parallel.rank import ParallelRank
+from rayfin.actors.runner.parts.grammars.masker import GrammarsPart
 from rayfin.actors.runner.parts.model_part import ModelPart
 from rayfin.actors.runner.parts.profile import ProfilePart
-from rayfin.actors.runner.parts.settings import check_parts, parts_of_tokens
 from rayfin.actors.runner.quantized.config import source_config
 from rayfin.actors.runner.state_tensors import StateTensors
 from rayfin.actors.settings.state_snapshots import draft_states
@@ -229,8 +229,8 @@ def load(
     if not loaded.samples or (place is not None and not place.is_last):  # it has no logits
         return loaded
     size = loaded.config.get_text_config(decoder=True).vocab_size
-    more = parts_of_tokens(args, size, alone=place is None)
-    return replace(loaded, parts=(*loaded.parts, *more))
+    grammars = GrammarsPart(args, size, limited=place is None)
+    return replace(loaded, parts=(*loaded.parts, grammars))
 
 
 def _load_version(
@@ -265,7 +265,7 @@ def _load(args: EngineArgs, place: ParallelRank | None) -> LoadedModel:
         return found
     config = load_config(args, recipe)
     _check_quantization(args, config, recipe)
-    check_parts(args, config, recipe, ranks)
+    _check_parts(args, config, recipe, ranks)
     # Here, for it imports transformers' modelling code.
     from rayfin.actors.runner.checkpoint import load_checkpoint
 
@@ -349,6 +349,43 @@ def _check_quantization(
                 f"quantization {rounded!r} is for models of text that generate, on a GPU",
                 "quantization",
             )
+
+
+def _check_parts(
+    args: EngineArgs, config: "PretrainedConfig", recipe: PoolingRecipe | None, ranks: int
+) -> None:
+    """Refuses settings that the parts of a model, which ``ranks`` devices share, do not go with.
+
+    Raises:
+        InvalidConfig, UnsupportedModel: ``param`` is the setting.
+    """
+    if args.enable_prompt_embeds and (why := _why_no_embeds(args, config, recipe, ranks)):
+        raise InvalidConfig(f"enable_prompt_embeds {why}", "enable_prompt_embeds")
+    if recipe is not None and args.serves_lora:
+        raise InvalidConfig("enable_lora is for models that generate", "enable_lora")
+    if recipe is not None and ranks > 1:
+        why = "a pooling model runs on one device: use data_parallel_size"
+        raise InvalidConfig(why, "tensor_parallel_size")
+    if recipe is None and (args.serves_lora or ranks > 1) and served_media(args, config):
+        name = ", ".join(config.architectures or [type(config).__name__])
+        if ranks > 1:
+            raise UnsupportedModel(f"{name} cannot be shared by several devices", "model")
+        raise UnsupportedModel(f"{name} cannot be served with LoRA adapters", "enable_lora")
+
+
+def _why_no_embeds(
+    args: EngineArgs, config: "PretrainedConfig", recipe: PoolingRecipe | None, ranks: int
+) -> str | None:
+    """Returns why prompts cannot be embeddings, or None."""
+    if ranks > 1:
+        return "is for one device, not for several that share a model: use data_parallel_size"
+    if recipe is not None:
+        return "is for models that generate"
+    if not args.language_model_only and served_media(args, config) is not None:
+        return "is for models of text: language_model_only serves the text of this one"
+    if args.speculation is not None and args.speculation.reads_states:
+        return "does not go with heads that draft: use an n-gram, suffix or draft_model method"
+    return None
 
 
 def reads_states(args: EngineArgs) -> bool:

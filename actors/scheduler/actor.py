@@ -51,7 +51,6 @@ from rayfin.actors.processes.identity import Process, this_process
 from rayfin.actors.processes.lifeline import Lifeline
 from rayfin.actors.processes.logs import set_up
 from rayfin.actors.processes.registry import NAMESPACE
-from rayfin.actors.scheduler import status_line
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.executor import Executor
 from rayfin.actors.scheduler.faults.runner_pinger import RunnerPinger
@@ -59,6 +58,7 @@ from rayfin.actors.scheduler.inbox import WAKE, ClientLinks, ClientMessage, Engi
 from rayfin.actors.scheduler.kv_events import start_kv_events
 from rayfin.actors.scheduler.profiled_executor import profiled
 from rayfin.actors.scheduler.runner_group import RunnerGroup
+from rayfin.actors.scheduler.stats import log_status
 from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS, Subscriptions
 from rayfin.actors.scheduler.weight_desk import WeightDesk, catch_up, joined_version
 from rayfin.actors.settings.kv_events import read_kv_events
@@ -208,7 +208,7 @@ class SchedulerActor:
         desk.watch()
         if start.owner != UNCLAIMED:
             self._group.spares.watch()
-        status_line.watch(engine.stats, partial(logger.info, "engine %s: %s", self._name))
+        log_status(engine.stats, partial(logger.info, "engine %s: %s", self._name))
         return self._info()
 
     @ray.method(concurrency_group="control")

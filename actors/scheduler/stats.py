@@ -1,7 +1,9 @@
-"""Builds ``EngineStats``, from any thread, and ``EngineSnapshot``, between two steps."""
+"""Builds ``EngineStats``, from any thread, the log line of them, and ``EngineSnapshot``."""
 
 import heapq
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from rayfin.actors.metrics.snapshot import (
 from rayfin.actors.scheduler.lifecycle import Lifecycle
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.scheduler_state import SchedulerState
+from rayfin.actors.timing import STATUS_LINE_SECONDS
 from rayfin.cache.page_tables import PageTables
 
 
@@ -180,3 +183,42 @@ def _step(info: SchedulerInfo | None, stats: EngineStats) -> StepView:
     return StepView(
         info.decoding_batch, info.prefill_batch, tokens, stats.last_step_seconds / info.num_steps
     )
+
+
+class StatusLine:
+    """Renders what the engine did since the last line, like vLLM's periodic log."""
+
+    def __init__(self, before: EngineStats, now: float) -> None:
+        self._before = before
+        self._at = now
+
+    def render(self, stats: EngineStats, now: float) -> str | None:
+        """Returns the line for the time until ``now``, in seconds, or None if the engine idled."""
+        before, seconds = self._before, max(now - self._at, 1e-9)
+        self._before, self._at = stats, now
+        prompts = stats.prompt_tokens - before.prompt_tokens
+        outputs = stats.generation_tokens - before.generation_tokens
+        if not (stats.running or stats.waiting or prompts or outputs):
+            return None
+        queries = stats.prefix_queries - before.prefix_queries
+        hits = (stats.prefix_hits - before.prefix_hits) / queries if queries else 0.0
+        return (
+            f"running {stats.running}, waiting {stats.waiting}, "
+            f"pages {stats.pages_held}/{stats.pages_total}, "
+            f"prompts {prompts / seconds:.1f} tokens/s, outputs {outputs / seconds:.1f} tokens/s, "
+            f"prefix hits {hits:.0%}, preemptions {stats.preemptions - before.preemptions}"
+        )
+
+
+def log_status(stats: Callable[[], EngineStats], write: Callable[[str], None]) -> None:
+    """Writes a status line every few seconds from a new thread, which also calls ``stats``."""
+    line = StatusLine(stats(), time.monotonic())
+
+    def run() -> None:
+        while True:
+            time.sleep(STATUS_LINE_SECONDS)
+            text = line.render(stats(), time.monotonic())
+            if text is not None:
+                write(text)
+
+    threading.Thread(target=run, name="status line", daemon=True).start()

@@ -1,22 +1,24 @@
 """The operators' routes; they are disabled without an admin key."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Protocol
 
-from fastapi import APIRouter, Depends, FastAPI, Query
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
 
 from rayfin import __version__
 from rayfin.actors.errors import InvalidRequest, ModelNotFound
 from rayfin.actors.messages import Command
 from rayfin.actors.parts import RequestPart
-from rayfin.deployments.api.profile import add_profile_routes
+from rayfin.actors.profile import DEFAULT_STEPS, MAX_STEPS, ProfileOrder
 from rayfin.deployments.api.weights import add_weight_routes
 from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.client.weights import WeightsClient
 from rayfin.deployments.http.auth import require_operator
+from rayfin.deployments.http.json_body import read_body
 
 logger = logging.getLogger("rayfin.admin")
 
@@ -48,6 +50,46 @@ class Operated:
     weights: WeightsClient | None = None
 
 
+ModelName = Annotated[str | None, Query(description="whose engines; all without")]
+
+
+class ProfileRequest(BaseModel):
+    """The body of /start_profile, which may be empty."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    profile_prefix: str = Field(default="", pattern=r"^[\w.-]{0,64}$")
+    delay_iterations: int = Field(default=0, ge=0)
+    max_iterations: int = Field(default=DEFAULT_STEPS, ge=1, le=MAX_STEPS)
+
+
+def add_profile_routes(
+    router: APIRouter, engines: Callable[[str | None], Sequence[Engines]]
+) -> None:
+    """Adds vLLM's routes for a profile of steps into --profile-dir to those of operators.
+
+    Args:
+        engines: finds those of a model, or all.
+    """
+
+    async def order(what: ProfileOrder, model: str | None) -> Response:
+        for client in engines(model):
+            await client.prepare(what)
+        return Response()
+
+    @router.post("/start_profile")
+    async def start_profile(request: Request, model: ModelName = None) -> Response:
+        body = ProfileRequest()
+        if await request.body():
+            body = await read_body(request, ProfileRequest)
+        begin = ProfileOrder(False, body.profile_prefix, body.delay_iterations, body.max_iterations)
+        return await order(begin, model)
+
+    @router.post("/stop_profile")
+    async def stop_profile(model: ModelName = None) -> Response:
+        return await order(ProfileOrder(stop=True), model)
+
+
 Reports = list[tuple[Operated, list[EngineReport]]]
 
 
@@ -77,7 +119,7 @@ class Addressees:
 
 def addressees(
     engine: Annotated[str | None, Query(description="its label; all without")] = None,
-    model: Annotated[str | None, Query(description="whose engines; all without")] = None,
+    model: ModelName = None,
 ) -> Addressees:
     return Addressees(engine, model)
 

@@ -1,7 +1,7 @@
 """One repair of messages, for chat templates that refuse some orders of them.
 
-A template's rules are found out once, by rendering (``template_rules.py``), and the repair follows
-from them and the messages alone: what begins equal stays equal, for the prefix cache.
+A template's rules are found out once, by rendering (``parsing/template_probe.py``), and the repair
+follows from them and the messages alone: what begins equal stays equal, for the prefix cache.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -29,9 +29,8 @@ from rayfin.actors.runner.models.model_attention import redirect_attention, with
 from rayfin.actors.runner.models.recurrent import RecurrentLayers, find_stateful
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.attention.chosen import attend_chosen
-from rayfin.kernels.attention.chunks import within_chunks
 from rayfin.kernels.attention.write_kv import write_kv
-from rayfin.kernels.shapes import PagedAttention
+from rayfin.kernels.shapes import PagedAttention, within_chunks
 
 ATTENTION = "rayfin"
 LAYER = "paged_layer"  # the attribute of an attention module that holds its AttentionLayer

@@ -1,7 +1,7 @@
 """The parts of models that are read from a checkpoint or put around a decoder, in one list each.
 
-A new part is one line here; ``checkpoint.py`` names none. Parts that need no modelling code are in
-``settings.py``, and so is what does not go together.
+A new part is one line here; ``checkpoint.py`` names none. ``loading.py`` adds those that need
+no modelling code, and says what does not go together.
 """
 
 from collections.abc import Callable

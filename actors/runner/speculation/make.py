@@ -1,7 +1,7 @@
 """Makes the proposer that the settings name, and the speculator around it.
 
-What drafts with weights of its own is in ``stepping.py``: it brings transformers' modelling code,
-which takes seconds to import, and which n-grams do without.
+What drafts with weights of its own is imported where it is asked for: it brings transformers'
+modelling code, which takes seconds, and which n-grams do without.
 """
 
 from collections.abc import Callable
@@ -29,11 +29,17 @@ def with_speculation(loaded: LoadedModel, args: EngineArgs) -> LoadedModel:
     Raises:
         InvalidConfig: they cannot be loaded, or are of another model.
     """
-    if args.speculation is None or not args.speculation.one_device:
+    settings = args.speculation
+    if settings is None or not settings.one_device:
         return loaded
-    from rayfin.actors.runner.speculation.stepping import with_weights
+    from rayfin.actors.runner.speculation import draft_model, eagle, eagle3, mtp
 
-    return with_weights(loaded, args, args.speculation)
+    if not settings.reads_states:
+        return draft_model.with_draft(loaded, args)
+    if settings.method == "mtp":
+        return mtp.with_mtp(loaded, args)
+    with_head = eagle.with_eagle if settings.method == "eagle" else eagle3.with_eagle3
+    return with_head(loaded, args, str(settings.model))
 
 
 def make_proposer(
@@ -47,9 +53,7 @@ def make_proposer(
     settings = config.speculation
     assert settings is not None
     if settings.one_device:
-        from rayfin.actors.runner.speculation.stepping import make_stepping
-
-        return make_stepping(config, model, slots, device)
+        return _make_stepping(config, model, slots, device)
     count, length = config.limits.max_decoding_batch, config.max_model_len
     shortest, longest = settings.prompt_lookup_min, settings.prompt_lookup_max
     own = NGramProposer(count, length, shortest=shortest, longest=longest)
@@ -62,6 +66,24 @@ def make_proposer(
         factor=settings.suffix_decoding_max_spec_factor,
         own=own,
     )
+
+
+def _make_stepping(
+    config: EngineConfig, model: StepModel, slots: RequestSlots, device: torch.device
+) -> Proposer:
+    """Makes the proposer of a model that ``with_speculation`` has given layers that draft."""
+    from rayfin.actors.runner.speculation.draft_model import DraftedModel, DraftModelProposer
+    from rayfin.actors.runner.speculation.heads import HeadedModel, HeadProposer
+
+    sizes = {
+        "page_size": config.page_size,
+        "max_len": config.max_model_len,
+        "most_tokens": config.limits.max_batch_tokens,
+    }
+    if isinstance(model, HeadedModel):
+        return HeadProposer(model, slots, device=device, **sizes)
+    assert isinstance(model, DraftedModel)
+    return DraftModelProposer(model, slots, device=device, **sizes)
 
 
 def make_speculator(

@@ -22,8 +22,7 @@ from rayfin.deployments.text.parsing.formats import (
     suffix_of,
     tool_rows,
 )
-from rayfin.deployments.text.parsing.template_probe import FIRST, TemplateProbe, called
-from rayfin.deployments.text.parsing.template_rules import find_rules
+from rayfin.deployments.text.parsing.template_probe import FIRST, TemplateProbe, called, find_rules
 from rayfin.deployments.text.parsing.thoughts import (
     ThinkingSwitch,
     ThoughtsFound,

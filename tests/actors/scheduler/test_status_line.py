@@ -1,7 +1,7 @@
 """The line about an engine: right when it works, none when it is idle."""
 
 from rayfin.actors.metrics.engine_stats import EngineStats
-from rayfin.actors.scheduler.status_line import StatusLine
+from rayfin.actors.scheduler.stats import StatusLine
 
 
 def test_what_it_says() -> None:

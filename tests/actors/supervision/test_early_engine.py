@@ -21,7 +21,7 @@ from rayfin.actors.errors import (
     UnsupportedModel,
 )
 from rayfin.actors.messages import EngineInfo
-from rayfin.actors.scheduler import actor, status_line
+from rayfin.actors.scheduler import actor
 from rayfin.actors.scheduler.actor import UNCLAIMED, EngineClaim, EngineStart, SchedulerActor
 from rayfin.actors.supervision import adoption, early_engine, supervisor
 from rayfin.actors.supervision.adoption import claim_engine
@@ -252,7 +252,7 @@ def test_its_spare_runners_come_after_its_supervisor(monkeypatch: pytest.MonkeyP
         for name in ("joined_version", "catch_up", "decided_version"):
             monkeypatch.setattr(actor, name, lambda *_: None)
         monkeypatch.setattr(actor, "RunnerPinger", lambda *_: SimpleNamespace(watch=lambda: None))
-        monkeypatch.setattr(status_line, "watch", lambda *_: None)
+        monkeypatch.setattr("rayfin.actors.scheduler.actor.log_status", lambda *_: None)
         monkeypatch.setattr(own, "_loop", lambda: None)
         own._lifeline = SimpleNamespace(
             watch=lambda: None, work=nullcontext, silence=0.0, heard=lambda: None

@@ -8,11 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from rayfin.actors.errors import GrammarFailed, GrammarTooSlow, RequestFailed
-from rayfin.actors.guidance import GrammarUsage, Guidance
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import GrammarFailed, GrammarTooSlow, InvalidRequest, RequestFailed
+from rayfin.actors.guidance import GRAMMAR_FAILED, GrammarUsage, Guidance
 from rayfin.actors.messages import NewRequest
-from rayfin.actors.runner.parts.grammars.book import WORD, GrammarBook, WordArray
+from rayfin.actors.parts import Need
+from rayfin.actors.runner.parts.grammars.book import WORD, GrammarBook, Vocabulary, WordArray
 from rayfin.actors.runner.parts.grammars.guided_row import GuidedRow
+from rayfin.actors.runner.parts.model_part import ModelPart
 from rayfin.actors.runner.sampling.device_rules import DeviceRules
 from rayfin.actors.runner.sampling.processor import Masks, Rows
 from rayfin.actors.timing import MASK_OVERTIME_SECONDS, MASK_SECONDS
@@ -190,3 +193,29 @@ def _fill(row: GuidedRow, words: WordArray, position: int) -> None:
         row.fill(words, position)
     except RequestFailed:
         words[:] = 0
+
+
+class GrammarsPart(ModelPart):
+    """Masks of the tokens that a form lets through. The vocabulary loads with the first grammar.
+
+    Args:
+        limited: masks that take too long fail their row. Not in groups of ranks: they must agree.
+    """
+
+    follows_weights = True
+
+    def __init__(self, args: EngineArgs, vocab_size: int, *, limited: bool) -> None:
+        self.book = GrammarBook(lambda: Vocabulary.load(args, vocab_size))
+        self._limited = limited
+        self.processors = (self._make_processor,)
+
+    def prepare(self, needs: Sequence[Need], *, at_once: bool = False) -> None:
+        grammars = [need.what for need in needs if isinstance(need.what, str)]
+        if grammars or not needs:
+            try:
+                self.book.prepare(grammars, at_once)
+            except GrammarFailed as error:
+                raise InvalidRequest(error.message, None, GRAMMAR_FAILED) from error
+
+    def _make_processor(self, device: torch.device) -> GuidanceProcessor:
+        return GuidanceProcessor(device, self.book, limited=self._limited)

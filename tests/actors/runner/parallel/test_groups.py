@@ -25,7 +25,7 @@ from rayfin.actors.runner.models.paged_model import ATTENTION
 from rayfin.actors.runner.parallel.groups import ProcessGroups, open_store
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.parallel.shard_weights import Checkpoint, load_share
-from rayfin.actors.runner.parts.grammars.load import GrammarsPart
+from rayfin.actors.runner.parts.grammars.masker import GrammarsPart
 from tiers import few
 
 pytestmark = pytest.mark.slow(reason="starts groups of two and four ranks")

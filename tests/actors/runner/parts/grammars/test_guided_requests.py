@@ -19,8 +19,7 @@ from rayfin.actors.model_files.fast_tokenizer import load_fast
 from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.runner.model_runner import ModelRunner, RunnerPlugins
 from rayfin.actors.runner.parts.grammars.compile_threads import IdleCompiler
-from rayfin.actors.runner.parts.grammars.load import GrammarsPart
-from rayfin.actors.runner.parts.grammars.masker import GuidanceProcessor
+from rayfin.actors.runner.parts.grammars.masker import GrammarsPart, GuidanceProcessor
 from rayfin.actors.runner.sampling.processor import Rows
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.timing import GRAMMAR_BARRED_SECONDS

@@ -4,8 +4,8 @@ import pytest
 import ray
 
 from rayfin.actors.config import EngineArgs
-from rayfin.deployments.serve import free_resources
-from rayfin.deployments.serve.free_resources import has_room
+from rayfin.deployments import app
+from rayfin.deployments.app import has_room
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 4.0})
     monkeypatch.setattr(ray, "available_resources", lambda: left)
-    monkeypatch.setattr(free_resources, "running_engines", lambda deployment: 2)
+    monkeypatch.setattr(app, "running_engines", lambda deployment: 2)
     return left
 
 

@@ -3,9 +3,8 @@
 import numpy as np
 import torch
 
-from rayfin.kernels.attention.chunks import within_chunks
 from rayfin.kernels.attention.torch_backend import paged_attention
-from rayfin.kernels.shapes import PagedBatch
+from rayfin.kernels.shapes import PagedBatch, within_chunks
 
 PAGE, SIZE, HEADS, DIM = 2, 6, 2, 4
 
