@@ -93,6 +93,7 @@ class WeightCoordinator:
         self._busy: tuple[str, float] | None = None  # the update amid, and since when
         self._paused_until: float | None = None  # of a pause by hand
         self._votes: dict[str, Vote] = {}  # of the update amid
+        self._undecided: asyncio.Task[Any] | None = None  # the update amid, until it is decided
 
     async def recover(self) -> None:
         """Ends what another coordinator has left undone."""
@@ -129,11 +130,12 @@ class WeightCoordinator:
         """Makes all engines serve a version, whose file they can read or get by ``chunks``.
 
         Raises:
-            EngineBusy: another update is amid.
+            EngineBusy: another update is amid, or this one was abandoned.
             EngineUnavailable: there is no engine.
             RayfinError: an engine cannot serve it; nothing has changed.
         """
         began = self._begin(f"update {version.label!r}")
+        self._undecided = task = asyncio.current_task()
         try:
             states = await self._each(WeightOrder("state"))
             if not states:
@@ -149,8 +151,19 @@ class WeightCoordinator:
         except RayfinError as error:
             self.updates["refused" if error.status < 500 else "failed"] += 1
             raise
+        except asyncio.CancelledError:
+            if self._undecided is task:
+                raise
+            self.updates["refused"] += 1
+            raise EngineBusy("the update was abandoned", "weights") from None
         finally:
-            self._busy = None
+            self._busy = self._undecided = None
+
+    def abandon(self) -> None:
+        """Ends the update that is amid, if it is not decided: engines go on as they are."""
+        task, self._undecided = self._undecided, None
+        if task is not None:
+            task.cancel()
 
     async def _carry_out(
         self,
@@ -171,6 +184,7 @@ class WeightCoordinator:
             await asyncio.shield(self._give_up())
             raise
         # From here on it is decided: whatever dies, all engines get it.
+        self._undecided = None
         done = asyncio.ensure_future(self._complete(version, pages, resume=not by_hand))
         await asyncio.shield(done)
         now, votes = self._clock(), list(self._votes.values())

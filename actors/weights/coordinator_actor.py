@@ -94,6 +94,10 @@ class WeightCoordinatorActor:
         report = await self._coordinator.update(version, chunks, **options)
         return report.as_json()
 
+    async def abandon(self) -> None:
+        """See ``WeightCoordinator.abandon``."""
+        self._coordinator.abandon()
+
     async def pause(self, options: Mapping[str, Any]) -> None:
         """See ``WeightCoordinator.pause``."""
         await self.begin()

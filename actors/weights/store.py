@@ -2,6 +2,7 @@
 
     FOLDER/<digest>.safetensors   tensors of a version, unless they stay in the trainer's folder
     FOLDER/NEXT                   the version that is proposed, JSON
+    FOLDER/BEGUN                  the version that a trainer has sent (begun.py)
     FOLDER/CURRENT                the version that is decided: what any runner loads; none: the base
 
 Each appears whole, by a rename. To decide is to rename NEXT to CURRENT, which needs no space. All
@@ -25,11 +26,11 @@ from rayfin.actors.weights.writer import FILE_SUFFIX, PART_SUFFIX, TensorWriter
 
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 SHARED_MEMORY = Path("/dev/shm")
-CURRENT, NEXT, LOCK = "CURRENT", "NEXT", "LOCK"
+CURRENT, NEXT, BEGUN, LOCK = "CURRENT", "NEXT", "BEGUN", "LOCK"
 
 
 class WeightStore:
-    """Versions below ``folder``, two at most.
+    """Versions below ``folder``, two at most, and one that a trainer has begun.
 
     Raises:
         InvalidConfig: others may write there.
@@ -48,12 +49,12 @@ class WeightStore:
     @property
     def current(self) -> WeightVersion:
         """The version that is decided."""
-        return self._read(CURRENT) or WeightVersion()
+        return self.read(CURRENT) or WeightVersion()
 
     @property
     def proposed(self) -> WeightVersion | None:
         """The version that may be decided."""
-        return self._read(NEXT)
+        return self.read(NEXT)
 
     def writer(self) -> TensorWriter:
         """Begins a file of tensors."""
@@ -65,14 +66,8 @@ class WeightStore:
         Raises:
             StorageFull: there is no room.
         """
-        part = self.folder / f"{NEXT}{PART_SUFFIX}"
-        try:
-            part.write_text(version.as_json())
-            part.chmod(FILE_MODE)
-            part.replace(self.folder / NEXT)
-        except OSError as error:
-            raise StorageFull(f"{self.folder} has no room: {error}", "weights") from None
-        self._clean()
+        self.write(NEXT, version)
+        self.clean()
 
     def commit(self, version: WeightVersion) -> WeightVersion:
         """Decides for the proposed version, unless that is done, and returns it.
@@ -91,7 +86,7 @@ class WeightStore:
             )
         with suppress(FileNotFoundError):  # an engine beside this one was faster
             os.replace(self.folder / NEXT, self.folder / CURRENT)
-        self._clean()
+        self.clean()
         return self.current
 
     @contextmanager
@@ -118,7 +113,7 @@ class WeightStore:
         """Forgets the proposed version."""
         with suppress(FileNotFoundError):
             (self.folder / NEXT).unlink()
-        self._clean()
+        self.clean()
 
     def remove(self) -> None:
         """Removes all of it."""
@@ -128,22 +123,47 @@ class WeightStore:
         """Where the tensors of a version lie that were sent."""
         return self.folder / (digest + FILE_SUFFIX)
 
-    def _read(self, name: str) -> WeightVersion | None:
+    @property
+    def digests(self) -> set[str]:
+        """Of all versions whose tensors stay."""
+        known = (self.current, self.proposed, self.read(BEGUN))
+        return {version.digest for version in known if version is not None}
+
+    def read(self, name: str) -> WeightVersion | None:
+        """What a record says; None if there is none."""
         try:
             return WeightVersion.of_json((self.folder / name).read_text())
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
-    def _clean(self) -> None:
-        """Removes files of versions that are neither; who has mapped one keeps it."""
-        kept = {version.digest for version in (self.current, self.proposed) if version is not None}
+    def write(self, name: str, version: WeightVersion) -> None:
+        """Writes a record.
+
+        Raises:
+            StorageFull: there is no room.
+        """
+        part = self.folder / f"{name}{PART_SUFFIX}"
+        try:
+            part.write_text(version.as_json())
+            part.chmod(FILE_MODE)
+            part.replace(self.folder / name)
+        except OSError as error:
+            raise StorageFull(f"{self.folder} has no room: {error}", "weights") from None
+
+    def clean(self) -> None:
+        """Removes what was left for too long, and files of versions that are none of these.
+
+        Who has mapped one keeps it.
+        """
+        # Of a trainer that died while it wrote, or before it said what becomes of it.
+        for path in (self.folder / BEGUN, *self.folder.glob(f"*{PART_SUFFIX}")):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > WEIGHTS_ABANDONED_SECONDS:
+                    path.unlink()
+        kept = self.digests
         for path in self.folder.glob(f"*{FILE_SUFFIX}"):
             if path.stem not in kept:
                 with suppress(OSError):
-                    path.unlink()
-        for path in self.folder.glob(f"*{PART_SUFFIX}"):  # of a trainer that died while it wrote
-            with suppress(OSError):
-                if time.time() - path.stat().st_mtime > WEIGHTS_ABANDONED_SECONDS:
                     path.unlink()
 
 

@@ -65,7 +65,7 @@ class WeightsRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    path: str = Field(min_length=1, max_length=4096)
+    path: str | None = Field(None, min_length=1, max_length=4096)
     version: str = Field("", max_length=256)
     mode: PauseMode = "keep"
     kv: KeptPages = "recompute"
@@ -130,8 +130,8 @@ class WeightRoutes:
         return states_as_json(await self.of(name).states())
 
     async def load(self, name: str | None, operator: str, body: WeightsRequest) -> Answer:
-        """Makes all engines of a model serve what lies at a path."""
-        logger.warning("%s gives new weights: %r", operator, body.path)
+        """Makes all engines of a model serve what lies at a path, or what was sent."""
+        logger.warning("%s gives new weights: %r", operator, body.path or body.version)
         options = UpdateOptions(**body.model_dump(exclude={"path", "version"}))
         return await self.of(name).update(body.path, body.version, options)
 
@@ -166,6 +166,24 @@ def _add_native(router: APIRouter, routes: WeightRoutes) -> None:
     @router.post("/admin/weights")
     async def load(request: Request, operator: Operator, model: Model = None) -> Answer:
         return await routes.load(model, operator, await read_body(request, WeightsRequest))
+
+    @router.put("/admin/weights/update")
+    async def send(
+        request: Request,
+        operator: Operator,
+        version: Annotated[str, Query(min_length=1, max_length=256)],
+        model: Model = None,
+    ) -> Answer:
+        """Begins an update with the body, a safetensors file; ``POST /admin/weights`` commits."""
+        logger.warning("%s sends weights: %r", operator, version)
+        begun = await routes.of(model).receive(request.stream(), version)
+        return {"version": begun.label, "digest": begun.digest}
+
+    @router.delete("/admin/weights/update")
+    async def abandon(operator: Operator, model: Model = None) -> Answer:
+        logger.warning("%s abandons an update", operator)
+        await routes.of(model).abandon()
+        return {"status": "abandoned"}
 
     @router.post("/pause")
     async def pause(

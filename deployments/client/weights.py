@@ -1,7 +1,16 @@
 """New weights for the engines of a deployment: from a trainer's tensors to a coordinator's call."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterable,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import NoneType
@@ -10,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, get_type_hin
 from rayfin.actors.errors import EngineUnavailable, InvalidRequest, RayfinError
 from rayfin.actors.messages import Command
 from rayfin.actors.timing import WEIGHTS_CALL_SECONDS, WEIGHTS_PAUSE_SECONDS
+from rayfin.actors.weights.begun import BegunUpdate
 from rayfin.actors.weights.sources import folder_version
 from rayfin.actors.weights.store import WeightStore
 from rayfin.actors.weights.version import (
@@ -23,7 +33,8 @@ from rayfin.actors.weights.version import (
 if TYPE_CHECKING:
     import torch
 
-    Weights = str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+    Weights = str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | None
+    """Of an update; None: what ``WeightsClient.receive`` got before."""
 
 CHUNK_BYTES = 256 << 20
 """Of a file that goes to other nodes, in one object."""
@@ -75,7 +86,8 @@ class WeightsClient(Protocol):
         """Makes all engines serve other weights, or none.
 
         Args:
-            weights: a folder or file of safetensors that every node sees, or tensors by name.
+            weights: a folder or file of safetensors that every node sees, tensors by name, or None:
+                what ``receive`` got.
             version: its name; its number if empty.
 
         Returns:
@@ -87,6 +99,20 @@ class WeightsClient(Protocol):
             StorageFull: there is no room for them.
             EngineUnavailable: there is no engine.
         """
+        ...
+
+    async def receive(self, body: AsyncIterable[bytes], version: str) -> WeightVersion:
+        """Begins an update by the bytes of a safetensors file; nothing else has changed.
+
+        Raises:
+            InvalidRequest: they are no such file.
+            EngineBusy: an update is begun.
+            StorageFull: there is no room for them.
+        """
+        ...
+
+    async def abandon(self) -> None:
+        """Ends the update that is begun, or amid and not decided."""
         ...
 
     async def pause(
@@ -124,6 +150,11 @@ def write_version(
         StorageFull: there is no room.
     """
     partial, dtype = options.partial, options.dtype
+    if weights is None:
+        begun = BegunUpdate(store).of(label)
+        weights, label = begun.place, label or begun.label
+        if not partial and dtype is None:
+            return begun
     if isinstance(weights, str | Path) and not partial and dtype is None:
         return folder_version(str(weights), label)
     import torch
@@ -164,10 +195,13 @@ class RemoteWeights:
         self, weights: "Weights", version: str = "", options: UpdateOptions = DEFAULTS
     ) -> dict[str, Any]:
         """See ``WeightsClient``."""
-        from rayfin.actors.weights.coordinator_actor import store_here  # imports Ray
+        store = await self._store()
+        with BegunUpdate(store).ended() if weights is None else nullcontext():
+            return await self._update(store, weights, version, options)
 
-        engine = f"{self._app}/{self._deployment}/"
-        store = await asyncio.to_thread(store_here, self._weight_dir, engine)
+    async def _update(
+        self, store: WeightStore, weights: "Weights", version: str, options: UpdateOptions
+    ) -> dict[str, Any]:
         made = await asyncio.to_thread(write_version, store, weights, version, self._base, options)
         here = Path(made.place).parent == store.folder
         orders = {"mode": options.mode, "pages": options.kv, "new": options.new}
@@ -176,9 +210,23 @@ class RemoteWeights:
             report: dict[str, Any] = await self._call("update", made, chunks, orders)
             return report
         finally:
-            known = [own.digest for own in (store.current, store.proposed) if own is not None]
-            if here and made.digest not in known:
+            if here and made.digest not in store.digests:
                 Path(made.place).unlink(missing_ok=True)
+
+    async def receive(self, body: AsyncIterable[bytes], version: str) -> WeightVersion:
+        """See ``WeightsClient``."""
+        return await BegunUpdate(await self._store()).receive(body, version)
+
+    async def abandon(self) -> None:
+        """See ``WeightsClient``."""
+        BegunUpdate(await self._store()).abandon()
+        await self._call("abandon")
+
+    async def _store(self) -> WeightStore:
+        from rayfin.actors.weights.coordinator_actor import store_here  # imports Ray
+
+        engine = f"{self._app}/{self._deployment}/"
+        return await asyncio.to_thread(store_here, self._weight_dir, engine)
 
     async def pause(
         self,

@@ -1,6 +1,7 @@
 """Limits on requests: bytes and time of the body, sizes of the address and the headers."""
 
 import asyncio
+import math
 import re
 from http import HTTPMethod
 
@@ -9,9 +10,10 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rayfin.actors.timing import RECORDING_SECONDS, UPLOAD_SECONDS
+from rayfin.actors.timing import RECORDING_SECONDS, UPLOAD_SECONDS, WEIGHTS_CALL_SECONDS
 
 UPLOAD_PATH = "/v1/files"
+WEIGHTS_PATH = "/admin/weights/update"
 RECORDING_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 RECORDING_FORM_BYTES = 512 * 1024  # of such a form, beside the file
 CLOSE = {"Connection": "close"}  # the rest of a refused body is not read
@@ -40,7 +42,8 @@ class BodyLimits:
     ) -> None:
         self._app = app
         self._usual = (max_bytes, seconds)
-        self._own: dict[str, tuple[int, float]] = {}  # by path
+        # By path. Weights come with an operator's key, and are as large as the disk allows.
+        self._own: dict[str, tuple[float, float]] = {WEIGHTS_PATH: (math.inf, WEIGHTS_CALL_SECONDS)}
         if max_upload_bytes is not None:
             self._own[UPLOAD_PATH] = (max_upload_bytes, UPLOAD_SECONDS)
         if max_recording_bytes is not None:
@@ -75,7 +78,7 @@ class BodyLimits:
         await self._app(scope, counted, send)
 
 
-def _check_headers(headers: Headers, max_bytes: int) -> None:
+def _check_headers(headers: Headers, max_bytes: float) -> None:
     if headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise HTTPException(415, "The body must not have a Content-Encoding.", CLOSE)
     declared = headers.get("content-length", "")
@@ -83,7 +86,7 @@ def _check_headers(headers: Headers, max_bytes: int) -> None:
         raise _too_large(max_bytes)
 
 
-def _too_large(max_bytes: int) -> HTTPException:
+def _too_large(max_bytes: float) -> HTTPException:
     return HTTPException(413, f"The request body is larger than {max_bytes} bytes.", CLOSE)
 
 

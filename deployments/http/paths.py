@@ -16,6 +16,7 @@ ADMIN_PATHS = frozenset(
         "/start_profile",
         "/stop_profile",
         "/admin/weights",  # new weights, and vLLM's and SGLang's routes for them
+        "/admin/weights/update",
         "/pause",
         "/resume",
         "/is_paused",

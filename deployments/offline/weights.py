@@ -5,7 +5,7 @@ import itertools
 import os
 import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterable, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineBusy
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.timing import WEIGHTS_PAUSE_SECONDS, WEIGHTS_POLL_SECONDS
+from rayfin.actors.weights.begun import BegunUpdate
 from rayfin.actors.weights.sources import propose
 from rayfin.actors.weights.store import WeightStore, store_of
 from rayfin.actors.weights.version import (
@@ -129,6 +130,22 @@ class InlineWeights:
         self, weights: "Weights", version: str = "", options: UpdateOptions = DEFAULTS
     ) -> dict[str, Any]:
         """See ``WeightsClient``."""
+        if weights is not None:
+            return await self._update(weights, version, options)
+        with BegunUpdate(self._local.store).ended():
+            return await self._update(weights, version, options)
+
+    async def receive(self, body: AsyncIterable[bytes], version: str) -> WeightVersion:
+        """See ``WeightsClient``."""
+        return await BegunUpdate(self._local.store).receive(body, version)
+
+    async def abandon(self) -> None:
+        """See ``WeightsClient``; an update that is amid ends by itself."""
+        BegunUpdate(self._local.store).abandon()
+
+    async def _update(
+        self, weights: "Weights", version: str, options: UpdateOptions
+    ) -> dict[str, Any]:
         if self._busy:
             raise EngineBusy("another update is amid", "weights")
         self._busy, local, began = True, self._local, time.monotonic()

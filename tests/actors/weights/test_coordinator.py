@@ -167,6 +167,26 @@ def test_a_second_one_is_told_of_the_first() -> None:
     run(both())
 
 
+@pytest.mark.parametrize("turns", range(30))
+def test_one_that_is_abandoned_is_done_or_undone(turns: int) -> None:
+    """Before the decision engines go on as they are; after it nothing ends it."""
+
+    async def abandon() -> None:
+        world = World(2)
+        coordinator = world.coordinator()
+        work = asyncio.create_task(coordinator.update(NEW))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        coordinator.abandon()
+        (answer,) = await asyncio.gather(work, return_exceptions=True)
+        done = not isinstance(answer, EngineBusy)
+        assert world.serials() == {int(done)}
+        assert all(own.mode is own.next is None for own in world.nodes.values())
+        assert (await coordinator.update(NEW)).version.serial == 1
+
+    run(abandon())
+
+
 CALLS = ("state", "stage", "pause", "commit", "resume")
 
 

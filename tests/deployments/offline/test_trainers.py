@@ -25,6 +25,7 @@ SETTINGS: dict[str, Any] = {"threads": 1, "kv_cache_memory": 16 * 2**20, "dtype"
 PROMPT = list(range(20, 34))
 LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 1.0, "logprobs": True}
 KEY = {"authorization": "Bearer operator"}
+UPDATE = "/admin/weights/update"
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +132,12 @@ class Remote:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
+    async def put(self, version: str, content: bytes) -> Any:
+        params = {"version": version}
+        answer = await self.http.put(UPDATE, params=params, content=content, headers=KEY)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
     async def generate(self, ids: list[int], settings: dict[str, Any]) -> tuple[Any, list[float]]:
         body = {"sampling_params": settings, "model": "demo", "token_ids": ids}
         headers = {"X-Session-ID": "trajectory-7"}
@@ -168,6 +175,17 @@ async def converse(remote: Remote, trained: Path) -> None:
     await remote.post("/resume")
     choice, logprobs = await running
     assert len(choice["token_ids"]) == len(logprobs) == 400  # frozen, not lost
+    sent = await remote.put("again", trained.read_bytes())
+    assert (await remote.http.get("/weight_info", headers=KEY)).json()["digest"] == sent["digest"]
+    refused = await remote.http.put(UPDATE, params={"version": "x"}, content=b"x", headers=KEY)
+    assert refused.status_code == 409 and "'again' is begun" in refused.text
+    assert (await remote.post("/admin/weights", {"version": "again"}))["version"] == "again"
+    await remote.put("left", trained.read_bytes())
+    assert (await remote.http.delete(UPDATE, headers=KEY)).status_code == 200
+    left = await remote.http.post("/admin/weights", json={}, headers=KEY)
+    assert left.status_code == 409 and "no update is begun" in left.text
+    refused = await remote.http.put(UPDATE, params={"version": "x"}, content=b"x", headers=KEY)
+    assert refused.status_code == 400 and "pickles" in refused.text
     *_, last = choice["weight_versions"]
     assert (last["version"], last["end"]) == ("step-1", 400)
     shown = await remote.post("/detokenize", {"model": "demo", "tokens": choice["token_ids"]})

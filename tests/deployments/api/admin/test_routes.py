@@ -32,7 +32,8 @@ def connect(app: Any) -> httpx.AsyncClient:
 
 
 async def ask(http: httpx.AsyncClient, path: str, **settings: Any) -> httpx.Response:
-    return await http.request("GET" if path in READS else "POST", path, **settings)
+    method = "DELETE" if path == "/admin/weights/update" else "POST"
+    return await http.request("GET" if path in READS else method, path, **settings)
 
 
 async def test_without_an_admin_key_nothing_is_there(service: Any, engine: Any) -> None:
