@@ -11,7 +11,6 @@ import argparse
 import itertools
 import statistics
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from core_clock import Outcome, StepTime, Visit, make_config, random_tokens, run
@@ -67,26 +66,26 @@ SHAPES = {
 }
 
 
-def visit_of(turn: AgentTurn, tokens: np.random.Generator) -> Visit:
+def visit_of(turn: AgentTurn, tokens: np.random.Generator, *, named: bool) -> Visit:
     """The request of a turn: its session's context so far, and new tokens."""
     session, parent = turn.session, turn.session.parent
     added = random_tokens(tokens, turn.added)
     whole = added if session.content is None else np.concatenate([session.content, added])
     session.content = whole
     name = SessionRef(session.name, parent="" if parent is None else parent.name)
-    return Visit(turn.at, whole, turn.output, session=name)
+    return Visit(turn.at, whole, turn.output, session=name if named else None)
 
 
 def measure(
-    shape: Shape, pressure: float, *, sessions: bool, seed: int, pauses: str, count: int
+    shape: Shape, pressure: float, *, sessions: bool, seed: int, options: argparse.Namespace
 ) -> tuple[AgentFigures, Outcome]:
     """One run."""
     profile = PROFILES[shape.profile]
     plan = AgentPlan(
         profile=profile,
         agents=shape.agents,
-        sessions=count,
-        pauses=PAUSES[pauses],
+        sessions=options.sessions,
+        pauses=PAUSES[options.pauses],
         scale=shape.scale,
         seed=seed,
     )
@@ -94,7 +93,7 @@ def measure(
     tokens = np.random.default_rng(seed)
 
     def visit(turn: AgentTurn) -> Visit:
-        each = visit_of(turn, tokens)
+        each = visit_of(turn, tokens, named=not options.nameless)
         turns[id(each)] = turn
         return each
 
@@ -130,18 +129,11 @@ def mean_of(figures: list[AgentFigures], name: str) -> float:
     return statistics.fmean(getattr(each, name) for each in figures)
 
 
-def compare(shape: Shape, pressure: float, options: Any) -> str:
+def compare(shape: Shape, pressure: float, options: argparse.Namespace) -> str:
     """A row of the table: off in seconds, on as shares."""
     runs: dict[bool, list[AgentFigures]] = {False: [], True: []}
     for seed, on in itertools.product(range(options.seeds), (False, True)):
-        figures, _ = measure(
-            shape,
-            pressure,
-            sessions=on,
-            seed=seed,
-            pauses=options.pauses,
-            count=options.sessions,
-        )
+        figures, _ = measure(shape, pressure, sessions=on, seed=seed, options=options)
         runs[on].append(figures)
     cells = [f"{pressure:4.1f}x"]
     for name in ("mean", "p95", "longest_wait", "cached", "seconds"):
@@ -157,6 +149,7 @@ def main() -> None:
     parser.add_argument("--pauses", choices=PAUSES, default="mixed")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--sessions", type=int, default=3, help="of each agent")
+    parser.add_argument("--nameless", action="store_true", help="requests name no session")
     options = parser.parse_args()
     for pressure in options.pressure:
         print(compare(SHAPES[options.shape], pressure, options), flush=True)

@@ -1,5 +1,6 @@
 """Sessions in virtual time: the policy pays under pressure, and is not felt without."""
 
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -10,16 +11,22 @@ from rayfin.deployments.bench.agents import AgentFigures
 SMALL = replace(SHAPES["cores"], agents=6, scale=1 / 8, page_size=4)
 
 
-def figures(pressure: float, *, sessions: bool, pauses: str = "mixed") -> AgentFigures:
-    return measure(SMALL, pressure, sessions=sessions, seed=1, pauses=pauses, count=2)[0]
+def figures(
+    pressure: float, *, sessions: bool, pauses: str = "mixed", nameless: bool = False
+) -> AgentFigures:
+    options = Namespace(pauses=pauses, sessions=2, nameless=nameless)
+    return measure(SMALL, pressure, sessions=sessions, seed=1, options=options)[0]
 
 
 def test_with_room_nothing_changes() -> None:
     assert figures(0.4, sessions=True) == figures(0.4, sessions=False)
 
 
-def test_under_pressure_a_session_takes_less() -> None:
-    without, with_seats = (figures(2.0, sessions=on, pauses="quick") for on in (False, True))
+@pytest.mark.parametrize("nameless", [False, True])
+def test_under_pressure_a_session_takes_less(nameless: bool) -> None:
+    without, with_seats = (
+        figures(2.0, sessions=on, pauses="quick", nameless=nameless) for on in (False, True)
+    )
     assert with_seats.mean < 0.8 * without.mean
     assert with_seats.cached > without.cached + 0.1
     assert with_seats.sessions == without.sessions == 12

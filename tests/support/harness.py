@@ -58,9 +58,18 @@ class Harness:
         self._last_admitted: dict[Any, int] = {}  # by class: the seed
         self._num_entered = 0
         self._only_parked: float | None = None  # since when nothing but parked requests is here
+        self._paused: dict[Session, Any] = {}  # with seats: since when, and their pages
 
     def _begin(self) -> None:
         self.engine = Engine(self.config, self.executor, lambda: self.executor.clock)
+        tables = self.engine.lifecycle.state.tables
+        invalidate = tables.invalidate
+
+        def spoil(slot: int) -> None:  # pages that an error has spoiled are no longer kept
+            self._paused.clear()
+            invalidate(slot)
+
+        tables.invalidate = spoil  # type: ignore[method-assign]
         tier = self.engine.lifecycle.tier
         if isinstance(tier, SourcesTier):
             tier.least_read_tokens = tier.least_stored_tokens = 1
@@ -178,6 +187,7 @@ class Harness:
             self.engine.check_integrity()
             self.executor.check_names()
             check_sessions(self.engine)
+            self._check_paused()
         if self.executor.num_submitted % (16 * self.integrity_every) == 0:
             self.check_events()
         while self._timed and self._timed[0][0] <= now:  # I14
@@ -196,6 +206,20 @@ class Harness:
             return
         self._only_parked = now if self._only_parked is None else self._only_parked
         assert now - self._only_parked < PARKED_IDLE_SECONDS + 1.0, "parked, and nothing runs"
+
+    def _check_paused(self) -> None:
+        """S2: a paused seat keeps all of its pages, or loses the seat with them."""
+        seats = self.engine.lifecycle.seats
+        if seats is None:
+            return
+        claims = self.engine.lifecycle.state.tables.claims
+        before, self._paused = self._paused, {}
+        for session in seats.sessions.paused:
+            pages = claims.pages(session)
+            self._paused[session] = session.seated, session.paused, pages
+            seated, paused, kept = before.get(session, (None, None, []))
+            if (seated, paused) == (session.seated, session.paused):
+                assert pages == kept, "a paused seat has lost pages"
 
     def check_events(self) -> None:
         """S8: what the events tell is what the index has."""

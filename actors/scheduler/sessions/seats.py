@@ -26,7 +26,7 @@ from rayfin.actors.scheduler.queues.fair_queue import FairQueue
 from rayfin.actors.scheduler.queues.ranked_queue import RankedQueue
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.scheduler_state import SchedulerState
-from rayfin.actors.scheduler.sessions.sessions import Session, SessionTable, is_turn
+from rayfin.actors.scheduler.sessions.sessions import Session, SessionTable
 from rayfin.actors.timing import (
     LOBBY_TICK_SECONDS,
     PAGES_HELD_SECONDS,
@@ -86,9 +86,9 @@ class Seats:
 
     def keeps(self, request: Request) -> bool:
         """Parks a turn of a session without a seat, unless there is room for it."""
-        if not is_turn(request.source):
-            return False
         session = self.sessions.begin(request)
+        if session is None:
+            return False
         if session.seated is not None:
             if self._is_alone(request):
                 self._promised[request] = self._missing(request)
@@ -144,7 +144,10 @@ class Seats:
         """The request has ended; its slot still holds what it computed, for others if ``share``."""
         session, index = self.sessions.end(request), self._tables.index
         self._freed = self._freed or (session is not None and not session.turns)
-        if session is None or session.seated is None or not share or index is None:
+        if not share or index is None:
+            return
+        self.sessions.note(request, session)
+        if session is None or session.seated is None:
             return
         count = int(self._tables.published[slot])
         pages = index.find(request.chain.hashes[:count])

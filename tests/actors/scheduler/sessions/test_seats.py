@@ -33,10 +33,10 @@ class Agents:
         self.h = h
         self.tokens: dict[int, list[int]] = {}
 
-    def ask(self, name: int, *, parent: str = "", **wishes: Any) -> Any:
+    def ask(self, name: int, *, parent: str = "", nameless: bool = False, **wishes: Any) -> Any:
         prompt = self.tokens.get(name) or context(name)
         flags = {flag: wishes.pop(flag, False) for flag in ("final", "fresh", "aside")}
-        session = SessionRef(f"s{name}", parent, **flags)
+        session = None if nameless else SessionRef(f"s{name}", parent, **flags)
         return self.h.add(prompt, 4, session=session, **wishes)
 
     def hear(self, name: int, stream: Any, *more: int) -> None:
@@ -338,6 +338,49 @@ def test_a_seat_passes_on_as_soon_as_a_session_pauses(agents: Agents) -> None:
     agents.h.check()
 
 
+def test_a_conversation_without_a_name_has_a_seat_from_its_second_turn_on(agents: Agents) -> None:
+    agents.turn(0, *range(9), nameless=True)
+    assert _seats(agents).sessions.num_seated == 0
+    agents.turn(0, *range(9), nameless=True)
+    assert _seats(agents).sessions.num_seated == 1
+    session = _seats(agents).sessions.seated[0]
+    assert len(_seats(agents).sessions) == 1 and not _seats(agents).sessions.digests()
+    agents.turn(0, nameless=True)
+    agents.h.check()
+    assert _seats(agents).sessions.seated == [session] and session.tokens >= 64
+
+
+def test_a_conversation_without_a_name_waits_whole_too(agents: Agents) -> None:
+    agents.turn(2, nameless=True)
+    agents.pair()
+    assert agents.ask(2, nameless=True).waited
+    assert not agents.ask(3, nameless=True).waited  # a first turn
+    agents.h.run()
+    agents.h.check()
+
+
+@pytest.mark.parametrize("tail", [[3, 4], [5, *range(20)]])
+def test_a_common_head_makes_no_conversation(agents: Agents, tail: list[int]) -> None:
+    head = context(0)
+    agents.h.add([*head, *range(20)], 4)
+    agents.h.run()
+    agents.h.add([*head, 1, *tail], 4)
+    agents.h.add([*head, *range(20)], 4)  # the same again
+    agents.h.run()
+    agents.h.check()
+    assert _seats(agents).sessions.num_seated == 0
+
+
+def test_answers_may_come_back_without_their_opening(agents: Agents) -> None:
+    first = context(0)
+    agents.h.add([*first, 7, 8, 9, 7, 8, 9], 4)
+    agents.h.run()
+    agents.h.add([*first, *range(30, 40)], 4)
+    agents.h.run()
+    agents.h.check()
+    assert _seats(agents).sessions.num_seated == 1
+
+
 def test_an_engine_that_drains_keeps_no_seats(agents: Agents) -> None:
     agents.pair()
     third = agents.ask(2)
@@ -390,7 +433,8 @@ def test_with_ample_memory_nothing_changes(
         agents = Agents(h)
         for _ in range(12):
             name = draw.randrange(sessions)
-            stream = agents.ask(name, final=draw.random() < 0.1, tenant=f"t{name % 2}")
+            final, nameless = draw.random() < 0.1, name == 1
+            stream = agents.ask(name, final=final, tenant=f"t{name % 2}", nameless=nameless)
             for _ in range(draw.choice([0, 2, 9])):
                 h.step()
             if draw.random() < 0.2:
