@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rayfin.actors.adapters.files import AdapterFiles
 from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, InvalidRequest, RayfinError
 from rayfin.actors.timing import ADAPTER_LIST_SECONDS, ADAPTER_POLL_SECONDS, ADAPTER_RETRY_SECONDS
@@ -33,8 +34,10 @@ class Registry(Protocol):
         """Returns the table once it has another version, or after so many seconds."""
         ...
 
-    async def read(self, name: str, path: str, in_place: bool) -> AdapterRef:
-        """Reads a folder for a name, which gets it by ``assign``."""
+    async def read(
+        self, name: str, path: str, in_place: bool, files: AdapterFiles | None = None
+    ) -> AdapterRef:
+        """Reads a folder for a name, which gets it by ``assign``; or takes the ``files`` of it."""
         ...
 
     async def find(self, name: str) -> AdapterRef | None:
@@ -115,15 +118,20 @@ class AdapterNames:
         if self._task is not None:
             self._task.cancel()
 
-    async def load(self, name: str, path: str, *, in_place: bool = False) -> AdapterRef:
+    async def load(
+        self, name: str, path: str, *, in_place: bool = False, files: AdapterFiles | None = None
+    ) -> AdapterRef:
         """Loads an adapter; returns when every later request may name it here.
+
+        Args:
+            files: what the folder holds, where the registry may not see it.
 
         Raises:
             NotFound, InvalidRequest: it cannot be served, or the name is taken. A name that
                 meant something still does.
         """
         await self._introduce()
-        ref = await self._registry.read(name, path, in_place)
+        ref = await self._registry.read(name, path, in_place, files)
         await self._check(ref)
         await self._introduce()  # it may have begun since
         self._table = await self._registry.assign(ref, in_place)

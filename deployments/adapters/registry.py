@@ -81,7 +81,9 @@ class AdapterContents:
                 pass
         return self.table
 
-    async def read(self, name: str, path: str, in_place: bool) -> AdapterRef:
+    async def read(
+        self, name: str, path: str, in_place: bool, files: AdapterFiles | None = None
+    ) -> AdapterRef:
         """See ``Registry``.
 
         Raises:
@@ -92,7 +94,7 @@ class AdapterContents:
             raise InvalidRequest(f"lora_name must have 1 to {MAX_NAME} characters.", "lora_name")
         if name in self._refs and not in_place:
             raise name_taken(name)
-        files = await asyncio.to_thread(self._read, path)
+        files = await asyncio.to_thread(self._read, path, files)
         self._hold(files, files.folder)
         return AdapterRef(files.digest, name, path, self._store)
 
@@ -148,8 +150,8 @@ class AdapterContents:
         self._hold(files, path)
         return files
 
-    def _read(self, path: str) -> AdapterFiles:
-        files = read_folder(path)
+    def _read(self, path: str, files: AdapterFiles | None) -> AdapterFiles:
+        files = files or read_folder(path)
         read_pairs(files, read_settings(files.config, self._max_rank))
         _ = files.digest  # computed in this thread
         return files
@@ -181,8 +183,10 @@ class AdapterRegistry:
             self._watch = asyncio.create_task(self._leave_when_unused())
         return await self._contents.changed(version, known, seconds)
 
-    async def read(self, name: str, path: str, in_place: bool) -> AdapterRef:
-        return await self._contents.read(name, path, in_place)
+    async def read(
+        self, name: str, path: str, in_place: bool, files: AdapterFiles | None = None
+    ) -> AdapterRef:
+        return await self._contents.read(name, path, in_place, files)
 
     async def assign(self, ref: AdapterRef, in_place: bool) -> AdapterTable:
         return await self._contents.assign(ref, in_place)
@@ -216,8 +220,11 @@ class RegistryClient:
         table: AdapterTable = await self._call(patience, "changed", version, known, seconds)
         return table
 
-    async def read(self, name: str, path: str, in_place: bool) -> AdapterRef:
-        ref: AdapterRef = await self._call(ADAPTER_READ_SECONDS, "read", name, path, in_place)
+    async def read(
+        self, name: str, path: str, in_place: bool, files: AdapterFiles | None = None
+    ) -> AdapterRef:
+        asked = ("read", name, path, in_place, files)
+        ref: AdapterRef = await self._call(ADAPTER_READ_SECONDS, *asked)
         return ref
 
     async def find(self, name: str) -> AdapterRef | None:

@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -42,7 +44,7 @@ from rayfin.deployments.offline.async_engines import (
     ModelSource,
 )
 from rayfin.deployments.offline.llm import Prompt as AnyPrompt
-from rayfin.deployments.offline.lora import LoRARequest, parts_of
+from rayfin.deployments.offline.lora import LoRARequest, parts_of, write_adapter
 from rayfin.deployments.offline.media import OfflineMedia, list_prompts, list_texts
 from rayfin.deployments.offline.outputs import OutputWriter, RequestOutput
 from rayfin.deployments.offline.pooling import (
@@ -91,6 +93,8 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running = RunningRequests()
         self._adapters: dict[int, LoRARequest] = {}
+        # Of adapters out of tensors: the one before is still there for requests that run with it.
+        self._folders: dict[str, list[TemporaryDirectory[str]]] = {}
         self._closed = False
         self._dead: EngineUnavailable | None = None
 
@@ -465,6 +469,38 @@ class AsyncLLM:
         self._adapters[lora_request.lora_int_id] = lora_request
         return True
 
+    async def update_adapter(
+        self, name: str, tensors: Any, config: Any, *, lora_int_id: int | None = None
+    ) -> LoRARequest:
+        """Loads an adapter out of a trainer's tensors, in place of the one of that name.
+
+        Nothing pauses: a request ends with the adapter that it began with.
+
+        Args:
+            tensors: A and B by peft's names, or ``named_parameters()`` of peft's model.
+            config: peft's LoraConfig, or what its adapter_config.json holds.
+            lora_int_id: for ``list_loras``; None makes one.
+
+        Returns:
+            What :meth:`generate` takes; other clients of a served model call it by ``name``.
+
+        Raises:
+            InvalidRequest: it does not fit the model; what the name meant stays.
+        """
+        adapters = (await self._service()).adapters
+        folder = TemporaryDirectory(prefix="rayfin-adapter-")
+        files = await asyncio.to_thread(write_adapter, Path(folder.name), tensors, config)
+        number = lora_int_id or max(self._adapters, default=0) + 1
+        request = LoRARequest(name, number, folder.name)
+        if adapters is None:
+            await self._source.prepare(parts_of([request])[0][0])
+        else:
+            await adapters.load(name, folder.name, in_place=True, files=files)
+        self._adapters = {i: own for i, own in self._adapters.items() if own.lora_name != name}
+        self._adapters[number] = request
+        self._folders[name] = [*self._folders.get(name, [])[-1:], folder]
+        return request
+
     async def remove_lora(self, lora_id: int) -> bool:
         """Forgets an adapter of :meth:`add_lora`; returns whether there was one."""
         return self._adapters.pop(lora_id, None) is not None
@@ -580,8 +616,11 @@ class AsyncLLM:
         if request_id in self._running:
             raise ValueError(f"a request {request_id!r} runs")
         if lora_request is not None:
-            (parts,) = await asyncio.to_thread(parts_of, [lora_request])
-            service = service.with_adapter(parts[0], lora_request.lora_name)
+            known = {} if service.adapters is None else service.adapters.refs
+            ref = known.get(lora_request.lora_name)
+            if ref is None or ref.path != lora_request.lora_path:
+                ((ref,),) = await asyncio.to_thread(parts_of, [lora_request])
+            service = service.with_adapter(ref, lora_request.lora_name)
         generation = await Generation.prepare(
             service,
             [prompt],

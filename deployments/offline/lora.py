@@ -1,9 +1,12 @@
 """The adapter of an offline request, in vLLM's form."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from rayfin.actors.adapters.files import read_folder
+from rayfin.actors.adapters.files import CONFIG, WEIGHTS, AdapterFiles, read_folder
 from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.errors import InvalidRequest
 
@@ -16,6 +19,41 @@ class LoRARequest:
     lora_int_id: int
     lora_path: str
     load_inplace: bool = False  # accepted for vLLM's sake: a changed folder is another adapter
+
+
+def write_adapter(
+    folder: Path, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], config: Any
+) -> AdapterFiles:
+    """Writes a trainer's tensors as a folder of peft's, and returns what it holds.
+
+    Args:
+        tensors: A and B by name, as peft names them; others are left out.
+        config: peft's, or what its adapter_config.json holds.
+
+    Raises:
+        InvalidRequest: there are none.
+    """
+    from safetensors.torch import save  # imports torch
+
+    from rayfin.actors.weights.tensors import plain_name
+
+    said = config if isinstance(config, Mapping) else config.to_dict()
+    named = tensors.items() if isinstance(tensors, Mapping) else tensors
+    content = {
+        plain_name(name): own.detach().to("cpu", copy=True).contiguous()
+        for name, own in named
+        if ".lora_" in name
+    }
+    if not content:
+        raise InvalidRequest("tensors: no name has .lora_A or .lora_B in it", "tensors")
+    (folder / CONFIG).write_text(json.dumps(said, default=_plain))
+    (folder / WEIGHTS).write_bytes(save(content))
+    return read_folder(str(folder))
+
+
+def _plain(value: Any) -> Any:
+    """What of peft's configurations JSON has no form for: sets, enumerations."""
+    return sorted(value) if isinstance(value, set) else str(getattr(value, "value", value))
 
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
