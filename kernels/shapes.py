@@ -1,4 +1,4 @@
-"""The inputs and outputs that all kernel backends share.
+"""The inputs and outputs that all kernel backends share, and how they get to the device.
 
 Paged attention (Kwon et al., SOSP 2023, "PagedAttention") keeps the keys and values of a request in
 fixed pages anywhere in one big tensor; each request has a page table. A page is vLLM's block.
@@ -198,3 +198,21 @@ class TokenBits:
 
     rows: torch.Tensor  # [N] int64, rising
     words: torch.Tensor  # [N, W] int32, W >= ceil(V / 32)
+
+
+def staged(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The array as a host tensor to copy to ``device``, pinned if that is a GPU.
+
+    Only copies from pinned memory are asynchronous. torch's allocator does not reuse pinned memory
+    before copies from it are done, so the tensor may be dropped at once. For a CPU the tensor
+    shares the array's memory.
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory() if device.type == "cuda" and tensor.numel() else tensor
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The array on ``device``; on a GPU the copy is queued on the current stream."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.ascontiguousarray(array))
+    return staged(array, device).to(device, non_blocking=True)

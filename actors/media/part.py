@@ -1,8 +1,9 @@
-"""An image or a clip of audio as a part of a request, and what runners report of them."""
+"""An image, a clip of audio or embeddings as a part of a request, and what runners report."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from rayfin.actors.messages import Int32Array
 from rayfin.actors.parts import PartFacts, PartUsage, RequestPart
 
 VIRTUAL_TOKENS = -1
@@ -69,3 +70,49 @@ class MediaUsage(PartUsage):
     @property
     def seconds_apart(self) -> float:
         return sum(self.seconds)
+
+
+ROWS = "prompt_embeds"
+"""The name of the one array behind ``EmbedsInput.rows``."""
+
+
+@dataclass(slots=True, frozen=True)
+class EmbedsInput(RequestPart):
+    """Embeddings in a prompt: row i stands for the prompt's token ``start + i``.
+
+    ``rows`` goes from the ingress to the runner unread: ``{ROWS: array}`` of [length, hidden], or
+    a Ray reference to that. numpy has no bfloat16, so such rows are the bits, in uint16.
+    """
+
+    rows: Any
+    length: int
+    dtype: str  # "float32", "float16" or "bfloat16"
+    start: int = 0
+
+    by_reference = True
+
+    @property
+    def end(self) -> int:
+        """The position after its last row."""
+        return self.start + self.length
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class EmbedsFacts(PartFacts):
+    """A model whose prompts may hold embeddings."""
+
+    of: ClassVar[type[RequestPart]] = EmbedsInput
+
+    size: int  # numbers of each embedding
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEmbeds:
+    """Embeddings in place of N tokens of a prompt."""
+
+    ids: Int32Array  # [N] of the tokens that they stand for, which depend on them alone
+    sent: EmbedsInput
+
+    def at(self, start: int) -> "PromptEmbeds":
+        """The same from this position of the prompt on."""
+        return replace(self, sent=replace(self.sent, start=start))

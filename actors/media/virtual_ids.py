@@ -1,9 +1,9 @@
-"""Ids of an image's tokens, which depend on the image alone.
+"""Ids of the tokens of an image, or of embeddings, which depend on these alone.
 
 Pages of the prefix cache are found by their tokens. An image's placeholders are alike in every
 image, so each gets an id of its own: below VIRTUAL_TOKENS, from the image's digest and its place in
-the image. Pages with equal tokens then hold equal images, and whatever compares prompts (the prefix
-index, forks, the router, the quarantine) needs no further key.
+the image; rows of embeddings alike. Pages with equal tokens then hold equal images, and whatever
+compares prompts (the prefix index, forks, the router, the quarantine) needs no further key.
 """
 
 import hashlib
@@ -33,3 +33,28 @@ def put_virtual_ids(
         places = own == media_token_id
         own[places] = virtual_ids(image.digest, int(places.sum()))
     return whole
+
+
+BLOCK = 16
+SHORTEST = 8  # rows of the last block; fewer join the one before it
+
+
+def row_ids(rows: np.ndarray, dtype: str) -> Int32Array:
+    """Returns the ids [N] of the ``rows`` [N, hidden] of embeddings, which lie one after another.
+
+    The ids of BLOCK rows are drawn from one digest of them all, so that to meet the ids of a page
+    takes all bits of its ids at once, not those of one row after another. Prompts that begin with
+    the same blocks share their pages.
+    """
+    starts = list(range(0, len(rows), BLOCK))
+    if len(starts) > 1 and len(rows) - starts[-1] < SHORTEST:
+        starts.pop()
+    blocks = zip(starts, [*starts[1:], len(rows)], strict=True)
+    ids = [virtual_ids(_digest(rows[start:end], dtype), end - start) for start, end in blocks]
+    return np.concatenate(ids) if ids else np.zeros(0, np.int32)
+
+
+def _digest(rows: np.ndarray, dtype: str) -> bytes:
+    """SHA-256 of rows; no image has the same one."""
+    name = f"prompt_embeds {dtype} {rows.shape}\0"
+    return hashlib.sha256(name.encode() + rows.tobytes()).digest()

@@ -10,14 +10,15 @@ from rayfin.actors.adapters.part import (
     ADAPTERS_RESIDENT,
     AdapterStats,
 )
-from rayfin.actors.histogram import Bounds, Histogram
 from rayfin.actors.metric import (
     COMPILE_BOUNDS,
     ITL_BOUNDS,
     LATENCY_BOUNDS,
     VLLM_ITL_BOUNDS,
     VLLM_LATENCY_BOUNDS,
+    Bounds,
     Family,
+    Histogram,
     counter,
     gauge,
     metrics_of,

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayfin.actors.histogram import Histogram
-from rayfin.actors.metric import Family, Word, declared
+from rayfin.actors.metric import Family, Histogram, Word, declared
 
 Series = tuple[str, tuple[str, ...]]
 """A metric's name and its label values, without model_name and engine."""

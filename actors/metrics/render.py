@@ -9,8 +9,7 @@ from prometheus_client import core as prometheus
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from rayfin.actors.histogram import Bounds, Histogram
-from rayfin.actors.metric import Family
+from rayfin.actors.metric import Bounds, Family, Histogram
 from rayfin.actors.metrics.ledger import INGRESSES, Ledger
 
 PREFIX = "rayfin_"

@@ -28,7 +28,6 @@ from rayfin.actors.processes.lifeline import Lifeline
 from rayfin.actors.processes.logs import set_up
 from rayfin.actors.processes.registry import find_actor, runner_name
 from rayfin.actors.runner.parallel.rank import Address, ParallelRank, group_size
-from rayfin.actors.runner.result_cache import StepResultCache
 from rayfin.actors.runner.spare import (
     RunnerState,
     SparePlan,
@@ -37,7 +36,7 @@ from rayfin.actors.runner.spare import (
     maps_weights,
     plan_spares,
 )
-from rayfin.actors.runner.step_turns import StepTurns
+from rayfin.actors.runner.step_turns import StepResultCache, StepTurns
 from rayfin.actors.settings.spare_runners import seats
 from rayfin.actors.timing import (
     PAGE_READ_SECONDS,

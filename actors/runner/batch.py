@@ -13,8 +13,7 @@ from rayfin.actors.messages import (
     SchedulerInfo,
 )
 from rayfin.actors.runner.request_slots import RequestSlots
-from rayfin.kernels.shapes import PagedBatch, SamplingRows
-from rayfin.kernels.staging import to_device
+from rayfin.kernels.shapes import PagedBatch, SamplingRows, to_device
 
 ALL = slice(None)
 

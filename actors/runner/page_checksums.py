@@ -9,7 +9,7 @@ from rayfin.actors.messages import SWAP_OUT, Int32Array, SchedulerInfo, StepResu
 from rayfin.actors.runner.observers import Observer
 from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.cache.kv_tensors import KVTensors
-from rayfin.kernels.staging import to_device
+from rayfin.kernels.shapes import to_device
 
 
 class PageChecksums(Observer):

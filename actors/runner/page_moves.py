@@ -20,7 +20,7 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.runner.state_tensors import StateTensors
 from rayfin.cache.kv_tensors import KVTensors
-from rayfin.kernels.staging import to_device
+from rayfin.kernels.shapes import to_device
 
 MOST_AT_ONCE = 1024
 """Pages moved together: bounds the memory that they pass through, which is one layer's share."""

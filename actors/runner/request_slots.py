@@ -14,8 +14,7 @@ from rayfin.actors.messages import (
     SchedulerInfo,
 )
 from rayfin.actors.stop_table import StopTable
-from rayfin.kernels.shapes import SamplingRows
-from rayfin.kernels.staging import to_device
+from rayfin.kernels.shapes import SamplingRows, to_device
 
 NO_LOGPROBS = -1
 """In ``RequestSlots.logprobs``: the slot does not ask for any."""

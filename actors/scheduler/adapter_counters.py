@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from rayfin.actors.adapters.part import AdapterFacts, AdapterRef, AdapterStats, AdapterUsage
-from rayfin.actors.histogram import Histogram
+from rayfin.actors.metric import Histogram
 from rayfin.actors.parts import PartFacts, first_of
 from rayfin.actors.scheduler.request import Request
 

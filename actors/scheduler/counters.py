@@ -19,8 +19,8 @@ from rayfin.actors.errors import (
     RequestQuarantined,
 )
 from rayfin.actors.guidance import GrammarUsage
-from rayfin.actors.histogram import Histogram, one_two_five
 from rayfin.actors.media.part import MediaUsage
+from rayfin.actors.metric import Histogram, one_two_five
 from rayfin.actors.metrics.engine_stats import ENGINE_HISTOGRAMS, FAILURES, EngineStats
 from rayfin.actors.parts import PartUsage
 from rayfin.actors.scheduler.adapter_counters import AdapterCounters

@@ -3,8 +3,8 @@
 from collections import deque
 from collections.abc import Callable
 
-from rayfin.actors.histogram import Histogram
 from rayfin.actors.messages import Int64Array, StepResult
+from rayfin.actors.metric import Histogram
 from rayfin.actors.scheduler.executor import Executor, PendingStep
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.scheduler_state import SchedulerState

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from rayfin.actors.errors import InvalidConfig
 from rayfin.deployments.batches.lines import id_hash
-from rayfin.deployments.batches.usage import usage_of
+from rayfin.deployments.batches.objects import usage_of
 
 BLOCK = 64 * 1024  # bytes
 

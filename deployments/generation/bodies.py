@@ -7,10 +7,10 @@ from pydantic import BaseModel, ConfigDict
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.sampling_params import BIAS_LIMIT, SamplingParams, listed
 from rayfin.actors.settings.choices import LogprobsMode
+from rayfin.deployments.generation.limits import PRIORITIES
 from rayfin.deployments.generation.members import check_members, ignored_members
 from rayfin.deployments.generation.plan import AnswerRules
 from rayfin.deployments.generation.prompt_forms import check_salt
-from rayfin.deployments.generation.sampling_limits import PRIORITIES
 from rayfin.deployments.guidance.fields import GUIDED, WHITESPACE, AnswerFormat, asked_format
 from rayfin.deployments.http.request_id import LABEL
 

@@ -10,19 +10,18 @@ import numpy as np
 
 from rayfin.actors.errors import ContextLengthExceeded, InvalidConfig, InvalidRequest
 from rayfin.actors.guidance import NO_END, Guidance
-from rayfin.actors.media.part import MediaFacts, MediaInput
-from rayfin.actors.media.prompt_embeds import PromptEmbeds
+from rayfin.actors.media.part import MediaFacts, MediaInput, PromptEmbeds
 from rayfin.actors.media.virtual_ids import put_virtual_ids
 from rayfin.actors.messages import EngineInfo, EngineRequest, Int32Array, StopRules
-from rayfin.actors.model_files.generation import generation_config
+from rayfin.actors.model_files.files import generation_config
 from rayfin.actors.parts import RequestPart
 from rayfin.actors.sampling_params import SamplingParams
-from rayfin.deployments.generation.prompt_forms import MEDIA
-from rayfin.deployments.generation.sampling_limits import (
+from rayfin.deployments.generation.limits import (
     bad_word_ids,
     check_sampling,
     runner_sampling,
 )
+from rayfin.deployments.generation.prompt_forms import MEDIA
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 KEY_BITS = 62  # keys travel as int64

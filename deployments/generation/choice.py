@@ -6,8 +6,7 @@ from typing import Any
 
 from rayfin.actors.errors import NoTokenLeft, RayfinError
 from rayfin.actors.guidance import Guidance
-from rayfin.actors.media.part import MediaInput
-from rayfin.actors.media.prompt_embeds import PromptEmbeds
+from rayfin.actors.media.part import MediaInput, PromptEmbeds
 from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
 from rayfin.deployments.generation.best_of import Likelihood
 from rayfin.deployments.generation.plan import NO_PLAN, OutputPlan

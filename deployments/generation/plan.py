@@ -19,8 +19,7 @@ from rayfin.deployments.guidance.thinking import call_marks, make_thinking
 from rayfin.deployments.guidance.tool_choice import ToolChoice
 from rayfin.deployments.guidance.tools import KNOWN_TOOLS, Tool
 from rayfin.deployments.text.parsing.detect import Detected
-from rayfin.deployments.text.parsing.format import IdStyle, ToolGuidance
-from rayfin.deployments.text.parsing.thought import thought_start
+from rayfin.deployments.text.parsing.format import IdStyle, ToolGuidance, thought_start
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

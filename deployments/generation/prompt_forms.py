@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest
 from rayfin.actors.media.kinds import MediaKind
-from rayfin.actors.media.part import MediaInput
-from rayfin.actors.media.prompt_embeds import PromptEmbeds
+from rayfin.actors.media.part import MediaInput, PromptEmbeds
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.media.embeds_tensor import Tensor
 from rayfin.deployments.text.tokenizer import Tokenizer

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest, TemplateTooSlow
+from rayfin.actors.media.part import PromptEmbeds
 from rayfin.actors.media.processed import WORDS, ProcessedMedia
-from rayfin.actors.media.prompt_embeds import PromptEmbeds
 from rayfin.actors.timing import INLINE_TEMPLATE_SECONDS, TEMPLATE_SECONDS
 from rayfin.deployments.generation.generation import off_loop
 from rayfin.deployments.generation.prompt_forms import WrittenPrompt, check_length, prompt_ids

@@ -21,8 +21,8 @@ from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.deployments.adapters.names import AdapterNames
 from rayfin.deployments.client.engine_client import EngineClient
 from rayfin.deployments.client.weights import WeightsClient
+from rayfin.deployments.generation.limits import ReplySettings
 from rayfin.deployments.generation.quotas import TokenQuotas
-from rayfin.deployments.generation.reply_settings import ReplySettings
 from rayfin.deployments.guidance.compile_check import GrammarChecker, InlineChecker
 from rayfin.deployments.http.anthropic_errors import CLAUDE
 from rayfin.deployments.http.idempotency import AnswerStore

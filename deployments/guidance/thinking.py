@@ -3,8 +3,12 @@
 from collections.abc import Iterable
 
 from rayfin.actors.guidance import CallGrammar, Thinking
-from rayfin.deployments.text.parsing.format import ReasoningFormat, ToolFormat
-from rayfin.deployments.text.parsing.thought import closed, thought_start
+from rayfin.deployments.text.parsing.format import (
+    ReasoningFormat,
+    ToolFormat,
+    closed,
+    thought_start,
+)
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 

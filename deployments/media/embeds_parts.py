@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.media.prompt_embeds import PromptEmbeds
+from rayfin.actors.media.part import PromptEmbeds
 from rayfin.actors.messages import EngineInfo
 from rayfin.deployments.media.embeds_tensor import FIELD, Tensor
 from rayfin.deployments.media.read_embeds import HOW, EmbedsReader, required

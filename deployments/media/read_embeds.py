@@ -13,9 +13,8 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 
 from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest
-from rayfin.actors.media.embeds_part import ROWS, EmbedsFacts, EmbedsInput
-from rayfin.actors.media.prompt_embeds import PromptEmbeds
-from rayfin.actors.media.row_ids import row_ids
+from rayfin.actors.media.part import ROWS, EmbedsFacts, EmbedsInput, PromptEmbeds
+from rayfin.actors.media.virtual_ids import row_ids
 from rayfin.actors.messages import EngineInfo
 from rayfin.deployments.media.embeds_tensor import DTYPES, FIELD, Tensor, refused
 from rayfin.deployments.media.torch_file import read_torch

@@ -6,8 +6,8 @@ from typing import Any
 from tqdm import tqdm
 
 from rayfin.actors.errors import InvalidRequest
+from rayfin.deployments.generation.limits import PRIORITIES
 from rayfin.deployments.generation.prompt_forms import IDS, TEXT
-from rayfin.deployments.generation.sampling_limits import PRIORITIES
 from rayfin.deployments.offline.media import plain
 from rayfin.deployments.vllm.lacks import refuse
 

@@ -12,7 +12,7 @@ from rayfin.actors.parts import RequestPart
 from rayfin.deployments.adapters.names import AdapterNames
 from rayfin.deployments.client.engine_client import EngineClient
 from rayfin.deployments.client.weights import RemoteWeights, WeightsClient
-from rayfin.deployments.generation.reply_settings import ReplySettings
+from rayfin.deployments.generation.limits import ReplySettings
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.layers import HttpSettings
 from rayfin.deployments.offline.llm import UNLIMITED

@@ -20,7 +20,7 @@ from rayfin.actors.messages import Command, EngineRequest, Hypothesis, TokenDelt
 from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.parts import RequestPart
 from rayfin.actors.pooling.folder import read_recipe
-from rayfin.actors.pooling.part import PoolingTask
+from rayfin.actors.pooling.recipe import PoolingTask
 from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
 from rayfin.deployments.client.deltas import WholeDeltas, split_deltas
 from rayfin.deployments.client.weights import UpdateOptions

@@ -10,8 +10,8 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.media.kinds import MediaKind
 from rayfin.actors.media.load import load_processor
+from rayfin.actors.media.part import PromptEmbeds
 from rayfin.actors.media.processed import WORDS
-from rayfin.actors.media.prompt_embeds import PromptEmbeds
 from rayfin.actors.messages import EngineInfo, Int32Array
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.generation.prompt_forms import (

@@ -8,8 +8,7 @@ import numpy as np
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.messages import EngineRequest, Float32Array
-from rayfin.actors.pooling.part import PoolingTask
-from rayfin.actors.pooling.recipe import PoolingRecipe
+from rayfin.actors.pooling.recipe import PoolingRecipe, PoolingTask
 from rayfin.deployments.generation.prompt_forms import Side, WrittenPrompt
 from rayfin.deployments.offline.arguments import UseTqdm, progress
 from rayfin.deployments.offline.engines import OfflineEngine

@@ -5,8 +5,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from rayfin.actors.errors import InvalidRequest
+from rayfin.deployments.generation.limits import PRIORITIES
 from rayfin.deployments.generation.prompt_forms import check_salt
-from rayfin.deployments.generation.sampling_limits import PRIORITIES
 from rayfin.deployments.pooling.inputs import Cut
 
 

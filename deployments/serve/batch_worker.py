@@ -25,7 +25,7 @@ from rayfin.deployments.batches.folder import BatchFolder
 from rayfin.deployments.batches.lines import MAX_LINE_BYTES
 from rayfin.deployments.batches.sender import NO_TIMEOUT
 from rayfin.deployments.batches.worker import TENANT, BatchWorker, add_series
-from rayfin.deployments.generation.reply_settings import ReplySettings
+from rayfin.deployments.generation.limits import ReplySettings
 from rayfin.deployments.http.idempotency import AnswerStore
 from rayfin.deployments.http.layers import HttpSettings
 from rayfin.deployments.serve.model_args import ModelArgs

@@ -18,8 +18,8 @@ from rayfin.actors.processes.logs import set_up
 from rayfin.actors.timing import RETRY_AFTER_SECONDS
 from rayfin.deployments.client.engine_names import INGRESS
 from rayfin.deployments.edge.backpressure import ReplicaFlow
+from rayfin.deployments.generation.limits import ReplySettings
 from rayfin.deployments.generation.quotas import TokenQuotas
-from rayfin.deployments.generation.reply_settings import ReplySettings
 from rayfin.deployments.http.idempotency import AnswerStore
 from rayfin.deployments.http.layers import HttpSettings
 from rayfin.deployments.http.request_id import REQUEST_ID

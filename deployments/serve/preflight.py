@@ -18,8 +18,12 @@ from rayfin.actors.errors import InvalidConfig, RayfinError
 from rayfin.actors.media.kinds import SPEECH_MODELS, model_media
 from rayfin.actors.model_files.bucket_folder import bucket_folder, is_bucket
 from rayfin.actors.model_files.fast_tokenizer import chosen_class, chosen_name
-from rayfin.actors.model_files.files import model_json, read_object
-from rayfin.actors.model_files.generation import end_token_ids, generation_config
+from rayfin.actors.model_files.files import (
+    end_token_ids,
+    generation_config,
+    model_json,
+    read_object,
+)
 from rayfin.actors.model_files.gguf_folder import gguf_folder, is_gguf
 from rayfin.actors.model_files.gguf_tokenizer import UNKNOWN
 from rayfin.actors.model_files.plain_config import is_known_decoder

@@ -16,7 +16,7 @@ from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS
 from rayfin.actors.timing import SSE_COMMENT_SECONDS
 from rayfin.deployments.adapters.flags import AdapterFlags, read_modules
 from rayfin.deployments.batches.folder import FolderLimits
-from rayfin.deployments.generation.reply_settings import MAX_PROMPTS
+from rayfin.deployments.generation.limits import MAX_PROMPTS
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
 from rayfin.deployments.http.body_limits import MAX_BODY_BYTES
 from rayfin.deployments.http.keys import ApiKeys

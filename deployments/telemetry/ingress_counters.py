@@ -6,17 +6,18 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rayfin.actors.histogram import Histogram, one_two_five
 from rayfin.actors.metric import (
     ITL_BOUNDS,
     LATENCY_BOUNDS,
     TTFT_BOUNDS,
     VLLM_ITL_BOUNDS,
     VLLM_LATENCY_BOUNDS,
+    Histogram,
     counter,
     gauge,
     histogram,
     metrics_of,
+    one_two_five,
 )
 from rayfin.actors.metrics.ledger import CounterReport
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.media.kinds import MediaKind
-from rayfin.actors.media.part import MediaInput
-from rayfin.actors.media.prompt_embeds import PromptEmbeds
+from rayfin.actors.media.part import MediaInput, PromptEmbeds
 from rayfin.actors.timing import TEMPLATE_SECONDS
 from rayfin.deployments.text.chat_template import HistoryStyle, render_chat
 from rayfin.deployments.text.markers import Marked

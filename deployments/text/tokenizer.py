@@ -12,7 +12,7 @@ import tokenizers
 from rayfin.actors.grammar_limits import BYTE_OF
 from rayfin.actors.messages import Int32Array
 from rayfin.actors.model_files.fast_tokenizer import load_fast
-from rayfin.actors.model_files.generation import end_token_ids, generation_config
+from rayfin.actors.model_files.files import end_token_ids, generation_config
 from rayfin.deployments.text.detokenizer import HALF, IncrementalDetokenizer, byte_tokens
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds: ``load`` does

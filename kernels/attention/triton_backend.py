@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rayfin.kernels.shapes import PagedBatch
-from rayfin.kernels.staging import to_device
+from rayfin.kernels.shapes import PagedBatch, to_device
 from rayfin.kernels.triton.device import attention_kernels
 from rayfin.kernels.triton.device.attention_kernels import attend_tiles
 from rayfin.kernels.triton.pdl import launch_options

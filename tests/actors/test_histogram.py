@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfin.actors.histogram import Histogram, one_two_five
+from rayfin.actors.metric import Histogram, one_two_five
 
 BOUNDS = (0.5, 1.0, 2.5)
 VALUES = st.lists(st.sampled_from([0.0, 0.5, 0.75, 1.0, 2.0, 2.5, 7.0]))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayfin.kernels.staging import staged, to_device
+from rayfin.kernels.shapes import staged, to_device
 
 
 def test_an_array_arrives_as_it_is() -> None:

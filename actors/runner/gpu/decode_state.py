@@ -16,8 +16,7 @@ from rayfin.kernels.attention.triton_backend import (
     TritonAttention,
     make_launch,
 )
-from rayfin.kernels.shapes import PagedBatch, SamplingRows
-from rayfin.kernels.staging import staged, to_device
+from rayfin.kernels.shapes import PagedBatch, SamplingRows, staged, to_device
 from rayfin.kernels.triton.device.decode_kernels import (
     enter_rows,
     finish_rows,

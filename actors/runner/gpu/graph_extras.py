@@ -8,8 +8,7 @@ import torch
 from rayfin.actors.messages import NO_TOKEN, Float32Array, Int32Array, Int64Array, Logprobs
 from rayfin.actors.runner.request_slots import NO_LOGPROBS
 from rayfin.actors.runner.sampling.device_rules import RowTokenRules
-from rayfin.kernels.shapes import PER_ENTRY, RuleTensors
-from rayfin.kernels.staging import staged
+from rayfin.kernels.shapes import PER_ENTRY, RuleTensors, staged
 from rayfin.kernels.triton.adjust import adjust, count_sampled
 from rayfin.kernels.triton.logprobs import MAX_TOP_LOGPROBS, top_logprobs
 

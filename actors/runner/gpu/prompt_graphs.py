@@ -24,8 +24,7 @@ from rayfin.kernels.attention.triton_backend import (
     TritonAttention,
     make_launch,
 )
-from rayfin.kernels.shapes import PagedBatch
-from rayfin.kernels.staging import staged
+from rayfin.kernels.shapes import PagedBatch, staged
 from rayfin.kernels.triton.products import NARROW
 from rayfin.kernels.triton.tile_map import ITEM_FIELDS, TileMap
 

@@ -10,7 +10,7 @@ from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.sampling.device_rules import DeviceRules, TokenCounts
 from rayfin.actors.runner.sampling.processor import Rows, float_tensor, token_pairs
 from rayfin.kernels.sampling.filters import UsedTokens, apply_penalties
-from rayfin.kernels.staging import to_device
+from rayfin.kernels.shapes import to_device
 
 
 @dataclass(frozen=True, slots=True)

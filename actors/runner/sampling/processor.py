@@ -16,8 +16,7 @@ from rayfin.actors.errors import RequestFailed
 from rayfin.actors.messages import Int64Array, NewRequest
 from rayfin.actors.parts import PartUsage
 from rayfin.actors.runner.sampling.device_rules import DeviceRules
-from rayfin.kernels.shapes import TokenBits
-from rayfin.kernels.staging import to_device
+from rayfin.kernels.shapes import TokenBits, to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from rayfin.actors.messages import Int64Array, NewRequest, Sampling
 from rayfin.actors.runner.sampling.device_rules import DeviceRules
 from rayfin.actors.runner.sampling.processor import Rows, float_tensor, token_pairs
 from rayfin.kernels.sampling.filters import add_bias, allow_only, forbid
-from rayfin.kernels.staging import to_device
+from rayfin.kernels.shapes import to_device
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from copy import copy
 from dataclasses import dataclass, field
 
 from rayfin.actors.errors import RayfinError
-from rayfin.actors.histogram import Histogram
+from rayfin.actors.metric import Histogram
 from rayfin.actors.parts import Need, RequestPart
 from rayfin.actors.scheduler.executor import Executor, PendingPrepare
 from rayfin.actors.scheduler.request import Request

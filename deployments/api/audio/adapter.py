@@ -15,7 +15,6 @@ from starlette.requests import Request
 from rayfin.actors.errors import RayfinError
 from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
 from rayfin.deployments.api.audio.form import SUBTITLES, AudioForm
-from rayfin.deployments.api.audio.merge import JoinedText
 from rayfin.deployments.api.audio.prompts import FILE, speech_prompt
 from rayfin.deployments.api.audio.replies import (
     DurationUsage,
@@ -27,7 +26,7 @@ from rayfin.deployments.api.audio.replies import (
     TranscriptDone,
     VerboseTranscript,
 )
-from rayfin.deployments.api.audio.transcript import HeardText
+from rayfin.deployments.api.audio.transcript import HeardText, JoinedText
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Deltas, Generation
 from rayfin.deployments.generation.plan import AnswerRules, plan_text

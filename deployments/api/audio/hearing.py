@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rayfin.deployments.api.audio.form import Listening
 from rayfin.deployments.api.audio.segments import Segment, Sentences, Span, sentences
-from rayfin.deployments.api.audio.words import Word
+from rayfin.deployments.api.audio.transcript import Word
 from rayfin.deployments.generation.choice import Choice
 from rayfin.deployments.text.tokenizer import Tokenizer
 

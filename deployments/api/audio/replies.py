@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from rayfin.deployments.api.audio.segments import Segment
-from rayfin.deployments.api.audio.words import Word
+from rayfin.deployments.api.audio.transcript import Word
 
 
 class DurationUsage(BaseModel):

@@ -21,12 +21,16 @@ from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
 from rayfin.deployments.api.audio.adapter import AT_ONCE, TranscriptionAdapter
 from rayfin.deployments.api.audio.asking import Asker
 from rayfin.deployments.api.audio.hearing import Heard, read_answer, segments
-from rayfin.deployments.api.audio.merge import JoinedText
 from rayfin.deployments.api.audio.prompts import FILE, check_hint
 from rayfin.deployments.api.audio.replies import TimedTranscript, VerboseTranscript
 from rayfin.deployments.api.audio.segments import Segment, Sentences, srt, vtt
-from rayfin.deployments.api.audio.transcript import HeardText, SpokenText
-from rayfin.deployments.api.audio.words import Word, words_of
+from rayfin.deployments.api.audio.transcript import (
+    HeardText,
+    JoinedText,
+    SpokenText,
+    Word,
+    words_of,
+)
 from rayfin.deployments.generation.choice import Choice
 from rayfin.deployments.generation.generation import Deltas, Generation
 from rayfin.deployments.http.caller import Caller

@@ -11,9 +11,9 @@ from pydantic import PrivateAttr
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.generation.bodies import GenerationBody
+from rayfin.deployments.generation.limits import MAX_CHOICES
 from rayfin.deployments.generation.plan import AnswerRules
 from rayfin.deployments.generation.prompt_forms import WrittenPrompt, read_prompts
-from rayfin.deployments.generation.reply_settings import MAX_CHOICES
 from rayfin.deployments.guidance.tool_choice import ToolChoice, read_tool_choice
 from rayfin.deployments.guidance.tools import NO_TOOLS, DeclaredTools, declared_tools
 from rayfin.deployments.media.read_embeds import listed

@@ -10,12 +10,13 @@ from rayfin.deployments.api.openai.adapter import CompletionAdapter
 from rayfin.deployments.api.openai.bodies import GIVEN_PROMPT, ChatCompletionRequest
 from rayfin.deployments.api.openai.chunks import (
     EMPTY,
+    MessageWriter,
     chat_choice,
+    content_delta,
     dumped,
     full_chat_choice,
     member,
 )
-from rayfin.deployments.api.openai.messages import MessageWriter, content_delta
 from rayfin.deployments.api.openai.replies import ChatChoice, ChatCompletion
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Generation
@@ -36,7 +37,7 @@ from rayfin.deployments.media.embeds_tensor import FIELD as EMBEDS
 from rayfin.deployments.text.generation_prompt import ChatPrompt
 from rayfin.deployments.text.messages import count_calls, has_parts, plain_messages, text_of
 from rayfin.deployments.text.output import TextDelta
-from rayfin.deployments.text.parsing.thought import thought_start
+from rayfin.deployments.text.parsing.format import thought_start
 
 
 class ChatAdapter(CompletionAdapter):

@@ -35,7 +35,7 @@ from rayfin.deployments.text.checks import (
     required,
 )
 from rayfin.deployments.text.output import TextDelta
-from rayfin.deployments.text.parsing.thought import thought_start
+from rayfin.deployments.text.parsing.format import thought_start
 
 MAX_QUESTIONS = 64
 MAX_TEXTS = 1024  # parts and messages of an input

@@ -18,11 +18,10 @@ from rayfin.actors.messages import TokenLogprob
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Generation
+from rayfin.deployments.generation.limits import MAX_CHOICES, PRIORITIES
 from rayfin.deployments.generation.prompt_forms import WrittenPrompt, check_salt, read_prompts
 from rayfin.deployments.generation.prompts import written_ids
-from rayfin.deployments.generation.reply_settings import MAX_CHOICES
 from rayfin.deployments.generation.route import GenerationAdapter
-from rayfin.deployments.generation.sampling_limits import PRIORITIES
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.generation.usage import Usage
 from rayfin.deployments.http.caller import Caller

@@ -3,7 +3,7 @@
 import numpy as np
 
 from rayfin.actors.media.part import VIRTUAL_TOKENS
-from rayfin.actors.media.row_ids import BLOCK, SHORTEST, row_ids
+from rayfin.actors.media.virtual_ids import BLOCK, SHORTEST, row_ids
 
 
 def _rows(count: int, seed: int = 0) -> np.ndarray:

@@ -6,8 +6,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from rayfin.actors.histogram import Histogram
-from rayfin.actors.metric import LATENCY_BOUNDS, VLLM_LATENCY_BOUNDS, Family
+from rayfin.actors.metric import LATENCY_BOUNDS, VLLM_LATENCY_BOUNDS, Family, Histogram
 from rayfin.actors.metrics.engine_stats import (
     CACHE_CONSTANTS,
     CACHE_LABELS,

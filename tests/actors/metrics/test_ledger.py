@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfin.actors.adapters.part import ADAPTERS_INFO
-from rayfin.actors.histogram import Histogram
+from rayfin.actors.metric import Histogram
 from rayfin.actors.metrics.engine_stats import (
     ASKED,
     ENGINE_METRICS,

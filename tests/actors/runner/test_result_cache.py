@@ -8,7 +8,7 @@ import pytest
 
 from rayfin.actors.errors import StepMissing
 from rayfin.actors.messages import SchedulerInfo, StepResult
-from rayfin.actors.runner.result_cache import StepResultCache
+from rayfin.actors.runner.step_turns import StepResultCache
 
 
 @pytest.fixture

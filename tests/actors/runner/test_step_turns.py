@@ -9,8 +9,7 @@ import pytest
 
 from rayfin.actors.errors import EngineUnavailable, StepMissing
 from rayfin.actors.messages import SchedulerInfo, StepResult
-from rayfin.actors.runner.result_cache import StepResultCache
-from rayfin.actors.runner.step_turns import StepTurns
+from rayfin.actors.runner.step_turns import StepResultCache, StepTurns
 
 
 class Device:

@@ -5,8 +5,8 @@ import pytest
 from harness import Harness, make_harness
 from rayfin.actors.adapters.part import AdapterFacts, AdapterRef, AdapterStats, AdapterUsage
 from rayfin.actors.errors import RunnerGroupFailed
-from rayfin.actors.histogram import Histogram
 from rayfin.actors.messages import EngineRequest
+from rayfin.actors.metric import Histogram
 from rayfin.actors.scheduler.adapter_counters import AdapterCounters
 
 

@@ -4,9 +4,8 @@ import pytest
 
 from harness import make_harness
 from rayfin.actors.errors import RunnerGroupFailed
-from rayfin.actors.histogram import Histogram
 from rayfin.actors.messages import StepResult
-from rayfin.actors.metric import ITL_BOUNDS
+from rayfin.actors.metric import ITL_BOUNDS, Histogram
 from rayfin.actors.scheduler.step_pipeline import StepOverheadTimer
 
 

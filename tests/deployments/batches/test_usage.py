@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from openai.types.batch_usage import BatchUsage
 
-from rayfin.deployments.batches.usage import shown_usage, usage_of
+from rayfin.deployments.batches.objects import shown_usage, usage_of
 
 CHAT = {
     "usage": {

@@ -11,10 +11,9 @@ from rayfin.actors.runner.parts.grammars.guided_row import GuidedRow
 from rayfin.deployments.guidance.calls import CallRules, build_guidance
 from rayfin.deployments.guidance.thinking import make_thinking
 from rayfin.deployments.text.parsing.events import Piece
-from rayfin.deployments.text.parsing.format import ReasoningFormat
+from rayfin.deployments.text.parsing.format import ReasoningFormat, thought_start
 from rayfin.deployments.text.parsing.formats import REASONING_FORMATS
 from rayfin.deployments.text.parsing.parser import OutputParser
-from rayfin.deployments.text.parsing.thought import thought_start
 
 FINAL = "<|start|>assistant<|channel|>final<|message|>"
 

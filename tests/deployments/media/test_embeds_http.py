@@ -268,7 +268,7 @@ def test_reading_needs_no_torch(oracle: Oracle, tmp_path: Path) -> None:
         "import sys\n"
         "from rayfin.actors.messages import EngineInfo\n"
         "from rayfin.deployments.media.read_embeds import EmbedsReader\n"
-        "from rayfin.actors.media.embeds_part import EmbedsFacts\n"
+        "from rayfin.actors.media.part import EmbedsFacts\n"
         f"info = EngineInfo('e', 64, 100, 10, 4, parts=(EmbedsFacts(size={oracle.hidden}),))\n"
         f"data = open({str(tmp_path / 'embeds')!r}).read()\n"
         "assert len(EmbedsReader().read_now(data, 'prompt_embeds', info).ids) == 3\n"

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from rayfin import LLM, SamplingParams
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.model_files.generation import end_token_ids, generation_config
+from rayfin.actors.model_files.files import end_token_ids, generation_config
 from rayfin.deployments.generation.build_requests import SAMPLING_DEFAULTS, sampling_defaults
 from rayfin.deployments.serve.preflight import end_tokens
 

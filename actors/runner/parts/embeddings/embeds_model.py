@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from rayfin.actors.media.embeds_part import ROWS, EmbedsInput
-from rayfin.actors.media.part import VIRTUAL_TOKENS
+from rayfin.actors.media.part import ROWS, VIRTUAL_TOKENS, EmbedsInput
 from rayfin.actors.messages import NewRequest, SchedulerInfo
 from rayfin.actors.parts import all_of
 from rayfin.actors.runner.batch import GivenInputs, StepInputs

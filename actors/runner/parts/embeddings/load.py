@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import UnsupportedModel
-from rayfin.actors.media.embeds_part import ROWS, EmbedsFacts, EmbedsInput
-from rayfin.actors.media.row_ids import row_ids
+from rayfin.actors.media.part import ROWS, EmbedsFacts, EmbedsInput
+from rayfin.actors.media.virtual_ids import row_ids
 from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.cpu.decoder import compiled_decoder
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, set_attention

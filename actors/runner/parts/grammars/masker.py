@@ -19,8 +19,7 @@ from rayfin.actors.runner.parts.model_part import ModelPart
 from rayfin.actors.runner.sampling.device_rules import DeviceRules
 from rayfin.actors.runner.sampling.processor import Masks, Rows
 from rayfin.actors.timing import MASK_OVERTIME_SECONDS, MASK_SECONDS
-from rayfin.kernels.shapes import TokenBits
-from rayfin.kernels.staging import to_device
+from rayfin.kernels.shapes import TokenBits, to_device
 
 SLOWER_THAN_FORWARD = 2.0
 """A mask may take so many times the forward before it."""

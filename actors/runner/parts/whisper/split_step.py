@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from rayfin.actors.messages import Int64Array
-from rayfin.kernels.shapes import PagedBatch
-from rayfin.kernels.staging import to_device
+from rayfin.kernels.shapes import PagedBatch, to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from rayfin.deployments.api.audio.merge import JoinedText
-from rayfin.deployments.api.audio.transcript import HeardText
+from rayfin.deployments.api.audio.transcript import HeardText, JoinedText
 
 
 def joined(count: int, mark: str = "") -> JoinedText:

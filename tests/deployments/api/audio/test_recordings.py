@@ -14,8 +14,7 @@ from audio_models import RATE, AudioModel, text_of, tone, wav
 from rayfin.actors.errors import Overloaded, RayfinError, RequestFailed
 from rayfin.actors.messages import EngineRequest, TokenDelta
 from rayfin.deployments.api.audio.adapter import AT_ONCE
-from rayfin.deployments.api.audio.merge import JoinedText
-from rayfin.deployments.api.audio.transcript import HeardText
+from rayfin.deployments.api.audio.transcript import HeardText, JoinedText
 from rayfin.deployments.generation import generation
 from rayfin.deployments.media.memory_limit import RecordingRoom
 from rayfin.deployments.media.sound import cut_at_quiet

@@ -19,7 +19,7 @@ from rayfin.actors.messages import EngineInfo, EngineRequest, Hypothesis, TokenD
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.api.audio import whisper
 from rayfin.deployments.api.audio.segments import sentences
-from rayfin.deployments.api.audio.words import words_of
+from rayfin.deployments.api.audio.transcript import words_of
 from rayfin.deployments.generation.quotas import TokenQuotas
 from rayfin.deployments.media import reader
 from rayfin.deployments.media.settings import MediaSettings

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from rayfin.actors.messages import Repetition
-from rayfin.deployments.generation.reply_settings import MAX_CHOICES
+from rayfin.deployments.generation.limits import MAX_CHOICES
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.text.parsing.detect import Detected
 from rayfin.deployments.text.parsing.formats import REASONING_FORMATS

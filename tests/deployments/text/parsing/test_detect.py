@@ -12,10 +12,10 @@ from rayfin.deployments.generation.prompts import thinking_variables
 from rayfin.deployments.serve.preflight import DEMO_FOLDER
 from rayfin.deployments.text.parsing.detect import Detected, detect
 from rayfin.deployments.text.parsing.events import Piece
+from rayfin.deployments.text.parsing.format import thought_start
 from rayfin.deployments.text.parsing.parser import OutputParser
 from rayfin.deployments.text.parsing.render import WrittenCall, render_calls
 from rayfin.deployments.text.parsing.template_probe import TemplateProbe
-from rayfin.deployments.text.parsing.thought import thought_start
 from rayfin.deployments.text.parsing.trials import read_calls
 from rayfin.deployments.text.tokenizer import Tokenizer
 

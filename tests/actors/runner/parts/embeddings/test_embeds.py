@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from peft_adapters import make_adapter, ref_of
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
-from rayfin.actors.media.embeds_part import ROWS, EmbedsFacts, EmbedsInput
-from rayfin.actors.media.row_ids import row_ids
+from rayfin.actors.media.part import ROWS, EmbedsFacts, EmbedsInput
+from rayfin.actors.media.virtual_ids import row_ids
 from rayfin.actors.runner.loading import load
 from rayfin.actors.runner.parts.embeddings.load import EmbedsPart
 from rayfin.kernels.cpu.library import try_load
