@@ -25,7 +25,7 @@ FEATURES = (
     "actors/adapters/",
     "actors/guidance.py",
     "actors/media/",
-    "actors/pooling/",
+    "actors/model_files/pooling_",
     "actors/runner/parts/",
     "actors/runner/speculation/",
     "deployments/adapters/",

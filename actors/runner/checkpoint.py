@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, RayfinError, UnsupportedModel
-from rayfin.actors.pooling.recipe import PoolingRecipe
+from rayfin.actors.model_files.pooling_recipe import PoolingRecipe
 from rayfin.actors.runner.cpu.build_decoder import TOLERANCE, build_cpu_decoder
 from rayfin.actors.runner.cpu.coded_experts import experts_round_rows, pack_quantized_experts
 from rayfin.actors.runner.cpu.decoder import CpuDecoder

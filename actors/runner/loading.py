@@ -14,9 +14,9 @@ from rayfin.actors.config import BatchLimits, EngineArgs, EngineConfig, ModelFac
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.media.kinds import media_kind, served_media
 from rayfin.actors.model_files.plain_config import known_config
+from rayfin.actors.model_files.pooling_folder import read_recipe
+from rayfin.actors.model_files.pooling_recipe import PoolingRecipe
 from rayfin.actors.parts import P, PartFacts, first_of, uncut_of
-from rayfin.actors.pooling.folder import read_recipe
-from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.cpu.decoder_cache import DecoderCache, Facts
 from rayfin.actors.runner.cpu.stored_config import StoredConfig
 from rayfin.actors.runner.models.config import load_config, max_position

@@ -77,7 +77,7 @@ def maps_weights(args: EngineArgs) -> bool:
     if args.weights_cache is None or (args.speculation and args.speculation.one_device):
         return False
     # Here, for they import torch, and this module is part of the scheduler's process.
-    from rayfin.actors.pooling.folder import read_recipe
+    from rayfin.actors.model_files.pooling_folder import read_recipe
     from rayfin.actors.runner.loading import holds_weights
 
     return read_recipe(args) is None and holds_weights(args)

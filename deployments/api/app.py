@@ -44,7 +44,7 @@ from rayfin.deployments.api.openai.tokens import (
 from rayfin.deployments.api.openapi import add_openapi
 from rayfin.deployments.api.responses.routes import add_response_routes
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
-from rayfin.deployments.api.web.routes import add_web_routes
+from rayfin.deployments.api.web_page import add_web_routes
 from rayfin.deployments.batches.folder import BatchFolder
 from rayfin.deployments.batches.message_batches import add_message_batch_routes
 from rayfin.deployments.batches.routes import add_batch_routes

@@ -16,8 +16,8 @@ from rayfin.actors.errors import (
     NotPermitted,
 )
 from rayfin.actors.media.kinds import MediaKind
+from rayfin.actors.model_files.pooling_recipe import PoolingRecipe
 from rayfin.actors.parts import RequestPart
-from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.deployments.adapters.names import AdapterNames
 from rayfin.deployments.client.engine_client import EngineClient
 from rayfin.deployments.client.weights import WeightsClient

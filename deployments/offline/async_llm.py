@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, InvalidRequest
 from rayfin.actors.messages import Command
-from rayfin.actors.pooling.recipe import PoolingTask
+from rayfin.actors.model_files.pooling_recipe import PoolingTask
 from rayfin.actors.profile import ProfileOrder
 from rayfin.actors.sampling_params import RequestOutputKind, SamplingParams
 from rayfin.actors.timing import WEIGHTS_POLL_SECONDS

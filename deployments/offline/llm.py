@@ -18,9 +18,9 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import Command, EngineRequest, Hypothesis, TokenDeltas
 from rayfin.actors.metrics.engine_stats import EngineStats
+from rayfin.actors.model_files.pooling_folder import read_recipe
+from rayfin.actors.model_files.pooling_recipe import PoolingTask
 from rayfin.actors.parts import RequestPart
-from rayfin.actors.pooling.folder import read_recipe
-from rayfin.actors.pooling.recipe import PoolingTask
 from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
 from rayfin.deployments.client.deltas import WholeDeltas, split_deltas
 from rayfin.deployments.client.weights import UpdateOptions

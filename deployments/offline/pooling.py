@@ -8,7 +8,7 @@ import numpy as np
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.messages import EngineRequest, Float32Array
-from rayfin.actors.pooling.recipe import PoolingRecipe, PoolingTask
+from rayfin.actors.model_files.pooling_recipe import PoolingRecipe, PoolingTask
 from rayfin.deployments.generation.prompt_forms import Side, WrittenPrompt
 from rayfin.deployments.offline.arguments import UseTqdm, progress
 from rayfin.deployments.offline.engines import OfflineEngine

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from rayfin.actors.errors import RayfinError, RequestFailed
 from rayfin.actors.messages import EngineRequest, Float32Array
-from rayfin.actors.pooling.recipe import PoolingTask
+from rayfin.actors.model_files.pooling_recipe import PoolingTask
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.http.sse import cancelled

@@ -9,7 +9,7 @@ import numpy as np
 
 from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest
 from rayfin.actors.messages import EngineInfo, EngineRequest, Int32Array, Sampling, StopRules
-from rayfin.actors.pooling.recipe import Pooling, PoolingRecipe
+from rayfin.actors.model_files.pooling_recipe import Pooling, PoolingRecipe
 from rayfin.deployments.generation.build_requests import KEY_BITS
 from rayfin.deployments.generation.prompt_forms import Side
 from rayfin.deployments.text.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.messages import Float32Array
-from rayfin.actors.pooling.recipe import PoolingRecipe
+from rayfin.actors.model_files.pooling_recipe import PoolingRecipe
 from rayfin.deployments.pooling.inputs import PoolingInput, instruction, pair_input, text_input
 from rayfin.deployments.pooling.vectors import activated, similarity
 from rayfin.deployments.text.tokenizer import Tokenizer

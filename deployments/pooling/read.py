@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.pooling.recipe import PoolingRecipe
+from rayfin.actors.model_files.pooling_recipe import PoolingRecipe
 from rayfin.deployments.generation.generation import off_loop
 from rayfin.deployments.generation.prompt_forms import (
     OR_CUT,

@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request, Response
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.messages import Float32Array
-from rayfin.actors.pooling.recipe import PoolingTask
+from rayfin.actors.model_files.pooling_recipe import PoolingTask
 from rayfin.deployments.generation.generation import off_loop
 from rayfin.deployments.generation.route import while_connected
 from rayfin.deployments.generation.service import ServedModels

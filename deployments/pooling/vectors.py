@@ -6,7 +6,7 @@ import numpy as np
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.messages import Float32Array
-from rayfin.actors.pooling.recipe import Activation, PoolingRecipe
+from rayfin.actors.model_files.pooling_recipe import Activation, PoolingRecipe
 
 
 def check_dimensions(recipe: PoolingRecipe, dimensions: int | None, model: str) -> None:

@@ -17,8 +17,8 @@ from rayfin.actors.media.load import load_processor
 from rayfin.actors.messages import EngineInfo
 from rayfin.actors.metrics.hub import HubSettings, start_hub
 from rayfin.actors.metrics.ledger import CounterReport
-from rayfin.actors.pooling.folder import read_recipe
-from rayfin.actors.pooling.recipe import PoolingRecipe
+from rayfin.actors.model_files.pooling_folder import read_recipe
+from rayfin.actors.model_files.pooling_recipe import PoolingRecipe
 from rayfin.actors.timing import HANDOVER_POLL_SECONDS
 from rayfin.deployments.adapters.names import AdapterNames
 from rayfin.deployments.adapters.registry import RegistryClient

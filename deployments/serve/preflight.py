@@ -27,10 +27,10 @@ from rayfin.actors.model_files.files import (
 from rayfin.actors.model_files.gguf_folder import gguf_folder, is_gguf
 from rayfin.actors.model_files.gguf_tokenizer import UNKNOWN
 from rayfin.actors.model_files.plain_config import is_known_decoder
+from rayfin.actors.model_files.pooling_folder import read_recipe
+from rayfin.actors.model_files.pooling_recipe import PoolingRecipe
 from rayfin.actors.model_files.shards import require_safetensors
 from rayfin.actors.plugins import CONTRACTS, plugins
-from rayfin.actors.pooling.folder import read_recipe
-from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.parallel.rank import group_size
 from rayfin.actors.timing import (
     HUB_PAUSE_SECONDS,

@@ -18,7 +18,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.media.part import MediaFacts
 from rayfin.actors.messages import EngineInfo
 from rayfin.actors.model_files.files import read_object
-from rayfin.actors.pooling.folder import read_recipe
+from rayfin.actors.model_files.pooling_folder import read_recipe
 from rayfin.actors.timing import START_SHOWN_SECONDS, START_TOLD_SECONDS
 from rayfin.deployments.client.engine_names import find_engine
 from rayfin.deployments.edge.listen_options import ListenOptions

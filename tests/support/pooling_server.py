@@ -11,7 +11,7 @@ import httpx
 from inline_client import InlineClient
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.messages import EngineRequest, TokenDelta
-from rayfin.actors.pooling.folder import read_recipe
+from rayfin.actors.model_files.pooling_folder import read_recipe
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.offline.engines import start_engine

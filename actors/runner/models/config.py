@@ -12,8 +12,8 @@ from huggingface_hub.errors import StrictDataclassError
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.media.kinds import SPEECH_MODELS, media_kind
+from rayfin.actors.model_files.pooling_recipe import PoolingRecipe
 from rayfin.actors.model_files.shards import why_ctranslate2
-from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.models.overrides import overridden
 
 if TYPE_CHECKING:  # with the classes of all families, which take seconds

@@ -11,8 +11,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.pooling.recipe import PoolingRecipe
-from rayfin.actors.runner.parts.embeddings.load import make_embeds
+from rayfin.actors.model_files.pooling_recipe import PoolingRecipe
+from rayfin.actors.runner.parts.embeds import make_embeds
 from rayfin.actors.runner.parts.lora.load import make_adapters
 from rayfin.actors.runner.parts.model_part import ModelPart, Weights
 from rayfin.actors.runner.parts.pooling.load import load_encoder, read_pooling

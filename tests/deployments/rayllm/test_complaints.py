@@ -24,7 +24,7 @@ HELD: dict[str, tuple[str, ...]] = {
     ),
     "59986 59522": (
         "tests/e2e/test_ray_data.py::test_each_row_is_answered_once_though_an_actor_is_killed",
-        "tests/deployments/data/test_ray_config.py"
+        "tests/deployments/rayllm/test_data_names.py"
         "::test_columns_have_rays_names_and_a_bad_row_ends_the_job_or_not",
     ),
     "55369 59578": (f"{TRANSLATE}::test_keys_of_a_runtime_env_are_keys_of_the_api",),

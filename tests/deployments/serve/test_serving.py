@@ -14,7 +14,7 @@ import pytest
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.media.part import MediaFacts
 from rayfin.actors.messages import EngineInfo
-from rayfin.actors.pooling.recipe import PoolingRecipe
+from rayfin.actors.model_files.pooling_recipe import PoolingRecipe
 from rayfin.deployments.edge.listen_options import PLAIN
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.preflight import InBackground

@@ -11,7 +11,7 @@ from transformers.utils.hub import cached_file
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.pooling.recipe import DenseLayer, PoolingRecipe
+from rayfin.actors.model_files.pooling_recipe import DenseLayer, PoolingRecipe
 
 
 class VectorHead:

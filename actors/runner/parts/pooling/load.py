@@ -13,7 +13,7 @@ from transformers import (
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.pooling.recipe import PoolingRecipe
+from rayfin.actors.model_files.pooling_recipe import PoolingRecipe
 from rayfin.actors.runner.cpu.build_decoder import TOLERANCE
 from rayfin.actors.runner.cpu.packed_layers import pack_linears
 from rayfin.actors.runner.loading import LoadedModel, cpu_kernels

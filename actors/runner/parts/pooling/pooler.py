@@ -16,7 +16,7 @@ from rayfin.actors.messages import (
     Logprobs,
     SchedulerInfo,
 )
-from rayfin.actors.pooling.recipe import Mode, Pooling, PoolingRecipe
+from rayfin.actors.model_files.pooling_recipe import Mode, Pooling, PoolingRecipe
 from rayfin.actors.runner.batch import SampledRows, StepInputs
 from rayfin.actors.runner.sampling.sampler import NOT_FINITE, Sampled
 

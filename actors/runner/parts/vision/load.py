@@ -24,7 +24,7 @@ from rayfin.actors.media.part import MediaFacts, MediaInput
 from rayfin.actors.media.processed import WORDS, MediaProcessor, ProcessedMedia, put_media
 from rayfin.actors.media.virtual_ids import put_virtual_ids
 from rayfin.actors.messages import NewRequest, Sampling
-from rayfin.actors.pooling.recipe import PoolingRecipe
+from rayfin.actors.model_files.pooling_recipe import PoolingRecipe
 from rayfin.actors.runner.models.mapped_weights import keep_narrow
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, set_attention
 from rayfin.actors.runner.models.replace import chunked_logits

@@ -17,7 +17,7 @@ from rayfin.actors.media.audio_processor import AudioProcessor
 from rayfin.actors.media.kinds import SPEECH_MODELS
 from rayfin.actors.media.load import load_processor
 from rayfin.actors.media.whisper import clip_tokens
-from rayfin.actors.pooling.recipe import PoolingRecipe
+from rayfin.actors.model_files.pooling_recipe import PoolingRecipe
 from rayfin.actors.runner.cpu.packed_layers import PackedLinear
 from rayfin.actors.runner.loading import LoadedModel, cpu_kernels
 from rayfin.actors.runner.models.compare import TOLERANCE

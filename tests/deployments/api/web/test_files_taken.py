@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayfin.deployments.api.web.routes import FOLDER
+from rayfin.deployments.api.web_page import FOLDER
 
 NODE = shutil.which("node")
 MEBIBYTE = 2**20

@@ -6,8 +6,8 @@ import pytest
 
 from rayfin.actors.errors import InvalidConfig
 from rayfin.data import vLLMEngineProcessorConfig
-from rayfin.deployments.data.config import model_args
-from rayfin.deployments.data.ray_config import ERROR, RayNames, read_ray_config
+from rayfin.deployments.rayllm.data_config import model_args
+from rayfin.deployments.rayllm.data_names import ERROR, RayNames, read_ray_config
 
 
 def read(**fields: Any) -> Any:

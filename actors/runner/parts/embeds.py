@@ -17,7 +17,7 @@ from rayfin.actors.runner.cpu.decoder import compiled_decoder
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, set_attention
 from rayfin.actors.runner.models.replace import chunked_logits
 from rayfin.actors.runner.models.step_model import StepModel
-from rayfin.actors.runner.parts.embeddings.embeds_model import EmbedsModel, EmbedsSlots
+from rayfin.actors.runner.parts.embeds_model import EmbedsModel, EmbedsSlots
 from rayfin.actors.runner.parts.model_part import Decoder, ModelPart
 from rayfin.actors.runner.parts.vision.load import ROUNDED, TOLERANCE
 

@@ -10,8 +10,8 @@ import pytest
 from rayfin.actors.errors import InvalidConfig
 from rayfin.deployments.batches.answers import LineAnswer
 from rayfin.deployments.batches.lines import Line
-from rayfin.deployments.data.config import RayfinConfig, model_args
-from rayfin.deployments.data.rows import OUTPUTS, RowReader
+from rayfin.deployments.rayllm.data_config import RayfinConfig, model_args
+from rayfin.deployments.rayllm.rows import OUTPUTS, RowReader
 
 
 def _reader(**settings: Any) -> RowReader:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
-from rayfin.actors.pooling.recipe import Activation, DenseLayer, Mode, PoolingRecipe
+from rayfin.actors.model_files.pooling_recipe import Activation, DenseLayer, Mode, PoolingRecipe
 
 ENCODERS = frozenset(
     (

@@ -15,7 +15,7 @@ from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.media.part import ROWS, EmbedsFacts, EmbedsInput
 from rayfin.actors.media.virtual_ids import row_ids
 from rayfin.actors.runner.loading import load
-from rayfin.actors.runner.parts.embeddings.load import EmbedsPart
+from rayfin.actors.runner.parts.embeds import EmbedsPart
 from rayfin.kernels.cpu.library import try_load
 from vision_models import VisionModel
 
@@ -282,7 +282,7 @@ def test_rounded_weights(quantization: str, llama: Embedded, engine_args: Make) 
 def test_a_model_that_differs_is_refused(
     llama: Embedded, engine_args: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rayfin.actors.runner.parts.embeddings import embeds_model
+    from rayfin.actors.runner.parts import embeds_model
 
     monkeypatch.setattr(embeds_model.EmbedsModel, "_given", lambda self, inputs: None)
     with pytest.raises(UnsupportedModel, match="logits differ") as caught:

@@ -14,7 +14,7 @@ from rayfin.deployments.generation.service import ServedModels
 from rayfin.deployments.http.paths import FILES
 
 SHOWN_BATCHES = 8
-FOLDER = Path(__file__).parent / "page"
+FOLDER = Path(__file__).parent / "web" / "page"
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "

@@ -9,8 +9,8 @@ import pytest
 from pooling_models import TEXTS, make_encoder
 from rayfin import LLM, SamplingParams
 from rayfin.actors.errors import InvalidConfig
-from rayfin.deployments.data.config import RayfinConfig
-from rayfin.deployments.data.row_engine import RowEngine
+from rayfin.deployments.rayllm.data_config import RayfinConfig
+from rayfin.deployments.rayllm.row_engine import RowEngine
 
 SMALL = {"kv_cache_memory": 2**26}
 SUMS = [f"What is {i} + {i * 7 % 50}?" for i in range(12)]

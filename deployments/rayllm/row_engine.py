@@ -11,8 +11,8 @@ from rayfin.actors.timing import BATCH_PATIENCE_SECONDS
 from rayfin.deployments.batches.answers import LineAnswer
 from rayfin.deployments.batches.lines import Line
 from rayfin.deployments.batches.sender import NO_TIMEOUT, LineSender
-from rayfin.deployments.data.config import RayfinConfig, model_args
-from rayfin.deployments.data.rows import Row, RowReader
+from rayfin.deployments.rayllm.data_config import RayfinConfig, model_args
+from rayfin.deployments.rayllm.rows import Row, RowReader
 
 if TYPE_CHECKING:
     from rayfin.deployments.offline.async_llm import AsyncLLM

@@ -12,7 +12,7 @@ import numpy as np
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.batches.answers import LineAnswer
 from rayfin.deployments.batches.lines import Line
-from rayfin.deployments.data.config import RayfinConfig, Task
+from rayfin.deployments.rayllm.data_config import RayfinConfig, Task
 
 Row = dict[str, Any]
 

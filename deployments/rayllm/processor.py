@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rayfin.actors.errors import InvalidConfig
-from rayfin.deployments.data.config import RayfinConfig, actor_cpus, pool_size
-from rayfin.deployments.data.ray_config import ERROR, RayNames, read_ray_config
-from rayfin.deployments.data.row_engine import RowEngine
-from rayfin.deployments.data.rows import OUTPUTS, Row
 from rayfin.deployments.rayllm.config import vLLMEngineProcessorConfig
+from rayfin.deployments.rayllm.data_config import RayfinConfig, actor_cpus, pool_size
+from rayfin.deployments.rayllm.data_names import ERROR, RayNames, read_ray_config
+from rayfin.deployments.rayllm.row_engine import RowEngine
+from rayfin.deployments.rayllm.rows import OUTPUTS, Row
 
 if TYPE_CHECKING:
     import pyarrow

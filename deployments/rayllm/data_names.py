@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rayfin.actors.errors import InvalidConfig
-from rayfin.deployments.data.config import RayfinConfig
-from rayfin.deployments.data.rows import ADAPTER, Row
 from rayfin.deployments.rayllm.config import vLLMEngineProcessorConfig
+from rayfin.deployments.rayllm.data_config import RayfinConfig
+from rayfin.deployments.rayllm.rows import ADAPTER, Row
 
 ERROR = "__inference_error__"
 COLUMNS = {"token_ids": "generated_tokens", "embedding": "embeddings"}
