@@ -59,6 +59,7 @@ class Life:
         self.asking = random.Random(f"peers {seed}")
         self.num_paused_out = 0  # refused for a pause
         self.num_refused = 0
+        self.num_warmed = self.num_moved = 0
         self.num_quarantined = 0  # for the prompt of one that was convicted
         self.harness = make_harness(**self._settings())
         self.refused = 0
@@ -212,6 +213,30 @@ class Life:
 
         for _ in range(draw.choice([0, 0, 5])):
             self._at(draw.random() * 0.1, lose)
+        for _ in range(draw.choice([0, 10, 30])):
+            self._at(draw.random() * (5.0 if self.reading_pays else 0.03), self._warm)
+
+    def _warm(self) -> None:
+        """A stream that another engine has is to go on here: its pages come first."""
+        harness = self.harness
+        streams = [own for own in harness.streams.values() if harness.may_move(own)]
+        if not streams:
+            return
+        stream = self.asking.choice(streams)
+        harness.executor.share_pages("a")
+        if self.asking.random() < 0.7:
+            harness.engine.lifecycle.forget_prefixes()
+        harness.warm(stream, "a", lambda pages: self._move(stream))
+
+    def _move(self, stream: Stream) -> None:
+        self.num_warmed += 1
+        if self.harness.may_move(stream):
+            self._at(self.harness.executor.clock, partial(self._replay, stream))
+
+    def _replay(self, stream: Stream) -> None:
+        if self.harness.may_move(stream):
+            self.num_moved += 1
+            self.harness.move(stream)
 
     def _pages_at(self) -> PagesAt | None:
         """What a router says: right, stale, or of an engine that is gone.
@@ -612,6 +637,8 @@ def account(life: Life) -> Counter[str]:
     happened["pages unreadable"] = stats.disk_pages_unreadable
     happened["pages of peers"] = stats.peer_pages_read
     happened["pages peers lack"] = stats.peer_pages_missing
+    happened["streams warmed"] = life.num_warmed
+    happened["streams moved"] = life.num_moved
     happened["searches refused"] = life.refused
     happened["waits for grammars"] = stats.histograms["grammar_wait_seconds"].count
     happened["grammars failed"] = stats.grammar_failures.get("compile", 0)

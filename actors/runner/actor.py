@@ -98,6 +98,7 @@ class ModelRunnerActor:
         self._server: Any = None  # a PageServer, once another engine has asked for it
         self._version = WeightVersion()
         self._loading = threading.Lock()
+        self._naming = threading.Lock()
         self._steps: StepSocket | None = None
         self._started_bytes = 0  # of this process, when its pages were allocated first
         self._lifeline = Lifeline(lease, _exit)
@@ -215,8 +216,9 @@ class ModelRunnerActor:
 
         args, loaded = self._args, self._runner.loaded
         assert args is not None
-        if self._namespace is None:
-            self._namespace = at_low_priority(lambda: page_namespace(args, loaded))
+        with self._naming:
+            if self._namespace is None:
+                self._namespace = at_low_priority(lambda: page_namespace(args, loaded))
         size = loaded.page_bytes(args.page_size)
         depends = (self._namespace, self._version.digest, self._rank, size)
         return sha256(repr(depends).encode()).digest()

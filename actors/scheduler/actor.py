@@ -16,6 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -39,6 +40,8 @@ from rayfin.actors.messages import (
     Ended,
     EngineInfo,
     EngineRequest,
+    Int32Array,
+    PagesAt,
     Seat,
     TokenDeltas,
     TokenLog,
@@ -56,6 +59,7 @@ from rayfin.actors.scheduler.executor import Executor
 from rayfin.actors.scheduler.faults.runner_pinger import RunnerPinger
 from rayfin.actors.scheduler.inbox import WAKE, ClientLinks, ClientMessage, EngineCall
 from rayfin.actors.scheduler.kv_events import start_kv_events
+from rayfin.actors.scheduler.page_tier import request_to_warm
 from rayfin.actors.scheduler.profiled_executor import profiled
 from rayfin.actors.scheduler.runner_group import RunnerGroup
 from rayfin.actors.scheduler.stats import log_status
@@ -67,6 +71,7 @@ from rayfin.actors.timing import (
     LOBBY_TICK_SECONDS,
     LOOP_ANSWER_SECONDS,
     LOOP_COMMAND_SECONDS,
+    PEER_READ_SECONDS,
     SPARE_AFTER_CLAIM_SECONDS,
     SUPERVISOR_CLAIM_SECONDS,
     SUPERVISOR_LEASE_SECONDS,
@@ -92,7 +97,7 @@ OPTIONS: dict[str, Any] = {
     "num_cpus": 0,
     "enable_task_events": False,  # Ray's GCS would keep a record of each call
     "concurrency_groups": {
-        **{"requests": 1, "control": 6, "prepare": 1, "end": 1, "weights": 1},
+        **{"requests": 1, "control": 6, "prepare": 1, "end": 1, "weights": 1, "warm": 4},
         **dict.fromkeys(STREAMS, 1),
     },
 }
@@ -394,6 +399,22 @@ class SchedulerActor:
         while not pending.done() and time.monotonic() < deadline:
             time.sleep(LOBBY_TICK_SECONDS)
         return pending.error() if pending.done() else None
+
+    @ray.method(concurrency_group="warm")
+    def warm(self, tokens: Int32Array, keys: tuple[str, ...], pages_at: PagesAt) -> int:
+        """Reads pages that another engine has into the cache, and no more.
+
+        Args:
+            keys: what keys and values depend on beside ``tokens``.
+
+        Returns:
+            How many of the first pages of ``tokens`` are in the cache.
+        """
+        arrived: Future[int] = Future()
+        page_size = self._running_engine().config.page_size
+        request = request_to_warm(tokens, keys, pages_at, page_size)
+        self._call(lambda engine: engine.lifecycle.tier.warm(request, arrived.set_result))
+        return arrived.result(PEER_READ_SECONDS + LOOP_ANSWER_SECONDS)
 
     @ray.method(concurrency_group="weights")
     def stage_weights(self, version: WeightVersion, chunks: Sequence[Any]) -> Vote:

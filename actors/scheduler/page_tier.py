@@ -20,7 +20,14 @@ import numpy as np
 
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.errors import RayfinError
-from rayfin.actors.messages import PageTransfer
+from rayfin.actors.messages import (
+    EngineRequest,
+    Int32Array,
+    PagesAt,
+    PageTransfer,
+    Sampling,
+    StopRules,
+)
 from rayfin.actors.scheduler.beside import Beside
 from rayfin.actors.scheduler.executor import Executor, PendingTransfer
 from rayfin.actors.scheduler.request import Request
@@ -34,6 +41,7 @@ from rayfin.actors.timing import (
     SPEED_FADES_SECONDS,
 )
 from rayfin.cache.page_files import PageFolder
+from rayfin.cache.prefix_index import HashChain
 
 FREE_SHARE = 8
 """While requests run, reads leave one page in so many free, or running requests are preempted."""
@@ -83,6 +91,15 @@ class PageTier(Beside, Protocol):
         """The weights are others from now on; their pages have files of their own."""
         ...
 
+    def warm(self, request: Request, arrived: Callable[[int], None]) -> None:
+        """Reads pages of a request that runs elsewhere, and no more; without tokens it only meets
+        the engine, so that the first read need not wait until both know what their pages are.
+
+        Args:
+            arrived: called once, with how many of its first pages are in the index.
+        """
+        ...
+
 
 class NoTier:
     """Keeps nothing."""
@@ -108,6 +125,9 @@ class NoTier:
     def forget(self) -> None: ...
 
     def turn(self, digest: str) -> None: ...
+
+    def warm(self, request: Request, arrived: Callable[[int], None]) -> None:
+        arrived(0)
 
     def restart(self) -> list[Request]:
         return []
@@ -183,12 +203,13 @@ class SourcesTier:
         self._reading: list[_Transfer] = []
         self._writing: list[_Transfer] = []
         self._waiting: dict[Request, _Transfer] = {}
+        self._warming: dict[Request, Callable[[int], None]] = {}  # those that run elsewhere
         self._since: dict[Request, float] = {}  # when a request that may read more came here
         self._stored: dict[int, bytes] = {}  # page -> the hash under which it has a file, or will
         self._sources: dict[str, _Source] = {}
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) - len(self._warming)
 
     @property
     def is_busy(self) -> bool:
@@ -201,8 +222,8 @@ class SourcesTier:
         if self._folder is None and request.source.pages_at is None and not self._reading:
             return False
         size = self._tables.page_size
-        hashes = request.chain.hashes[: (len(request.source.prompt) - 1) // size]
-        held = self._tables.match(request.chain, request.source.prompt)
+        hashes = request.chain.hashes[: (request.num_tokens - 1) // size]
+        held = self._tables.match(request.chain, request.tokens())
         missing = hashes[len(held) :]
         if len(missing) * size < self.least_read_tokens:
             return False
@@ -218,6 +239,21 @@ class SourcesTier:
         self._waiting[request] = transfer
         self._since[request] = since
         return True
+
+    def warm(self, request: Request, arrived: Callable[[int], None]) -> None:
+        self._warming[request] = arrived
+        if not request.num_tokens and self._peers and (hint := request.source.pages_at) is not None:
+            empty = np.zeros((0, self._tables.page_size), np.int32)
+            self._executor.transfer(PageTransfer(False, [], [], empty, [], source=hint.engine))
+        if not self.keeps(request):
+            self._warmed(request)
+
+    def _warmed(self, request: Request) -> bool:
+        """Says what has arrived, if the request runs elsewhere."""
+        arrived = self._warming.pop(request, None)
+        if arrived is not None:
+            arrived(len(self._tables.match(request.chain, request.tokens())))
+        return arrived is not None
 
     def _source(self, name: str) -> _Source:
         if name not in self._sources:
@@ -319,7 +355,7 @@ class SourcesTier:
     ) -> _Transfer:
         size = self._tables.page_size
         slot = request.slot
-        known = request.source.prompt if slot is None else self._running.tokens[slot]
+        known = request.tokens() if slot is None else self._running.tokens[slot]
         tokens = known[first * size : (first + len(pages)) * size].reshape(-1, size)
         what = PageTransfer(
             write=more.pop("write", False),
@@ -349,7 +385,8 @@ class SourcesTier:
                     del self._waiting[request], transfer.requests[request]
                     if not (done and self._goes_on(transfer)):
                         self._since[request] = -math.inf  # it reads no more
-                    if not self.keeps(request):  # there may be more to read
+                    # There may be more to read.
+                    if not self.keeps(request) and not self._warmed(request):
                         yield request, None
 
     def _goes_on(self, transfer: _Transfer) -> bool:
@@ -461,7 +498,10 @@ class SourcesTier:
         self._folder = None if self._base is None else self._base.of(digest)
 
     def restart(self) -> list[Request]:
-        requests = list(self._waiting)
+        requests = [request for request in self._waiting if request not in self._warming]
+        for arrived in self._warming.values():
+            arrived(0)
+        self._warming.clear()
         for transfer in (*self._reading, *self._writing):
             self._tables.give_back(transfer.lent)
         self._reading.clear()
@@ -470,6 +510,21 @@ class SourcesTier:
         self._since.clear()
         self._stored.clear()
         return requests
+
+
+def request_to_warm(
+    tokens: Int32Array, keys: tuple[str, ...], pages_at: PagesAt, page_size: int
+) -> Request:
+    """A request of which no token is computed; see ``PageTier.warm``.
+
+    Args:
+        keys: ``EngineRequest.prefix_keys``.
+    """
+    chain = HashChain(page_size, keys)
+    chain.extend(tokens)
+    nothing = StopRules(0, frozenset(), frozenset())
+    source = EngineRequest("", tokens, Sampling(), nothing, extra_keys=keys, pages_at=pages_at)
+    return Request(source, -1, 0.0, chain)
 
 
 def make_tier(

@@ -10,11 +10,19 @@ from typing import Any, Literal
 
 from ray.exceptions import ActorDiedError, RayError
 
-from rayfin.actors.errors import EngineLost, EnginePaused, EngineUnavailable, RequestFailed
+from rayfin.actors.errors import (
+    EngineLost,
+    EnginePaused,
+    EngineUnavailable,
+    RequestFailed,
+    RequestHandedBack,
+)
 from rayfin.actors.messages import (
     Command,
     EngineInfo,
     EngineRequest,
+    Int32Array,
+    PagesAt,
     Seat,
     TokenDelta,
     TokenDeltas,
@@ -33,6 +41,7 @@ from rayfin.actors.timing import (
     LINK_DRAIN_SECONDS,
     LINK_WELCOME_SECONDS,
     MAX_RECONNECT_SECONDS,
+    PEER_READ_SECONDS,
     RECONNECT_SECONDS,
     SILENCE_TICK_SECONDS,
 )
@@ -273,6 +282,7 @@ class EngineConnection:
             adapters=resident,
             sessions=stats.sessions,
             unclaimed=stats.pages_unclaimed,
+            draining=stats.draining,
         )
 
     def open(self, request: EngineRequest) -> Deltas:
@@ -290,6 +300,22 @@ class EngineConnection:
         """Stops listening; a request that has not ended is aborted, or ``stopped``."""
         if self._streams.pop(key) is not None:
             self._outbox.drop(key, stopped=stopped)
+
+    def hand_over(self, key: int) -> None:
+        """Ends a stream here as the engine would that hands it back."""
+        if (deltas := self._streams.pop(key)) is not None:
+            self._outbox.drop(key, stopped=False)
+            deltas.put_nowait(RequestHandedBack("it goes on at another engine"))
+
+    async def warm(self, tokens: Int32Array, keys: tuple[str, ...], pages_at: PagesAt) -> int:
+        """See ``SchedulerActor.warm``; an engine that does not answer has nothing."""
+        try:
+            async with asyncio.timeout(2 * PEER_READ_SECONDS):
+                pages: int = await self.scheduler.warm.remote(tokens, keys, pages_at)
+                return pages
+        except (RayError, EngineUnavailable, TimeoutError) as error:
+            logger.info("engine %s reads no pages of %s: %s", self.name, pages_at.engine, error)
+        return 0
 
     async def manage(self, command: Command) -> EngineStats:
         """Sends an operator's command, and returns the counters after it.

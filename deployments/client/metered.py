@@ -53,6 +53,7 @@ class MeteredEngineClient:
         self._own = Ledger()  # without a hub
         client.events.observers = [self._meter, *([] if tracing is None else [tracing.observe])]
         client.events.replayed = self._replayed
+        client.events.moved = self._moved
         client.events.transported = counts.transit.observe
 
     def close(self) -> None:
@@ -140,3 +141,6 @@ class MeteredEngineClient:
 
     def _replayed(self, reason: str) -> None:
         self._counts.replays[reason] += 1
+
+    def _moved(self, reason: str, result: str) -> None:
+        self._counts.moves[reason, result] += 1

@@ -46,6 +46,7 @@ from rayfin.actors.timing import (
 )
 from rayfin.deployments.client.connection import Deltas, EngineConnection
 from rayfin.deployments.client.engine_client import EngineReport
+from rayfin.deployments.client.moves import Moves, OpenStream
 from rayfin.deployments.client.replay import Replay
 from rayfin.deployments.client.routing import PrefixAware, Router
 from rayfin.deployments.client.wait_for_engine import WaitingRoom
@@ -86,6 +87,7 @@ class PoolEvents:
 
     replayed: Callable[[str], None] = lambda reason: None  # one of REPLAY_REASONS
     transported: Callable[[float], None] = lambda seconds: None  # RequestOverheadTimer's seconds
+    moved: Callable[[str, str], None] = lambda reason, result: None  # of MOVES
     limits_changed: Callable[[EngineInfo], None] = lambda limits: None  # what `info` returns now
     # Each is entered for every stream, and the function that it gives is called with every delta.
     observers: list[StreamObserver] = field(default_factory=list)
@@ -154,10 +156,14 @@ class EnginePool:
         self._connections: dict[str, EngineConnection] = {}
         self._labels = _Labels()
         self._limits: EngineInfo | None = None
-        self._homes: dict[int, EngineConnection] = {}  # by key of a running request: forks join it
+        self._streams: dict[int, OpenStream] = {}  # by key of the request: forks join it
         self._any_ready = asyncio.Event()
         self._lost_last = asyncio.Event()  # the last engine that was ready is no more
         self.events = PoolEvents()
+        self._moves = Moves(
+            *(self._router, self._streams, self._ready),
+            lambda reason, result: self.events.moved(reason, result),
+        )
         self._tasks = [
             asyncio.create_task(work) for work in (self._refresh(), self._watch_for_the_end())
         ]
@@ -217,7 +223,7 @@ class EnginePool:
                     connection = await self._place(request, replay, refused)
                     attempt = replay.attempt(_now())
                     key = attempt.key
-                    self._homes[request.key] = connection
+                    self._streams[request.key] = OpenStream(request, replay, connection, key)
                     deltas, overhead = connection.open(attempt), RequestOverheadTimer(_now())
                     try:
                         while True:
@@ -250,7 +256,7 @@ class EnginePool:
                         failures += 1
                         await self._pause(replay, failures)
             finally:
-                self._homes.pop(request.key, None)
+                self._streams.pop(request.key, None)
                 if connection is not None:
                     connection.drop(key, stopped=request.satisfied)
 
@@ -308,6 +314,7 @@ class EnginePool:
         """See ``EngineClient.close``."""
         for work in self._tasks:
             work.cancel()
+        self._moves.close()
         for connection in self._connections.values():
             connection.close()
 
@@ -350,9 +357,10 @@ class EnginePool:
             waited = True
             with self._room.waiting(tokens):
                 await self._until_ready(seconds)
-        home = self._homes.get(request.parent_key) if request.parent_key is not None else None
-        if home in ready:
-            return home
+        stream, parent = self._streams.get(request.key), self._streams.get(request.parent_key or -1)
+        for home in (stream and stream.next_home, parent and parent.connection):
+            if home is not None and home in ready:
+                return home
         picked = self._router.pick(request, [connection.candidate() for connection in ready])
         return self._connections[picked.name]
 
@@ -456,6 +464,7 @@ class EnginePool:
             if self._any_ready.is_set():
                 self._lost_last.set()
             self._any_ready.clear()
+        self._moves.look()
 
     def _label(self, name: str) -> str:
         return self._labels.get(name, self._connections)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from rayfin.actors.errors import DeadlineExceeded
-from rayfin.actors.messages import EngineRequest, TokenDelta
+from rayfin.actors.messages import EngineRequest, Int32Array, TokenDelta
 from rayfin.actors.weights.spans import SpanLog
 
 KEY_STEP = 0x2545F4914F6CDD1D  # odd: the keys of a request's attempts are far apart
@@ -41,6 +41,11 @@ class Replay:
     def begun(self) -> bool:
         """Whether it has output."""
         return bool(self._output)
+
+    @property
+    def tokens(self) -> Int32Array:
+        """Its prompt, and the output so far."""
+        return np.concatenate([self._source.prompt, np.array(self._output, np.int32)])
 
     @property
     def underway(self) -> bool:

@@ -34,6 +34,7 @@ class Candidate:
     adapters: frozenset[str] = frozenset()  # short digests of those that its runner holds
     sessions: frozenset[bytes] = frozenset()  # digests of those whose pages it keeps
     unclaimed: int | None = None  # free pages that it keeps for no session; None: it has not said
+    draining: bool = False
 
     @property
     def load(self) -> int:
@@ -58,8 +59,18 @@ class Router(Protocol):
         """
         ...
 
+    def next_home(
+        self, request: EngineRequest, at: Candidate, candidates: Sequence[Candidate]
+    ) -> Candidate | None:
+        """Where a stream that runs ``at`` an engine goes on instead; None: it stays.
 
-class LeastLoaded:
+        Args:
+            request: the tokens so far are its prompt.
+        """
+        return self.pick(request, candidates) if at.draining and candidates else None
+
+
+class LeastLoaded(Router):
     """The engine with the least work; those that are even take turns."""
 
     def __init__(self) -> None:
@@ -120,7 +131,7 @@ class SentPages:
             self._hashes.popitem(last=False)
 
 
-class PrefixAware:
+class PrefixAware(Router):
     """The engine with the least work ahead, where what is cached counts as work done.
 
     A session's prompt counts as cached at the engine that keeps its pages. What an engine has no

@@ -26,6 +26,7 @@ MOST_IMAGES = 1000  # of a request; one may have more than the last bucket
 CHOICES_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 REPLAY_REASONS = ("lost", "moved")
+MOVES = (("drain", "moved"), ("drain", "stayed"))  # reasons and results
 HANDLERS = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
     *("/v1/embeddings", "/v2/embed", "/score", "/v1/score", "/classify", "/pooling"),
@@ -155,6 +156,12 @@ class IngressCounters:
         "Times that a request was sent again, its engine lost or the request handed back.",
         "reason",
         REPLAY_REASONS,
+    )
+    moves: dict[tuple[str, str], int] = counter(
+        "moves",
+        "Streams that should go on at another engine, and whether it has read their pages.",
+        labels=("reason", "result"),
+        words=MOVES,
     )
     answers: dict[tuple[str, str], int] = counter(
         "http_requests",

@@ -280,6 +280,7 @@ RELIABILITY = [
     ),
     Panel("Epoch", {BY_ENGINE: f"rayfin_engine_epoch{{{ENGINE}}}"}),
     Panel("Replays", each("request_replays_total", "reason", MODEL), "reqps"),
+    Panel("Moves to another engine", each("moves_total", "result", MODEL), "reqps"),
     Panel(
         "Requeued and handed back",
         {

@@ -1,7 +1,7 @@
 """A small OpenAI server on a real socket, and schedulers without Ray on runners without a model."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -16,12 +16,15 @@ from rayfin.actors.messages import (
     Ended,
     EngineInfo,
     EngineRequest,
+    Int32Array,
+    PagesAt,
     Seat,
     TokenDeltas,
     TokenLog,
 )
 from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.scheduler.engine import Engine
+from rayfin.actors.scheduler.page_tier import request_to_warm
 
 VOCABULARY = 50
 
@@ -42,14 +45,18 @@ class Method:
         return self
 
 
-METHODS = ("attach", "info", "manage", "recall", "stats", "submit", "subscribe", "unsubscribe")
+METHODS = (
+    *("attach", "info", "manage", "recall", "stats", "submit", "subscribe", "unsubscribe", "warm"),
+)
 
 
 class Scheduler:
     """A SchedulerActor without Ray: an engine that steps as the event loop turns."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, others: Mapping[str, "Scheduler"]) -> None:
         self.engine = engine
+        self.executor: Any = engine._pipeline._executor
+        self._others = others
         self.alive = True
         self.frozen = False  # no step, no heartbeat, and calls wait
         self.draining = False
@@ -123,7 +130,7 @@ class Scheduler:
     async def _stats(self) -> EngineStats:
         await self._awake()
         stats = self.engine.stats()
-        stats.draining = self.draining
+        stats.draining |= self.draining
         return stats
 
     async def _recall(self, tenant: str, request_ids: list[str]) -> list[TokenLog | None]:
@@ -153,11 +160,23 @@ class Scheduler:
             self.engine.add(request)
             self.taken.append(request)
             if request.beams is not None:  # the fake model must know what is searched for
-                executor: Any = self.engine._pipeline._executor
-                executor.streams[request.sampling.seed] = Stream(request, VOCABULARY)
+                self.executor.streams[request.sampling.seed] = Stream(request, VOCABULARY)
         except RayfinError as error:
             refusal = TokenDeltas.only(Ended(request.key, "error", error=error))
             self._post({request.client: refusal})
+
+    async def _warm(self, tokens: Int32Array, keys: tuple[str, ...], pages_at: PagesAt) -> int:
+        await self._awake()
+        if (source := self._others.get(pages_at.engine)) is not None:
+            source.executor.share_pages("others")
+            self.executor.peers[pages_at.engine] = source.executor.peers["others"]
+        arrived: asyncio.Future[int] = asyncio.Future()
+        request = request_to_warm(tokens, keys, pages_at, self.engine.config.page_size)
+        self.engine.lifecycle.tier.warm(request, arrived.set_result)
+        while not arrived.done():
+            self.executor.clock += 0.001
+            await asyncio.sleep(0)
+        return arrived.result()
 
     def _unsubscribe(self, client: str) -> None:
         def leave() -> None:
@@ -206,7 +225,7 @@ class World:
 
     def start(self, name: str, **settings: Any) -> Scheduler:
         config = {"vocab_size": VOCABULARY, "max_model_len": 128, **settings}
-        scheduler = Scheduler(self._make(**config).engine)
+        scheduler = Scheduler(self._make(**config).engine, self.registered)
         self.registered[name] = scheduler
         self.all.append(scheduler)
         return scheduler

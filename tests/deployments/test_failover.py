@@ -30,6 +30,7 @@ from rayfin.actors.messages import (
 )
 from rayfin.deployments.client import connection as engine_link
 from rayfin.deployments.client import pool as ray_client
+from rayfin.deployments.client.moves import MOST_COMPUTED_TOKENS
 from rayfin.deployments.client.pool import EnginePool, Patience
 
 pytestmark = pytest.mark.anyio
@@ -120,21 +121,21 @@ class Reader:
         oracle.check_logprobs()
 
 
-def mixed() -> list[EngineRequest]:
-    fork_parent = request()
-    younger = [request(parent_key=fork_parent.key) for _ in range(2)]
+def mixed(length: int = 30) -> list[EngineRequest]:
+    fork_parent = request(length)
+    younger = [request(length, parent_key=fork_parent.key) for _ in range(2)]
     for own in younger:
         own.prompt = fork_parent.prompt
     return [
         fork_parent,
         *younger,
-        request(),
+        request(length),
         request(60, stops=range(5)),
-        request(logprobs=2),
-        request(prompt_logprobs=1),
-        request(output=[1, 2, 3]),
-        request(timeout=100.0),
-        request(guidance=Guidance("a grammar")),
+        request(length, logprobs=2),
+        request(length, prompt_logprobs=1),
+        request(length, output=[1, 2, 3]),
+        request(length, timeout=100.0),
+        request(length, guidance=Guidance("a grammar")),
         request(60, guidance=Guidance(calls=CallGrammar((1,), "of calls")), output=[4, 4]),
     ]
 
@@ -246,7 +247,7 @@ async def test_waiting_ends(world: Any, client: EnginePool) -> None:
         await hasty.task
     with pytest.raises(EngineUnavailable, match=r"no engine has taken the request for 0\.2 s"):
         await stream.task
-    assert client._homes == {}
+    assert client._streams == {}
 
 
 @pytest.mark.parametrize("error", [RequestFailed("poison"), DeadlineExceeded("late", "timeout")])
@@ -303,6 +304,48 @@ async def test_draining_engine_gets_nothing_new(world: Any, client: EnginePool) 
     for reader in [Reader(client, request()) for _ in range(4)]:
         await reader.check()
     assert not drains.taken and len(other.taken) == 4
+
+
+async def test_streams_leave_an_engine_that_drains(world: Any, client: EnginePool) -> None:
+    """Each token comes once, and only the last pages are computed again."""
+    moves: list[tuple[str, str]] = []
+    client.events.moved = lambda reason, result: moves.append((reason, result))
+    peers = {"kv_peers": True, "page_bytes": 1 << 20, "num_pages": 300, "max_decoding_batch": 16}
+    first = world.start("app/engine/0", **peers)
+    readers = [Reader(client, source) for source in mixed(100)]
+    await until(lambda: all(len(own.tokens) > 40 or own.task.done() for own in readers))
+    first.steps_left = 0
+    second = world.start("app/engine/1", **peers)
+    await until(lambda: len(client._ready()) == 2)
+    first.engine.drain()
+    await until(lambda: not first.engine.lifecycle.state.live)
+    first.steps_left = -1
+    assert second.taken and all(len(own.output) > 40 for own in second.taken)
+    for reader in readers:
+        await reader.check()
+    stats = second.engine.stats()
+    assert ("drain", "moved") in moves and stats.peer_pages_read > 0
+    computed = stats.prefix_queries - stats.prefix_hits
+    assert 0 < computed <= len(second.taken) * (MOST_COMPUTED_TOKENS + 10)
+    for engine in (first.engine, second.engine):
+        await until(lambda engine=engine: not engine.has_work)
+        engine.check_integrity()
+
+
+async def test_streams_stay_where_pages_do_not_come(world: Any, client: EnginePool) -> None:
+    moves: list[tuple[str, str]] = []
+    client.events.moved = lambda reason, result: moves.append((reason, result))
+    first = world.start("app/engine/0")
+    reader = Reader(client, request(100))
+    await until(lambda: len(reader.tokens) > 40)
+    first.steps_left = 0
+    second = world.start("app/engine/1")
+    await until(lambda: len(client._ready()) == 2)
+    first.engine.drain()
+    await until(lambda: moves)
+    first.steps_left = -1
+    await reader.check()
+    assert not second.taken and set(moves) == {("drain", "stayed")}
 
 
 async def test_sleeping_engine_gets_nothing_new_and_loses_nothing(

@@ -6,7 +6,7 @@ What the scheduler's tests and the simulator (tools/simulate.py) drive.
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.kv_events import PageEvents
-from rayfin.actors.scheduler.page_tier import SourcesTier
+from rayfin.actors.scheduler.page_tier import SourcesTier, request_to_warm
 from rayfin.actors.scheduler.sessions.sessions import Session
 from rayfin.actors.settings.kv_events import KVEventsConfig
 from rayfin.actors.timing import LOBBY_TICK_SECONDS, PARKED_IDLE_SECONDS
@@ -162,6 +162,28 @@ class Harness:
             if stream.open:
                 stream.source = replace(stream.source, output=list(stream.tokens))
                 self.engine.add(stream.source)
+
+    def may_move(self, stream: Stream) -> bool:
+        """Whether the stream may go on at another engine, as far as this harness can follow."""
+        source, updates = stream.source, self.engine.updates
+        plain = source.beams is None and source.sampling.prompt_logprobs is None
+        still = not (
+            updates.version.serial or updates.state(None).pausing or self.engine.state != "serving"
+        )
+        return stream.open and bool(stream.tokens) and plain and still and source.timeout is None
+
+    def warm(self, stream: Stream, engine: str, arrived: Callable[[int], None]) -> None:
+        """Reads the pages of a stream that an engine has."""
+        tokens = np.array([*stream.source.prompt, *stream.tokens], np.int32)
+        size = self.config.page_size
+        at = PagesAt(engine, len(tokens) // size)
+        request = request_to_warm(tokens, stream.source.prefix_keys, at, size)
+        self.engine.lifecycle.tier.warm(request, arrived)
+
+    def move(self, stream: Stream) -> None:
+        """The stream ends at an engine, and goes on at this one."""
+        self.engine.abort(stream.source.client, stream.source.key)
+        self.engine.add(replace(stream.source, output=list(stream.tokens)))
 
     def _num_waiting_beside(self) -> int:
         """Requests that wait beside the queue, where others may pass them."""

@@ -56,15 +56,15 @@ class Peers:
         self._open: dict[tuple[str, bytes], socket.socket] = {}
 
     def records(self, what: PageTransfer, into: Bytes) -> Iterator[None]:
-        until = time.monotonic() + what.seconds
         hashes = what.hashes[:MOST_HASHES]
-        key = (what.source, self._greeting())
+        key = (what.source, self._greeting())  # the first time it takes as long as to read a model
+        until = time.monotonic() + what.seconds
         try:
             connected = self._open.pop(key, None) or self._connect(*key, until)
         except OSError as error:  # and TimeoutError is one
             logger.debug("%s is not read from: %s", what.source, error)
             return
-        answered = False  # to the end: the next question may come
+        answered = not hashes  # to the end: the next question may come
         try:
             _send(connected, COUNT.pack(len(hashes)) + b"".join(hashes), until)
             for number, tokens in enumerate(what.tokens[: len(hashes)], start=1):
@@ -83,9 +83,7 @@ class Peers:
         except OSError as error:
             logger.debug("%s is read from no further: %s", what.source, error)
         finally:
-            if answered:
-                self._open[key] = connected
-            else:
+            if not answered or self._open.setdefault(key, connected) is not connected:
                 connected.close()
 
     def _connect(self, source: str, greeting: bytes, until: float) -> socket.socket:

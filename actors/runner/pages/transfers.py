@@ -94,7 +94,8 @@ class PageTransfers:
         # A page is verified before any byte of it is where a step may read. Pages to read into may
         # be those of a request that has ended, and a step in flight still writes there.
         content, count = np.empty(pages.page_bytes, np.uint8), 0
-        for page, _ in zip(transfer.pages, source.records(transfer, content), strict=False):
+        # In this order: a transfer without pages only meets its source.
+        for _, page in zip(source.records(transfer, content), transfer.pages, strict=False):
             if not count and not self._wait_for(transfer.after):
                 break
             with self._using:

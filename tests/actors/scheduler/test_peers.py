@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fake_disk import fake_folder
 from rayfin.actors.messages import PagesAt
+from rayfin.actors.scheduler.page_tier import request_to_warm
 from rayfin.actors.timing import PAGE_READ_SECONDS, PEER_SILENCE_SECONDS
 
 Make = Callable[..., Any]
@@ -171,3 +173,57 @@ def test_new_weights_have_other_pages(h: Any) -> None:
     stream = h.add(PROMPT, 3, pages_at=THERE)
     h.run()
     assert stream.ended.cached_tokens == 0
+
+
+def _warm(h: Any, tokens: list[int], pages: int = 5) -> list[int]:
+    """What arrived, by the end of the next steps."""
+    answers: list[int] = []
+    request = request_to_warm(np.array(tokens, np.int32), (), PagesAt("other", pages), 4)
+    h.engine.lifecycle.tier.warm(request, answers.append)
+    while not answers and h.engine.lifecycle.tier.is_busy:
+        h.step()
+        h.executor.clock += 0.01
+    h.step()
+    return answers
+
+
+def test_pages_are_read_ahead_of_their_request(h: Any) -> None:
+    """No request is here meanwhile, and nothing is computed."""
+    assert _warm(h, PROMPT) == [5]
+    assert not h.engine.has_work and h.engine.lifecycle.num_beside == 0
+    assert _warm(h, PROMPT) == [5] and _read(h) == (5, 0)
+    stream = h.add(PROMPT, 6)
+    h.run()
+    h.check()
+    assert stream.ended.cached_tokens == 20
+
+
+def test_a_stream_that_moves_computes_its_tail(h: Any) -> None:
+    """M8: its output is read as well as its prompt."""
+    stream = h.add(PROMPT, 12)
+    while len(stream.tokens) < 9:
+        h.step()
+    h.executor.share_pages("other")
+    h.engine.lifecycle.forget_prefixes()
+    assert _warm(h, [*PROMPT, *stream.tokens], 7)[0] >= 6
+    h.move(stream)
+    h.run()
+    h.check()
+    assert stream.ended.cached_tokens >= 24
+
+
+@pytest.mark.parametrize("why", ["gone", "restart", "no peers"])
+def test_what_does_not_come_is_said(harness: Make, h: Any, why: str) -> None:
+    if why == "no peers":
+        h = harness()
+    elif why == "gone":
+        _pages(h).clear()
+    else:
+        h.executor.disk_seconds = 1e9
+        answers: list[int] = []
+        request = request_to_warm(np.array(PROMPT, np.int32), (), THERE, 4)
+        h.engine.lifecycle.tier.warm(request, answers.append)
+        h.engine.lifecycle.restart()
+        assert answers == [0]
+        return
+    assert _warm(h, PROMPT) == [0]
