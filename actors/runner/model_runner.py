@@ -106,7 +106,7 @@ class ModelRunner:
         self._plugins = plugins or RunnerPlugins.named(args.plugin)
         if self._plugins.proposer and place is not None and place.stages > 1:
             raise InvalidConfig("a pipeline cannot speculate", "pipeline_parallel_size")
-        self._take(with_speculation(load(args, place, version), args))
+        self._take(with_speculation(load(args, place, version), args, version))
         self._next = (-1, 0)  # epoch and step
         self._bound: tuple[EngineConfig, KVTensors] | None = None  # the pages of the last start
         self._observers: list[StepObserver] = []
@@ -231,7 +231,8 @@ class ModelRunner:
         for name in ("_loaded", "_model", "_forward", "_mover", "_sampler", "_slots", "_refiller"):
             vars(self).pop(name, None)  # two models need not fit
         gc.collect()
-        self._take(with_speculation(load(self._args, None, version), self._args))
+        args = self._args
+        self._take(with_speculation(load(args, None, version), args, version))
 
     def prepare(self, needs: Sequence[Need], *, at_once: bool = False) -> None:
         """As `ModelPart.prepare`, of all parts. Other threads may call it beside steps.

@@ -10,7 +10,7 @@ import torch
 
 from rayfin.actors.config import EngineArgs, EngineConfig
 from rayfin.actors.runner.batch import StepInputs
-from rayfin.actors.runner.loading import LoadedModel
+from rayfin.actors.runner.loading import BASE, LoadedModel
 from rayfin.actors.runner.measured_step import measure_steps
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.request_slots import RequestSlots
@@ -21,9 +21,12 @@ from rayfin.actors.runner.speculation.planner import DraftPlanner
 from rayfin.actors.runner.speculation.speculator import Speculator
 from rayfin.actors.runner.speculation.suffix import SuffixProposer
 from rayfin.actors.step_cost import StepCost
+from rayfin.actors.weights.version import WeightVersion
 
 
-def with_speculation(loaded: LoadedModel, args: EngineArgs) -> LoadedModel:
+def with_speculation(
+    loaded: LoadedModel, args: EngineArgs, version: WeightVersion = BASE
+) -> LoadedModel:
     """The model with the layers of the draft model or head that ``args`` names, if any.
 
     Raises:
@@ -37,7 +40,7 @@ def with_speculation(loaded: LoadedModel, args: EngineArgs) -> LoadedModel:
     if not settings.reads_states:
         return draft_model.with_draft(loaded, args)
     if settings.method == "mtp":
-        return mtp.with_mtp(loaded, args)
+        return mtp.with_mtp(loaded, args, version)
     with_head = eagle.with_eagle if settings.method == "eagle" else eagle3.with_eagle3
     return with_head(loaded, args, str(settings.model))
 

@@ -8,7 +8,7 @@ last one; embedding and head are the model's. Of several layers the first drafts
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,10 +22,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.model_files.shards import INDEX, Shards
-from rayfin.actors.runner.loading import LoadedModel
+from rayfin.actors.runner.loading import BASE, LoadedModel
 from rayfin.actors.runner.speculation.head_model import HeadModel, fill
 from rayfin.actors.runner.speculation.heads import require_states, with_head
 from rayfin.actors.runner.speculation.taps import embedding_of, head_of, tap_last
+from rayfin.actors.runner.weights.check import headers_of
+from rayfin.actors.weights.version import WeightVersion
 
 FIELD = "speculative_config"
 
@@ -102,8 +104,8 @@ class MtpHead(HeadModel):  # type: ignore[no-untyped-call]
         return self.unembed(normed), normed if self._normed else states
 
 
-def with_mtp(loaded: LoadedModel, args: EngineArgs) -> LoadedModel:
-    """The model with the head of its own checkpoint.
+def with_mtp(loaded: LoadedModel, args: EngineArgs, version: WeightVersion = BASE) -> LoadedModel:
+    """The model with the head of its own checkpoint, or of a ``version`` that has one.
 
     Raises:
         InvalidConfig: the checkpoint has none, or of another form.
@@ -111,7 +113,10 @@ def with_mtp(loaded: LoadedModel, args: EngineArgs) -> LoadedModel:
     require_states(loaded, args)
     refuse = partial(_refuse, args.model)
     config: Any = loaded.config.get_text_config(decoder=True)
-    weights, normed = read_weights(args, config.num_hidden_layers)
+    layers, files = config.num_hidden_layers, []
+    if not version.is_base and head_names(headers_of(version.files), layers):
+        files = version.files
+    weights, normed = read_weights(args, layers, files)
     own = layer_config(config)
     like = _like(config, refuse)
     with loaded.device:
@@ -147,35 +152,53 @@ def _like(config: Any, refuse: Callable[[str], NoReturn]) -> Any:
     return like
 
 
-def read_weights(args: EngineArgs, layers: int) -> tuple[dict[str, torch.Tensor], bool]:
+def head_names(names: Iterable[str], layers: int) -> set[str]:
+    """Those of a head among the names of tensors.
+
+    Args:
+        layers: that the model has.
+    """
+    return {name for name in names if _own_name(name, layers) is not None}
+
+
+def _own_name(name: str, layers: int) -> tuple[str, bool] | None:
+    """This module's name of a tensor of the head, and whether it is of the second form."""
+    behind = re.compile(rf"(?:.*\.)?layers\.{layers}\.(.+)")
+    of_first = behind.fullmatch(name) if "mtp." not in name else None
+    of_second = re.fullmatch(r"(?:.*\.)?mtp\.(.+)", name)
+    for match, names in ((of_second, APART), (of_first, BEHIND)):
+        if match is not None and (own := _renamed(match[1], names)) is not None:
+            return own, names is APART
+    return None
+
+
+def read_weights(
+    args: EngineArgs, layers: int, files: Sequence[Path] = ()
+) -> tuple[dict[str, torch.Tensor], bool]:
     """The weights of the head under this module's names, and whether it is of the second form.
 
     Args:
         layers: that the model has.
+        files: that hold them; without any, those of the model's folder.
 
     Raises:
         InvalidConfig: the checkpoint has no such weights.
     """
     if args.load_format == "dummy":
         return {}, False
-    behind = re.compile(rf"(?:.*\.)?layers\.{layers}\.(.+)")
-    apart = re.compile(r"(?:.*\.)?mtp\.(.+)")
     found: dict[str, torch.Tensor] = {}
     normed = False
     try:
-        files = _files(args)
+        files = files or _files(args)
         shards = Shards(files)
         for file in files:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():
                     if not shards.counts(name, file):
                         continue
-                    of_first = behind.fullmatch(name) if "mtp." not in name else None
-                    of_second = apart.fullmatch(name)
-                    for match, names in ((of_first, BEHIND), (of_second, APART)):
-                        if match is not None and (own := _renamed(match[1], names)) is not None:
-                            found[own] = opened.get_tensor(name)
-                            normed |= names is APART
+                    if (own := _own_name(name, layers)) is not None:
+                        found[own[0]] = opened.get_tensor(name)
+                        normed |= own[1]
     except (OSError, ValueError, SafetensorError) as error:
         first = (str(error).strip().splitlines() or ["unknown error"])[0]
         _refuse(args.model, f"cannot be read: {first}")

@@ -5,6 +5,7 @@ memory twice. Attention settings, places of layers and factors do not depend on 
 the factor on embeddings is read anew. What results has the bytes of a fresh load.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -57,6 +58,9 @@ PACKED: dict[type[nn.Module], tuple[str, ...]] = {
 SHARED = (Summed, RowParallel, SharedNorm, GatheredHead, NoEmbedding, ElsewhereLayer)
 OURS = "rayfin."
 
+Tensors = Mapping[str, Mapping[str, Any]]
+"""What headers of files say of each tensor."""
+
 
 class Refiller:
     """Changes the weights of a loaded model.
@@ -93,8 +97,25 @@ class Refiller:
         else:  # as the model's own files
             own = ((name, name, entry["shape"]) for name, entry in base.items())
             left = check_names(own, given, base)
+        if args.speculation is not None and args.speculation.method == "mtp":
+            self._check_head(given, base)
         check_finite(files)
         return Vote(in_place, left)
+
+    def _check_head(self, given: Tensors, base: Tensors) -> None:
+        """The head that drafts comes whole, or stays whole."""
+        from rayfin.actors.runner.speculation.mtp import head_names
+
+        config: Any = self._loaded.config
+        layers = config.get_text_config(decoder=True).num_hidden_layers
+        known, own = head_names(base, layers), head_names(given, layers)
+        for name in sorted(known) if own else []:
+            if name not in own or given[name]["shape"] != base[name]["shape"]:
+                raise InvalidRequest(
+                    f"weights have tensors of the head that drafts, and not {name}, or another "
+                    "shape of it: give all of them, or none",
+                    name,
+                )
 
     def refill(self, version: WeightVersion) -> None:
         """Puts a version into the model.

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from draft_heads import PlainMtp
@@ -23,12 +25,14 @@ from head_checks import (
     share_right,
     watch,
 )
-from rayfin.actors.errors import InvalidConfig, RunnerGroupFailed
+from rayfin.actors.errors import InvalidConfig, InvalidRequest, RunnerGroupFailed
 from rayfin.actors.messages import Sampling, StopRules
+from rayfin.actors.model_files.digests import tensors_digest
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.speculation.heads import HeadedModel
 from rayfin.actors.scheduler.engine import Engine
+from rayfin.actors.weights.version import WeightVersion
 from spec_checks import run
 from tiers import few
 
@@ -126,6 +130,51 @@ def test_its_layer_goes_with_the_pages(
 def test_the_fused_decoder_stays(with_head: Callable[[str], Headed], engine_args: Make) -> None:
     model = ModelRunner(headed(engine_args(with_head("llama")[0]), "mtp"))._loaded.model
     assert isinstance(model, HeadedModel) and isinstance(model.target, CpuDecoder)
+
+
+def test_new_weights_bring_a_head_or_leave_it(
+    tiny_model: Make, engine_args: Make, tmp_path: Path
+) -> None:
+    """A version with a head is drafted by it; one without leaves that of the model."""
+    tiny = tiny_model("llama")
+    versions = []
+    for seed, name in enumerate(("base", "sent")):
+        shutil.copytree(tiny.folder, tmp_path / name)
+        PlainMtp(tiny.model, behind=False, seed=seed).save(tmp_path / name)
+        head = tmp_path / name / "z.safetensors"
+        tensors = load_file(tiny.folder / "model.safetensors")
+        save_file(
+            tensors | load_file(head), tmp_path / name / "model.safetensors", {"format": "pt"}
+        )
+        head.unlink()
+        versions.append(version_of(tmp_path / name))
+    runner = ModelRunner(headed(engine_args(tmp_path / "base"), "mtp"))
+
+    def drafts() -> torch.Tensor:
+        model = runner.loaded.model
+        assert isinstance(model, HeadedModel)
+        found: torch.Tensor = model.module.fc(torch.eye(2 * tiny.model.config.hidden_size))
+        return found.clone()
+
+    before, vote = drafts(), runner.vote(versions[1])
+    assert not vote.in_place and not vote.kept
+    runner.reload(versions[1])
+    assert not torch.equal(drafts(), before)
+    vote = runner.vote(version_of(tiny.folder))
+    assert {name.partition(".")[0] for name in vote.kept} == {"mtp"}
+    runner.reload(version_of(tiny.folder))
+    assert torch.equal(drafts(), before)
+    parts = load_file(tmp_path / "sent" / "model.safetensors")
+    del parts["mtp.fc.weight"]
+    save_file(parts, tmp_path / "sent" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InvalidRequest, match="give all of them, or none") as caught:
+        runner.vote(version_of(tmp_path / "sent"))
+    assert caught.value.param == "mtp.fc.weight"
+
+
+def version_of(folder: Path) -> WeightVersion:
+    place = folder / "model.safetensors"
+    return WeightVersion(1, "1", tensors_digest([place]), str(place))
 
 
 @pytest.mark.parametrize("name", RECURRENT)
