@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from rayfin.actors.errors import EngineBusy, EngineUnavailable, InvalidRequest, StorageFull
 from rayfin.actors.model_files.digests import tensors_digest
+from rayfin.actors.timing import WEIGHTS_ABANDONED_SECONDS
 from rayfin.actors.weights.sources import UNREADABLE
 from rayfin.actors.weights.store import BEGUN, WeightStore
 from rayfin.actors.weights.version import WeightVersion
@@ -35,7 +36,7 @@ class BegunUpdate:
             InvalidRequest: they are no such file.
             StorageFull: there is no room.
         """
-        self._check_free()
+        self.check_free()
         handle, name = tempfile.mkstemp(PART_SUFFIX, dir=self._store.folder)
         part = Path(name)
         try:
@@ -65,11 +66,24 @@ class BegunUpdate:
                 f"The body is no whole safetensors file: {error}; pickles are never read", "body"
             ) from None
         version = WeightVersion(0, label, digest, str(self._store.file_of(digest)))
-        with self._store.alone():
-            self._check_free()
-            self._store.write(BEGUN, version)
-            part.replace(version.place)
+        self.keep(version, part)
         return version
+
+    def keep(self, version: WeightVersion, part: Path | None = None) -> None:
+        """Keeps a version, whose tensors are there.
+
+        Args:
+            part: their file, if it does not have its name yet.
+
+        Raises:
+            EngineBusy: an update is begun.
+            StorageFull: there is no room.
+        """
+        with self._store.alone():
+            self.check_free()
+            self._store.write(BEGUN, version)
+            if part is not None:
+                part.replace(version.place)
 
     def of(self, label: str = "") -> WeightVersion:
         """The version that is begun.
@@ -105,11 +119,18 @@ class BegunUpdate:
             raise
         self.abandon()
 
-    def _check_free(self) -> None:
-        self._store.clean()
-        if (version := self._store.read(BEGUN)) is not None:
+    def check_free(self) -> None:
+        """Returns if no update is begun.
+
+        Raises:
+            EngineBusy: one is; the message says since when.
+        """
+        version = self._store.read(BEGUN)
+        if version is not None and self._age() <= WEIGHTS_ABANDONED_SECONDS:
             raise EngineBusy(self._says(version), "version")
 
     def _says(self, version: WeightVersion) -> str:
-        age = time.time() - (self._store.folder / BEGUN).stat().st_mtime
-        return f"an update {version.label!r} is begun, since {age:.0f} s"
+        return f"an update {version.label!r} is begun, since {self._age():.0f} s"
+
+    def _age(self) -> float:
+        return time.time() - (self._store.folder / BEGUN).stat().st_mtime

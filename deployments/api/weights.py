@@ -36,8 +36,9 @@ SGLANG_MODES: Mapping[str, tuple[PauseMode, KeptPages]] = {
 }
 
 ELSEWHERE = (
-    "its tensors come by NCCL or pickled, which this server reads not: give a folder of "
-    "safetensors to /admin/weights, or tensors to rayfin.connect(...).update_weights"
+    "its tensors come by NCCL or pickled, which this server reads not: give safetensors to "
+    "/admin/weights, tensors to rayfin.connect(...).update_weights, or send them in a gloo group "
+    "by /init_weight_transfer_engine"
 )
 
 
@@ -101,6 +102,52 @@ class RpcRequest(BaseModel):
     method: str = Field(max_length=256)
     args: list[Any] = Field(default_factory=list, max_length=16)
     kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class GroupInfo(BaseModel):
+    """vLLM's init_info: where a trainer opens its group, and the receiver's rank in it."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    backend: Literal["gloo"]
+    master_address: str = Field(min_length=1, max_length=256)
+    master_port: int = Field(ge=1, le=65535)
+    rank_offset: int = Field(1, ge=1, le=1)
+    world_size: int = Field(2, ge=2, le=2)
+
+
+class InitRequest(BaseModel):
+    """The body of vLLM's /init_weight_transfer_engine."""
+
+    init_info: GroupInfo
+
+
+class BucketInfo(BaseModel):
+    """vLLM's update_info: the tensors that the trainer broadcasts next, in this order."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    names: list[Annotated[str, Field(min_length=1, max_length=1024)]]
+    dtype_names: list[str]
+    shapes: list[list[Annotated[int, Field(ge=0, le=2**31)]]]
+    packed: Literal[False] = False
+
+
+class BucketRequest(BaseModel):
+    """The body of vLLM's /update_weights."""
+
+    update_info: BucketInfo
+
+
+class FinishRequest(BaseModel):
+    """The body of /finish_weight_update: vLLM's has none, so each field has a default."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    version: str = Field("", max_length=256)
+    mode: PauseMode = "keep"
+    kv: KeptPages = "recompute"
+    new: NewRequests = "wait"
 
 
 class WeightRoutes:
@@ -215,7 +262,39 @@ def _add_vllm(router: APIRouter, routes: WeightRoutes) -> None:
 
     @router.get("/get_world_size")
     async def world_size() -> Answer:
-        return {"world_size": len((await routes.state(None))["engines"])}
+        """One process receives for all engines."""
+        return {"world_size": 1}
+
+    @router.post("/init_weight_transfer_engine")
+    async def join(request: Request) -> Answer:
+        info = (await read_body(request, InitRequest)).init_info
+        place = (info.master_address, info.master_port, info.rank_offset)
+        await routes.of(None).ask_receiver("join", *place)
+        return {"message": "Weight transfer initialized"}
+
+    @router.post("/start_weight_update")
+    async def begin() -> Answer:
+        await routes.of(None).ask_receiver("begin")
+        return {"message": "Weight update started"}
+
+    @router.post("/update_weights")
+    async def receive(request: Request) -> Answer:
+        own = (await read_body(request, BucketRequest)).update_info
+        await routes.of(None).ask_receiver("receive", own.names, own.dtype_names, own.shapes)
+        return {"message": "Weights updated"}
+
+    @router.post("/finish_weight_update")
+    async def finish(request: Request, operator: Operator) -> Answer:
+        empty = not await request.body()
+        body = FinishRequest() if empty else await read_body(request, FinishRequest)
+        await routes.of(None).ask_receiver("finish", body.version)
+        own = WeightsRequest(path=None, partial=False, dtype=None, **body.model_dump())
+        return await routes.load(None, operator, own)
+
+    @router.post("/shutdown_weight_transfer_engine")
+    async def leave() -> Answer:
+        await routes.of(None).ask_receiver("leave")
+        return {"message": "Weight transfer ended"}
 
     @router.get("/weight_info")
     async def weight_info(model: Model = None) -> Answer:
@@ -275,9 +354,7 @@ def _add_sglang(router: APIRouter, routes: WeightRoutes) -> None:
 
 
 TRANSFERS = (
-    *("/init_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update"),
-    *("/update_weights", "/finish_weight_update", "/shutdown_weight_transfer_engine"),
-    *("/init_weights_update_group", "/destroy_weights_update_group"),
+    *("/start_draft_weight_update", "/init_weights_update_group", "/destroy_weights_update_group"),
     *("/update_weights_from_distributed", "/update_weights_from_tensor"),
 )
 """Routes of vLLM's and SGLang's by which trainers send tensors: each says what works instead."""

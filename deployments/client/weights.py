@@ -12,6 +12,7 @@ from collections.abc import (
 )
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, get_type_hints
@@ -113,6 +114,15 @@ class WeightsClient(Protocol):
 
     async def abandon(self) -> None:
         """Ends the update that is begun, or amid and not decided."""
+        ...
+
+    async def ask_receiver(self, method: str, *arguments: Any) -> Any:
+        """Calls ``join``, ``begin``, ``receive``, ``finish`` or ``leave`` of ``WeightReceiver``.
+
+        Raises:
+            RayfinError: as the method.
+            InvalidRequest: these engines are no actors, and there is none.
+        """
         ...
 
     async def pause(
@@ -222,6 +232,13 @@ class RemoteWeights:
         BegunUpdate(await self._store()).abandon()
         await self._call("abandon")
 
+    async def ask_receiver(self, method: str, *arguments: Any) -> Any:
+        """See ``WeightsClient``."""
+        from rayfin.actors.weights.receiver_actor import start_receiver
+
+        start = partial(start_receiver, self._weight_dir, f"{self._app}/{self._deployment}/")
+        return await _call(start, "call", method, *arguments)
+
     async def _store(self) -> WeightStore:
         from rayfin.actors.weights.coordinator_actor import store_here  # imports Ray
 
@@ -247,21 +264,25 @@ class RemoteWeights:
         return states
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        from ray.exceptions import RayError, RayTaskError
-
         from rayfin.actors.weights.coordinator_actor import SUFFIX, start_coordinator
 
         name = f"{self._app}/{self._deployment}{SUFFIX}"
-        try:
-            actor = await asyncio.to_thread(start_coordinator, name)
-            async with asyncio.timeout(WEIGHTS_CALL_SECONDS):
-                return await getattr(actor, method).remote(*arguments)
-        except RayTaskError as error:
-            if isinstance(error.cause, RayfinError):
-                raise error.cause from None
-            raise EngineUnavailable(f"the update of weights failed: {error.cause}") from error
-        except (RayError, TimeoutError, ValueError) as error:
-            raise EngineUnavailable("the coordinator of weights does not answer") from error
+        return await _call(partial(start_coordinator, name), method, *arguments)
+
+
+async def _call(start: Callable[[], Any], method: str, *arguments: Any) -> Any:
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        actor = await asyncio.to_thread(start)
+        async with asyncio.timeout(WEIGHTS_CALL_SECONDS):
+            return await getattr(actor, method).remote(*arguments)
+    except RayTaskError as error:
+        if isinstance(error.cause, RayfinError):
+            raise error.cause from None
+        raise EngineUnavailable(f"the update of weights failed: {error.cause}") from error
+    except (RayError, TimeoutError, ValueError) as error:
+        raise EngineUnavailable("the coordinator of weights does not answer") from error
 
 
 def _chunks(version: WeightVersion) -> list[Any]:

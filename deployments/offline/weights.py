@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.errors import EngineBusy
+from rayfin.actors.errors import EngineBusy, InvalidRequest
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.timing import WEIGHTS_PAUSE_SECONDS, WEIGHTS_POLL_SECONDS
 from rayfin.actors.weights.begun import BegunUpdate
@@ -142,6 +142,10 @@ class InlineWeights:
     async def abandon(self) -> None:
         """See ``WeightsClient``; an update that is amid ends by itself."""
         BegunUpdate(self._local.store).abandon()
+
+    async def ask_receiver(self, method: str, *arguments: Any) -> Any:
+        """See ``WeightsClient``."""
+        raise InvalidRequest("an engine of this program joins no group: it takes tensors", None)
 
     async def _update(
         self, weights: "Weights", version: str, options: UpdateOptions

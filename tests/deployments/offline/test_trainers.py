@@ -195,5 +195,10 @@ async def converse(remote: Remote, trained: Path) -> None:
     assert (await remote.http.get("/is_sleeping", headers=KEY)).json()["is_sleeping"]
     await remote.post("/wake_up", {"tags": ["kv_cache"]})
     assert len((await remote.generate(tokens, {"max_tokens": 2, "logprobs": 0}))[1]) <= 2
-    refused = await remote.http.post("/init_weight_transfer_engine", json={}, headers=KEY)
-    assert refused.status_code == 400 and "safetensors" in refused.json()["error"]["message"]
+    for path, body, says in (
+        ("/init_weights_update_group", {}, "safetensors"),
+        ("/init_weight_transfer_engine", {"init_info": {"backend": "nccl"}}, "gloo"),
+        ("/start_weight_update", None, "joins no group"),
+    ):
+        refused = await remote.http.post(path, json=body, headers=KEY)
+        assert refused.status_code == 400 and says in refused.json()["error"]["message"]
