@@ -286,7 +286,7 @@ def _add_vllm(router: APIRouter, routes: WeightRoutes) -> None:
     @router.post("/finish_weight_update")
     async def finish(request: Request, operator: Operator) -> Answer:
         empty = not await request.body()
-        body = FinishRequest() if empty else await read_body(request, FinishRequest)
+        body = FinishRequest(version="") if empty else await read_body(request, FinishRequest)
         await routes.of(None).ask_receiver("finish", body.version)
         own = WeightsRequest(path=None, partial=False, dtype=None, **body.model_dump())
         return await routes.load(None, operator, own)
