@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from rayfin.actors.errors import EngineBusy, EnginePaused, RunnerGroupFailed
 from rayfin.actors.messages import EngineRequest, TokenDeltas
+from rayfin.actors.parts import first_of
 from rayfin.actors.scheduler.endings import Endings
 from rayfin.actors.scheduler.lifecycle import Lifecycle
 from rayfin.actors.scheduler.outbox import Outbox
@@ -21,6 +22,7 @@ from rayfin.actors.weights.version import (
     KeptPages,
     NewRequests,
     PauseMode,
+    WantedWeights,
     WeightVersion,
 )
 
@@ -67,7 +69,10 @@ class WeightUpdates:
 
         Raises:
             EnginePaused: it is to come again.
+            EngineBusy: it wants other weights.
         """
+        if (wanted := _wanted(source)) is not None:
+            wanted.require(self.version)
         if self._mode is not None and self._new == "refuse" and not source.output:
             raise EnginePaused("this engine is paused for new weights")
 
@@ -166,12 +171,23 @@ class WeightUpdates:
         self._mixed = {request for request in running if request.mixed}
         self.version = version
         self._endings.logs.label = version.label
+        self._end_unwanted()
         try:
             self._pipeline.turn(version, in_place=in_place, asleep=self._asleep())
             if not in_place:
                 lifecycle.resume()
         except RunnerGroupFailed as failure:  # its successor loads the version
             self._replace(failure)
+
+    def _end_unwanted(self) -> None:
+        """Ends requests that wait for weights that are no more."""
+        for request in list(self._lifecycle.state.live.values()):
+            wanted = None if request.admitted else _wanted(request.source)
+            try:
+                if wanted is not None:
+                    wanted.require(self.version)
+            except EngineBusy as error:
+                self._endings.end(request, "error", error=error)
 
     def _note_spans(self) -> None:
         """Tells each live request which version has made its tokens so far."""
@@ -192,3 +208,8 @@ class WeightUpdates:
         if self._mixed:
             self._mixed = {own for own in self._mixed if own.mixed and not own.ended}
         return messages
+
+
+def _wanted(source: EngineRequest) -> WantedWeights | None:
+    """The weights that a request asks for; one with output has begun elsewhere."""
+    return None if len(source.output) else first_of(source.parts, WantedWeights)

@@ -6,7 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from rayfin.actors.errors import EngineBusy
 from rayfin.actors.model_files.digests import weight_files
+from rayfin.actors.parts import RequestPart
 
 BASE_LABEL = "default"
 """The label of the weights that an engine has started with, as vLLM and SGLang name them."""
@@ -58,6 +60,25 @@ class WeightVersion:
         """
         values = json.loads(text)
         return cls(int(values["serial"]), *(str(values[key]) for key in TEXTS))
+
+
+@dataclass(frozen=True, slots=True)
+class WantedWeights(RequestPart):
+    """A request that begins with weights of this label, or not at all."""
+
+    label: str
+
+    def require(self, version: WeightVersion) -> None:
+        """Compares it with what an engine serves.
+
+        Raises:
+            EngineBusy: that is another one.
+        """
+        if self.label != version.label:
+            raise EngineBusy(
+                f"this engine serves the weights {version.label!r}, not {self.label!r}",
+                "weight_version",
+            )
 
 
 TEXTS = ("label", "digest", "place")

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.sampling_params import BIAS_LIMIT, SamplingParams, listed
@@ -62,6 +62,7 @@ class GenerationBody(BaseModel):
     priority: int | None = None
     return_token_ids: bool | None = None
     return_weight_versions: bool | None = None  # docs/rollouts.md
+    weight_version: str | None = Field(None, min_length=1, max_length=256)
     use_beam_search: bool | None = None  # see beams.py
     length_penalty: float | None = None
     early_stopping: Any = None

@@ -18,6 +18,7 @@ from rayfin.actors.errors import (
 from rayfin.actors.media.kinds import MediaKind
 from rayfin.actors.model_files.pooling_recipe import PoolingRecipe
 from rayfin.actors.parts import RequestPart
+from rayfin.actors.weights.version import WantedWeights
 from rayfin.deployments.adapters.names import AdapterNames
 from rayfin.deployments.client.engine_client import EngineClient
 from rayfin.deployments.client.weights import WeightsClient
@@ -105,6 +106,12 @@ class OpenAIService:
         requests compute with the adapter."""
         names = [adapter.name, name]
         return replace(self, parts=(adapter,), model_names=names, adapters=None)
+
+    def with_weights(self, label: str | None) -> "OpenAIService":
+        """The same model, whose requests begin with the weights of a label; None: with any."""
+        if label is None:
+            return self
+        return replace(self, parts=(*self.parts, WantedWeights(label)))
 
     @property
     def name(self) -> str:

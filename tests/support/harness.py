@@ -31,6 +31,7 @@ from rayfin.actors.messages import (
     SessionRef,
     StopRules,
 )
+from rayfin.actors.parts import RequestPart
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.kv_events import PageEvents
 from rayfin.actors.scheduler.page_tier import SourcesTier, request_to_warm
@@ -105,6 +106,7 @@ class Harness:
         images: tuple[MediaInput, ...] = (),
         session: SessionRef | None = None,
         pages_at: PagesAt | None = None,
+        parts: tuple[RequestPart, ...] = (),
     ) -> Stream:
         """Hands a request to the engine; a number is the length of a prompt of its own."""
         seed = self.num_added
@@ -131,7 +133,7 @@ class Harness:
             background=background,
             session=session,
             pages_at=pages_at,
-            parts=images if guidance is None else (*images, guidance),
+            parts=(*parts, *images, *(() if guidance is None else (guidance,))),
         )
         if adapter is not None:
             source.use(adapter)

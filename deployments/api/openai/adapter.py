@@ -75,7 +75,7 @@ class CompletionAdapter(GenerationAdapter):
             )
             prompts = await self.prompts(params)
             self._generation = await Generation.prepare(
-                service,
+                service.with_weights(body.weight_version),
                 prompts,
                 params,
                 request_id=self._cursor.request_id,

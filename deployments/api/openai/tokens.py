@@ -78,6 +78,7 @@ class GenerateRequest(BaseModel):
     priority: int | None = None
     return_token_ids: bool | None = None  # the prompt's too
     return_weight_versions: bool | None = None
+    weight_version: str | None = None
     output_mode: Literal["tokens", "text"] | None = None
 
     def completion(self, context: int) -> TokensRequest:
@@ -103,8 +104,9 @@ class GenerateRequest(BaseModel):
             raise InvalidRequest(f"sampling_params must not have {shown}.", "sampling_params")
         beside: dict[str, Any] = {"prompt": self.token_ids, "stream_options": self.stream_options}
         beside |= {"stream": self.stream, "cache_salt": self.cache_salt, "priority": self.priority}
-        if self.return_weight_versions is not None:
-            beside["return_weight_versions"] = self.return_weight_versions
+        for name in ("return_weight_versions", "weight_version"):
+            if (value := getattr(self, name)) is not None:
+                beside[name] = value
         settings = {name: value for name, value in given.items() if value is not None}
         with rename_error_params({"prompt": IDS}):
             return validate({"max_tokens": context, **settings, **beside}, TokensRequest)

@@ -8,7 +8,7 @@ from harness import Harness, make_harness
 from rayfin.actors.errors import EngineBusy, EnginePaused
 from rayfin.actors.messages import Command
 from rayfin.actors.weights.spans import as_json
-from rayfin.actors.weights.version import WeightVersion
+from rayfin.actors.weights.version import WantedWeights, WeightVersion
 
 
 def version(serial: int) -> WeightVersion:
@@ -72,6 +72,23 @@ def test_what_waits_and_what_is_refused() -> None:
     harness.run()
     harness.check()
     assert set(waiting.labels) == set(moved.labels) == {"1"}
+
+
+def test_requests_that_want_a_version() -> None:
+    harness = make_harness(max_decoding_batch=1)
+    with pytest.raises(EngineBusy, match="serves the weights 'default', not '1'"):
+        harness.add(4, 3, parts=(WantedWeights("1"),))
+    running, waiting, other = (harness.add(4, 6, parts=(WantedWeights("default"),)) for _ in "123")
+    harness.step()
+    harness.engine.updates.pause("keep")
+    until_paused(harness)
+    harness.engine.updates.commit(version(1), in_place=True, pages="recompute")
+    harness.engine.updates.resume()
+    moved = harness.add([5, 6, 7], 9, output=[1, 2], parts=(WantedWeights("default"),))
+    harness.run()
+    for own in (waiting, other):
+        assert own.ended is not None and isinstance(own.ended.error, EngineBusy)
+    assert {"default", "1"} == set(running.labels) and set(moved.labels) == {"1"}
 
 
 def test_abort_ends_all_with_what_they_have() -> None:

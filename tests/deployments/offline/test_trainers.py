@@ -186,6 +186,12 @@ async def converse(remote: Remote, trained: Path) -> None:
     assert left.status_code == 409 and "no update is begun" in left.text
     refused = await remote.http.put(UPDATE, params={"version": "x"}, content=b"x", headers=KEY)
     assert refused.status_code == 400 and "pickles" in refused.text
+    wanted = {"model": "demo", "token_ids": tokens, "weight_version": "step-1"}
+    for version, status in (("again", 200), ("step-1", 409)):
+        body = {**wanted, "weight_version": version, "sampling_params": {"max_tokens": 2}}
+        answer = await remote.http.post("/inference/v1/generate", json=body)
+        assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["param"] == "weight_version"
     *_, last = choice["weight_versions"]
     assert (last["version"], last["end"]) == ("step-1", 400)
     shown = await remote.post("/detokenize", {"model": "demo", "tokens": choice["token_ids"]})
