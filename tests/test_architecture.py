@@ -34,7 +34,6 @@ MAY_IMPORT_RAY = {
     "actors/supervision/placement.py",
     "actors/supervision/supervisor.py",
     "actors/weights/coordinator_actor.py",
-    "actors/weights/receiver_actor.py",
 }
 NO_TORCH = {f"actors/{name}.py" for name in ("config", "messages", "sampling_params", "errors")}
 ERRORS = "actors/errors.py"

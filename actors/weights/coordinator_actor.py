@@ -1,4 +1,4 @@
-"""The coordinator of a deployment as an actor, which engines and ingresses find by its name."""
+"""Coordinator and receiver of a deployment as actors, which others find by their names."""
 
 import asyncio
 import os
@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayfin.actors.errors import EngineUnavailable, RayfinError
 from rayfin.actors.processes.registry import NAMESPACE, engine_names, find_actor
@@ -17,7 +18,7 @@ from rayfin.actors.weights.coordinator import EnginePort, WeightCoordinator
 from rayfin.actors.weights.store import WeightStore, store_of
 from rayfin.actors.weights.version import EngineWeights, Vote, WeightOrder, WeightVersion
 
-SUFFIX = "-weights"
+SUFFIX, RECEIVER_SUFFIX = "-weights", "-receiver"
 OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000, "max_restarts": 0}
 
 
@@ -156,3 +157,31 @@ def decided_version(name: str) -> WeightVersion:
     except (RayError, TimeoutError):
         return WeightVersion()
     return version
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class WeightReceiverActor:
+    """A ``WeightReceiver`` in a process of its own. Another one begins where this has ended."""
+
+    def __init__(self, weight_dir: str | None, engine: str) -> None:
+        from rayfin.actors.weights.receiver import WeightReceiver  # imports torch
+
+        self._receiver = WeightReceiver(store_here(weight_dir, engine))
+        self._receiver.watch()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of the receiver."""
+        return getattr(self._receiver, method)(*arguments)
+
+
+def start_receiver(weight_dir: str | None, engine: str) -> Any:
+    """The receiver of an engine's deployment, which is started on this node if there is none."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor_class: Any = WeightReceiverActor  # Ray's stubs lose `options` on a decorated class
+    return actor_class.options(
+        name=engine.rpartition("/")[0] + RECEIVER_SUFFIX,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        scheduling_strategy=here,
+    ).remote(weight_dir, engine)

@@ -234,7 +234,7 @@ class RemoteWeights:
 
     async def ask_receiver(self, method: str, *arguments: Any) -> Any:
         """See ``WeightsClient``."""
-        from rayfin.actors.weights.receiver_actor import start_receiver
+        from rayfin.actors.weights.coordinator_actor import start_receiver
 
         start = partial(start_receiver, self._weight_dir, f"{self._app}/{self._deployment}/")
         return await _call(start, "call", method, *arguments)

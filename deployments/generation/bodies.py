@@ -1,6 +1,6 @@
 """Fields and checks that the bodies of all generating routes share. Types are strict."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -62,7 +62,7 @@ class GenerationBody(BaseModel):
     priority: int | None = None
     return_token_ids: bool | None = None
     return_weight_versions: bool | None = None  # docs/rollouts.md
-    weight_version: str | None = Field(None, min_length=1, max_length=256)
+    weight_version: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     use_beam_search: bool | None = None  # see beams.py
     length_penalty: float | None = None
     early_stopping: Any = None

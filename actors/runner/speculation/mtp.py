@@ -21,12 +21,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.model_files.shards import INDEX, Shards
+from rayfin.actors.model_files.shards import INDEX, Shards, read_header
 from rayfin.actors.runner.loading import BASE, LoadedModel
 from rayfin.actors.runner.speculation.head_model import HeadModel, fill
 from rayfin.actors.runner.speculation.heads import require_states, with_head
 from rayfin.actors.runner.speculation.taps import embedding_of, head_of, tap_last
-from rayfin.actors.runner.weights.check import headers_of
 from rayfin.actors.weights.version import WeightVersion
 
 FIELD = "speculative_config"
@@ -114,8 +113,9 @@ def with_mtp(loaded: LoadedModel, args: EngineArgs, version: WeightVersion = BAS
     refuse = partial(_refuse, args.model)
     config: Any = loaded.config.get_text_config(decoder=True)
     layers, files = config.num_hidden_layers, []
-    if not version.is_base and head_names(headers_of(version.files), layers):
-        files = version.files
+    sent = [] if version.is_base else version.files
+    if head_names((name for file in sent for name in read_header(file)), layers):
+        files = sent
     weights, normed = read_weights(args, layers, files)
     own = layer_config(config)
     like = _like(config, refuse)
