@@ -214,6 +214,7 @@ class Response(BaseModel):
     parallel_tool_calls: bool
     previous_response_id: str | None
     prompt: None = None
+    prompt_cache_diagnostics: None = None  # clients read it that know more than their library
     prompt_cache_key: str | None
     reasoning: Reasoning = Field(default_factory=Reasoning)
     safety_identifier: str | None
