@@ -73,11 +73,26 @@ PROFILES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class ScriptTurn:
+    """A turn of a session whose turns are known before."""
+
+    pause: float  # seconds before it
+    added: int  # tokens beside the answer before it
+    output: int
+    fresh: bool = False  # the context begins anew with what it adds, as after a compaction
+    children: "tuple[Script, ...]" = ()  # sessions that it waits for
+
+
+Script = tuple[ScriptTurn, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentPlan:
-    """What the agents do: ``sessions`` each, one after another."""
+    """What the agents do: ``sessions`` each, one after another, drawn or as ``scripts`` in turn."""
 
     profile: AgentProfile
+    scripts: tuple[Script, ...] = ()
     agents: int = 8
     sessions: int = 2
     pauses: Draw = PAUSES["mixed"]
@@ -101,6 +116,7 @@ class AgentSession:
     ended: float | None = None
     alone: float = 0.0  # seconds of its pauses
     content: Any = None  # of its context, as the driver has it
+    script: "Script | None" = None
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +128,7 @@ class AgentTurn:
     added: int
     output: int
     final: bool
+    fresh: bool = False  # the context begins anew
 
 
 @dataclass(slots=True)
@@ -133,7 +150,15 @@ class AgentLoad:
         if turn.final:
             session.ended = now
             return self._after(session, now)
-        if session.parent is None and session.rng.random() < plan.profile.subagents:
+        if session.script is not None:
+            scripts = session.script[session.asked].children
+            session.children = len(scripts)
+            if scripts:
+                return [
+                    self._begin(f"{session.name}/{session.asked}.{number}", now, session, script)
+                    for number, script in enumerate(scripts)
+                ]
+        elif session.parent is None and session.rng.random() < plan.profile.subagents:
             session.children = session.rng.choice((1, 1, 2))
             return [
                 self._begin(f"{session.name}/{session.asked}.{number}", now, session)
@@ -151,8 +176,22 @@ class AgentLoad:
             return []
         return [self._begin(f"{seed}-{agent}-{int(number) + 1}", now + self._pause(session.name))]
 
-    def _begin(self, name: str, at: float, parent: AgentSession | None = None) -> AgentTurn:
+    def _begin(
+        self,
+        name: str,
+        at: float,
+        parent: AgentSession | None = None,
+        script: Script | None = None,
+    ) -> AgentTurn:
         rng, profile = random.Random(name), self.plan.profile
+        if parent is None and self.plan.scripts:
+            _, agent, number = name.split("-")
+            place = int(agent) + self.plan.agents * int(number)
+            script = self.plan.scripts[place % len(self.plan.scripts)]
+        if script is not None:
+            session = AgentSession(name, len(script), rng, parent, started=at, script=script)
+            self.sessions.append(session)
+            return self._next(session, at)
         mean = profile.turns if parent is None else profile.subagent_turns
         turns = max(1, round(mean * rng.uniform(0.6, 1.4)))
         session = AgentSession(name, turns, rng, parent, started=at)
@@ -161,13 +200,24 @@ class AgentLoad:
 
     def _next(self, session: AgentSession, now: float, pause: float | None = None) -> AgentTurn:
         profile, rng = self.plan.profile, session.rng
+        if session.script is not None:
+            turn = session.script[session.asked]
+            pause = turn.pause if pause is None else pause
+            session.alone += pause
+            return self._ask(session, now + pause, self._scaled(turn.added))
         pause = self.plan.pauses(rng) if pause is None else pause
         session.alone += pause
         added = rng.lognormvariate(log(profile.appended), profile.spread)
         return self._ask(session, now + pause, self._scaled(added))
 
     def _ask(self, session: AgentSession, at: float, added: int) -> AgentTurn:
-        output = self._scaled(self.plan.profile.output * session.rng.uniform(0.5, 1.5))
+        turn = None if session.script is None else session.script[session.asked]
+        if turn is None:
+            output = self._scaled(self.plan.profile.output * session.rng.uniform(0.5, 1.5))
+        else:
+            output = self._scaled(turn.output)
+        if fresh := turn is not None and turn.fresh:
+            session.tokens = 0
         session.asked += 1
         final = session.asked == session.turns
         if (longest := self.plan.longest) is not None:
@@ -175,7 +225,7 @@ class AgentLoad:
             added = max(1, min(added, room))
             final = final or room - added < longest // 8
         session.tokens += added
-        return AgentTurn(at, session, added, output, final)
+        return AgentTurn(at, session, added, output, final, fresh)
 
     def _pause(self, name: object) -> float:
         return self.plan.pauses(random.Random(f"pause {self.plan.seed} {name}"))
@@ -292,7 +342,7 @@ class AgentClient:
     async def _take(self, turn: AgentTurn, group: asyncio.TaskGroup) -> None:
         await asyncio.sleep(turn.at - self._now())
         session, sent = turn.session, self._now()
-        messages = session.content or []
+        messages = [] if turn.fresh else session.content or []
         messages.append({"role": "user", "content": _words(session.rng, turn.added)})
         answer, first = "", None
         asked = {"max_tokens": turn.output, "temperature": 0.0, "ignore_eos": True}
@@ -320,6 +370,8 @@ def _headers(turn: AgentTurn) -> dict[str, str]:
     names = {"X-Session-Id": turn.session.name}
     if turn.session.parent is not None:
         names["X-Parent-Session-Id"] = turn.session.parent.name
+    if turn.fresh:
+        names["x-claude-code-context-compacted"] = "true"
     return names | ({"X-Session-Final": "true"} if turn.final else {})
 
 

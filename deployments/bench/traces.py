@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rayfin.actors.errors import InvalidConfig
+from rayfin.deployments.bench.agents import Script, ScriptTurn
 from rayfin.deployments.bench.workload import LOWEST_TOKEN, Job
 
 BLOCK_TOKENS = 512  # of a block in Mooncake's traces
@@ -194,6 +195,55 @@ def read_mooncake(path: Path, block_tokens: int = BLOCK_TOKENS, limit: int | Non
         if limit is not None and len(calls) == limit:
             break
     return reader.trace(calls, block_tokens)
+
+
+def read_sessions(path: Path, limit: int | None = None) -> tuple[Script, ...]:
+    """Reads sessions of coding agents: JSON lines with ``requests``, as Weka publishes them.
+
+    A request has ``t`` (seconds), ``in`` and ``out`` (tokens), and ``think_time`` or ``api_time``
+    (seconds). An entry of the type ``subagent`` has ``requests`` of its own, which
+    the request after it waits for. A prompt that is shorter than the one before it begins anew.
+
+    Raises:
+        InvalidConfig: a line is malformed; the message names it and the field.
+    """
+    reader = _Rows(path)
+    scripts: list[Script] = []
+    for line, entry in reader.objects():
+        if script := _script(reader, line, entry):
+            scripts.append(script)
+        if limit is not None and len(scripts) == limit:
+            break
+    if not scripts:
+        raise InvalidConfig(f"{path}: no session has a request")
+    return tuple(scripts)
+
+
+def _script(reader: "_Rows", line: int, entry: dict[str, Any]) -> Script:
+    requests = entry.get("requests")
+    if not isinstance(requests, list) or not all(isinstance(each, dict) for each in requests):
+        raise reader.error(line, f"requests must be a list of objects, got {_short(requests)}")
+    turns: list[ScriptTurn] = []
+    children: list[Script] = []
+    known, ended = 0, None  # tokens of the context, and when the last answer was complete
+    for each in requests:
+        if each.get("type") == "subagent":
+            if child := _script(reader, line, each):
+                children.append(child)
+            continue
+        prompt = reader.number(line, each, "in", int, least=1)
+        output = max(1, reader.number(line, each, "out", int))
+        starts = reader.number(line, each, "t", float)
+        pause = 0.0 if ended is None else max(0.0, starts - ended)
+        if each.get("think_time") is not None:
+            pause = reader.number(line, each, "think_time", float)
+        fresh = prompt < known
+        added = prompt if fresh else max(1, prompt - known)
+        turns.append(ScriptTurn(pause, added, output, fresh, tuple(children)))
+        children, known = [], prompt + output
+        taken = each.get("api_time")
+        ended = starts + (0.0 if taken is None else reader.number(line, each, "api_time", float))
+    return tuple(turns)
 
 
 def is_mooncake_file(path: Path) -> bool:

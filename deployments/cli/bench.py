@@ -362,6 +362,12 @@ def serve_bench(
 @click.option(
     "--scale", default="1", show_default=True, help="multiply all tokens by this, such as 1/32"
 )
+@click.option(
+    "--trace",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="sessions of a file in place of --profile and --pauses: JSON lines with requests of "
+    "t, in, out, think_time, as Weka's traces of coding agents",
+)
 @click.option("--agents", "count", type=click.IntRange(1), default=8, show_default=True)
 @click.option(
     "--sessions",
@@ -386,6 +392,7 @@ def agents(
     model: str | None,
     profile: str,
     scale: str,
+    trace: Path | None,
     count: int,
     sessions: int,
     pauses: str,
@@ -404,6 +411,7 @@ def agents(
 
     from rayfin.deployments.bench.agents import PAUSES, PROFILES, AgentPlan, run_agents
     from rayfin.deployments.bench.endpoint import client_settings, context_length, find_model
+    from rayfin.deployments.bench.traces import read_sessions
 
     above, _, below = scale.partition("/")
     share = _positive("scale", above) / _positive("scale", below or "1")
@@ -413,6 +421,7 @@ def agents(
         longest = context_length(asking, name)
     plan = AgentPlan(
         profile=PROFILES[profile],
+        scripts=() if trace is None else read_sessions(trace, count * sessions),
         agents=count,
         sessions=sessions,
         pauses=PAUSES[pauses],

@@ -16,6 +16,7 @@ from rayfin.deployments.bench.agents import (
     AgentLoad,
     AgentPlan,
     AgentTurn,
+    ScriptTurn,
     agent_figures,
 )
 
@@ -64,6 +65,24 @@ def test_a_parent_waits_for_its_subagents() -> None:
         between = [turn.at for turn in turns if turn.session is child.parent]
         assert not any(child.started < at < child.ended for at in between)
     assert all(session.children == 0 for session in load.sessions)
+
+
+def test_scripts_are_played_as_they_are() -> None:
+    child = (ScriptTurn(1.0, 30, 3),)
+    script = (
+        ScriptTurn(0.0, 100, 10),
+        ScriptTurn(4.0, 20, 5, children=(child, child)),
+        ScriptTurn(7.0, 50, 5, fresh=True),
+    )
+    plan = AgentPlan(profile=SMALL, scripts=(script, child), agents=1, sessions=2, scale=2.0)
+    load, turns = played(plan)
+    parent, *children, last = load.sessions
+    assert [child.parent for child in children] == [parent, parent] and last.parent is None
+    its = [turn for turn in turns if turn.session is parent]
+    assert [turn.at - its[0].at for turn in its] == pytest.approx([0.0, 5.0, 14.0])
+    assert [(turn.added, turn.output) for turn in its] == [(200, 20), (40, 10), (100, 10)]
+    assert [turn.fresh for turn in its] == [False, False, True] and parent.tokens == 110
+    assert (parent.alone, last.turns) == (7.0, 1)
 
 
 def test_a_plan_is_its_seed_and_scales() -> None:

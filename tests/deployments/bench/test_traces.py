@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
 from rayfin.actors.errors import InvalidConfig
+from rayfin.deployments.bench.agents import ScriptTurn
 from rayfin.deployments.bench.traces import (
     BurstFilter,
     Call,
@@ -16,6 +18,7 @@ from rayfin.deployments.bench.traces import (
     is_mooncake_file,
     read_burst,
     read_mooncake,
+    read_sessions,
 )
 
 LINE = {"timestamp": 500, "input_length": 1000, "output_length": 7, "hash_ids": [3, 4]}
@@ -174,3 +177,44 @@ def test_tokens_are_of_the_vocabulary_and_of_the_seed() -> None:
     assert {token for job in jobs for token in job.prompt} == {10, 11}
     assert trace.jobs(vocabulary=50) == trace.jobs(vocabulary=50)
     assert trace.jobs(vocabulary=50) != trace.jobs(vocabulary=50, seed=1)
+
+
+def test_sessions_of_coding_agents(tmp_path: Path) -> None:
+    def request(t: float, prompt: int, output: int, **more: Any) -> dict[str, Any]:
+        return {"t": t, "type": "n", "in": prompt, "out": output, "hash_ids": [1], **more}
+
+    inner = {"t": 12.0, "type": "subagent", "requests": [request(12.0, 40, 4)]}
+    requests = [
+        request(5.0, 100, 10, api_time=2.0),
+        request(9.0, 150, 5, api_time=1.0),
+        inner,
+        request(20.0, 155, 0, think_time=3.5),
+        request(30.0, 60, 5),
+    ]
+    file = tmp_path / "sessions.jsonl"
+    file.write_text(f"{json.dumps({'id': 'a', 'requests': requests})}\n\n")
+    child = (ScriptTurn(0.0, 40, 4),)
+    assert read_sessions(file) == (
+        (
+            ScriptTurn(0.0, 100, 10),
+            ScriptTurn(2.0, 40, 5),
+            ScriptTurn(3.5, 1, 1, False, (child,)),
+            ScriptTurn(10.0, 60, 5, True),
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ('{"id": 1}', "requests must be a list"),
+        ('{"requests": [{"t": 0, "in": 0, "out": 1}]}', "in must be an integer"),
+        ('{"requests": [{"t": 0, "in": 5}]}', "out is missing"),
+        ('{"requests": []}', "no session has a request"),
+    ],
+)
+def test_wrong_sessions_are_named(tmp_path: Path, line: str, named: str) -> None:
+    file = tmp_path / "sessions.jsonl"
+    file.write_text(line)
+    with pytest.raises(InvalidConfig, match=named):
+        read_sessions(file)
