@@ -1,14 +1,13 @@
 """Sends jobs to a server over the OpenAI API, each at its time of arrival, and times the tokens."""
 
 import asyncio
-import ssl
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from urllib.request import getproxies
 
-import httptools
+import aiohttp
 import httpx
 
 from rayfin.actors.errors import ServerError
@@ -105,13 +104,10 @@ class OpenLoop:
             )
 
 
-# HTTP/1.1 of a load generator: a transport of httpx whose answers cost little.
+# A transport of httpx whose answers cost little.
 #
 # httpx's own reads an answer in Python, a third of a millisecond for each event of a stream. A
-# server on the same machine would lack that time. This one has the parser of uvicorn, in C, and one
-# callback for each read.
-
-HttpAddress = tuple[str, str, int]  # scheme, host, port
+# server on the same machine would lack that time. aiohttp parses in C.
 
 
 def wire_transport() -> "WireTransport | None":
@@ -120,180 +116,67 @@ def wire_transport() -> "WireTransport | None":
 
 
 class WireTransport(httpx.AsyncBaseTransport):
-    """Sends requests over connections that are kept and used again, as many as run at once."""
+    """Sends requests by aiohttp, over connections that are used again, as many as run at once."""
 
     def __init__(self) -> None:
-        self._idle: dict[HttpAddress, list[_Connection]] = {}
-        self._ssl: ssl.SSLContext | None = None
+        self._session: aiohttp.ClientSession | None = None  # made where an event loop runs
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Raises:
         httpx.ConnectError, httpx.ConnectTimeout: nothing answers there.
         httpx.ReadTimeout, httpx.RemoteProtocolError: the connection broke off.
         """
-        timeouts: dict[str, float | None] = request.extensions.get("timeout", {})
-        body = await request.aread()
-        url = request.url
-        address = (url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80))
-        connection = self._reused(address) or await self._connect(address, timeouts.get("connect"))
-        try:
-            connection.send(_head(request) + body)
-            status, headers = await connection.head(timeouts.get("read"))
-        except BaseException:
-            connection.close()
-            raise
-        stream = _Body(self, address, connection, timeouts.get("read"))
-        return httpx.Response(status, headers=headers, stream=stream, request=request)
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
+        limits: dict[str, float | None] = request.extensions.get("timeout", {})
+        named = [(name.decode(), value.decode("latin-1")) for name, value in request.headers.raw]
+        headers = [pair for pair in named if pair[0].lower() != "content-length"]  # aiohttp's own
+        with _errors_of_httpx():
+            response = await self._session.request(
+                request.method,
+                str(request.url),
+                headers=headers,
+                data=await request.aread() or None,
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(
+                    sock_connect=limits.get("connect"), sock_read=limits.get("read")
+                ),
+            )
+        stream = _Body(response)
+        fields = list(response.raw_headers)
+        return httpx.Response(response.status, headers=fields, stream=stream, request=request)
 
     async def aclose(self) -> None:
-        for connections in self._idle.values():
-            for connection in connections:
-                connection.close()
-        self._idle = {}
-
-    def take_back(self, address: HttpAddress, connection: "_Connection") -> None:
-        """The answer has been read, or is not wanted any more."""
-        if connection.reusable:
-            self._idle.setdefault(address, []).append(connection)
-        else:
-            connection.close()
-
-    def _reused(self, address: HttpAddress) -> "_Connection | None":
-        idle = self._idle.get(address, [])
-        while idle:
-            if (connection := idle.pop()).reusable:
-                return connection
-        return None
-
-    async def _connect(self, address: HttpAddress, seconds: float | None) -> "_Connection":
-        scheme, host, port = address
-        if scheme == "https" and self._ssl is None:
-            self._ssl = httpx.create_ssl_context()
-        context = self._ssl if scheme == "https" else None
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(seconds):
-                _, made = await loop.create_connection(_Connection, host, port, ssl=context)
-        except TimeoutError as error:
-            raise httpx.ConnectTimeout(str(error)) from error
-        except OSError as error:
-            raise httpx.ConnectError(str(error)) from error
-        return made
-
-
-class _Connection(asyncio.Protocol):
-    """One connection, on which one request at a time is answered."""
-
-    def __init__(self) -> None:
-        self._transport: Any = None
-        self._parser = httptools.HttpResponseParser(self)
-        self._headers: list[tuple[bytes, bytes]] = []
-        self._pieces: deque[bytes] = deque()
-        self._has_head = self._ended = True
-        self._broken: str | None = None
-        self._keeps = True
-        self._news = asyncio.Event()
-
-    def send(self, data: bytes) -> None:
-        self._parser = httptools.HttpResponseParser(self)
-        self._headers = []
-        self._has_head = self._ended = False
-        self._transport.write(data)
-
-    async def head(self, seconds: float | None) -> tuple[int, list[tuple[bytes, bytes]]]:
-        """Waits for the status and the headers."""
-        while not self._has_head:
-            await self._next(seconds)
-        return self._parser.get_status_code(), self._headers
-
-    async def piece(self, seconds: float | None) -> bytes | None:
-        """The next piece of the body, None at its end."""
-        while not self._pieces:
-            if self._ended:
-                return None
-            await self._next(seconds)
-        return self._pieces.popleft()
-
-    @property
-    def reusable(self) -> bool:
-        return self._ended and self._keeps and self._broken is None and not self._pieces
-
-    def close(self) -> None:
-        self._transport.close()
-
-    async def _next(self, seconds: float | None) -> None:
-        if self._broken is not None:
-            raise httpx.RemoteProtocolError(self._broken)
-        self._news.clear()
-        try:
-            async with asyncio.timeout(seconds):
-                await self._news.wait()
-        except TimeoutError as error:
-            raise httpx.ReadTimeout("nothing was answered") from error
-
-    # What asyncio calls
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self._broken = str(error)
-            self._transport.close()
-        self._news.set()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._broken = self._broken or "the server closed the connection"
-        names = {name.lower() for name, _ in self._headers}
-        if self._has_head and not names & {b"content-length", b"transfer-encoding"}:
-            self._ended = True
-        self._news.set()
-
-    # What the parser calls
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name, value))
-
-    def on_headers_complete(self) -> None:
-        self._has_head = True
-        self._keeps = self._parser.should_keep_alive()
-
-    def on_body(self, body: bytes) -> None:
-        self._pieces.append(body)
-
-    def on_message_complete(self) -> None:
-        self._ended = self._has_head
+        if self._session is not None:
+            await self._session.close()
 
 
 class _Body(httpx.AsyncByteStream):
     """The body of one answer."""
 
-    def __init__(
-        self,
-        transport: WireTransport,
-        address: HttpAddress,
-        connection: _Connection,
-        seconds: float | None,
-    ) -> None:
-        self._transport = transport
-        self._address = address
-        self._connection = connection
-        self._seconds = seconds
-        self._open = True
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        while (piece := await self._connection.piece(self._seconds)) is not None:
-            yield piece
+        with _errors_of_httpx():
+            async for piece in self._response.content.iter_any():
+                yield piece
 
     async def aclose(self) -> None:
-        if self._open:
-            self._open = False
-            self._transport.take_back(self._address, self._connection)
+        self._response.close()  # a connection whose answer was read is free already
 
 
-def _head(request: httpx.Request) -> bytes:
-    lines = [b"%s %s HTTP/1.1" % (request.method.encode(), request.url.raw_path)]
-    lines += [b"%s: %s" % pair for pair in request.headers.raw]
-    return b"\r\n".join([*lines, b"", b""])
+@contextmanager
+def _errors_of_httpx() -> Iterator[None]:
+    """Raises aiohttp's errors as httpx's."""
+    try:
+        yield
+    except aiohttp.ConnectionTimeoutError as error:
+        raise httpx.ConnectTimeout(str(error)) from error
+    except aiohttp.ServerTimeoutError as error:
+        raise httpx.ReadTimeout(str(error)) from error
+    except aiohttp.ClientConnectorError as error:
+        raise httpx.ConnectError(str(error)) from error
+    except aiohttp.ClientError as error:
+        raise httpx.RemoteProtocolError(str(error)) from error
