@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,9 @@ from rayfin.actors.settings.choices import LogprobsMode
 from rayfin.actors.timing import PAGE_READ_SECONDS
 from rayfin.actors.weights.spans import Spans
 from rayfin.cache.prefix_index import NameChanges
+
+if TYPE_CHECKING:
+    from rayfin.actors.config import EngineConfig
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
@@ -497,6 +500,26 @@ class EngineInfo:
     parts: tuple[PartFacts, ...] = ()  # what its model has beside a decoder
     uncut: Bidirectional = Bidirectional()  # parts of prompts that no step cuts
     max_rows: int = 256  # of a step
+
+    @classmethod
+    def of(cls, name: str, config: "EngineConfig", identity: str = "") -> "EngineInfo":
+        """Returns the limits of an engine that runs with ``config``."""
+        return cls(
+            name=name,
+            max_model_len=config.max_model_len,
+            vocab_size=config.vocab_size,
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            page_bytes=config.page_bytes,
+            memory_bytes=config.memory_bytes,
+            max_logprobs=config.max_logprobs,
+            logprobs_mode=config.logprobs_mode,
+            prefix_caching=config.prefix_caching,
+            parts=config.parts,
+            uncut=config.uncut,
+            max_rows=config.limits.max_decoding_batch,
+            identity=identity,
+        )
 
     def part(self, kind: type[P]) -> P | None:
         """Returns the facts of a kind, or None."""

@@ -464,22 +464,7 @@ class SchedulerActor:
 
     def _info(self) -> EngineInfo:
         config = self._running_engine().config
-        return EngineInfo(
-            name=self._name,
-            max_model_len=config.max_model_len,
-            vocab_size=config.vocab_size,
-            num_pages=config.num_pages,
-            page_size=config.page_size,
-            page_bytes=config.page_bytes,
-            memory_bytes=config.memory_bytes,
-            max_logprobs=config.max_logprobs,
-            logprobs_mode=config.logprobs_mode,
-            prefix_caching=config.prefix_caching,
-            parts=config.parts,
-            uncut=config.uncut,
-            max_rows=config.limits.max_decoding_batch,
-            identity=self._started.args.identity,
-        )
+        return EngineInfo.of(self._name, config, self._started.args.identity)
 
     def _running_engine(self) -> Engine:
         if self._failure is not None:

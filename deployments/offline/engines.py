@@ -82,24 +82,9 @@ def load_engine(args: EngineArgs) -> "tuple[Engine, EngineInfo, InlineExecutor]"
     # A step in flight behind another gains nothing where both run here, one after the other.
     local = facts.device == "cpu"
     config = resolve(replace(args, steps_in_flight=1) if local else args, facts, limits)
-    info = EngineInfo(
-        name="inline",
-        max_model_len=config.max_model_len,
-        vocab_size=config.vocab_size,
-        num_pages=config.num_pages,
-        page_size=config.page_size,
-        page_bytes=config.page_bytes,
-        memory_bytes=config.memory_bytes,
-        max_logprobs=config.max_logprobs,
-        logprobs_mode=config.logprobs_mode,
-        prefix_caching=config.prefix_caching,
-        parts=config.parts,
-        uncut=config.uncut,
-        max_rows=config.limits.max_decoding_batch,
-    )
     executor = InlineExecutor(runner, config)
     engine = Engine(config, executor, lease_seconds=OFFLINE_LEASE_SECONDS if local else None)
-    return engine, info, executor
+    return engine, EngineInfo.of("inline", config), executor
 
 
 class InlineEngine:
