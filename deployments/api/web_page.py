@@ -12,6 +12,7 @@ from rayfin import __version__
 from rayfin.deployments.batches.folder import BatchFolder
 from rayfin.deployments.generation.service import ServedModels
 from rayfin.deployments.http.paths import FILES
+from rayfin.deployments.http.query import tenant_of
 
 SHOWN_BATCHES = 8
 FOLDER = Path(__file__).parent / "web" / "page"
@@ -35,7 +36,7 @@ def add_web_routes(app: FastAPI, models: ServedModels, folder: BatchFolder | Non
 
     @app.get("/ui/state")
     async def state(request: Request) -> dict[str, Any]:
-        tenant = getattr(request.state, "tenant", "")
+        tenant = tenant_of(request)
         batches = [] if folder is None else await asyncio.to_thread(folder.batches, tenant)
         return {
             "version": __version__,

@@ -20,8 +20,9 @@ from rayfin.actors.errors import InvalidRequest, NotFound
 from rayfin.deployments.batches.folder import BatchFolder
 from rayfin.deployments.batches.lines import MESSAGES
 from rayfin.deployments.batches.objects import StoredBatch
-from rayfin.deployments.batches.routes import digits_of, store_of, tenant_of
+from rayfin.deployments.batches.routes import store_of
 from rayfin.deployments.http.json_body import ignored_header, read_body
+from rayfin.deployments.http.query import number_of, place_behind, tenant_of
 
 BATCHES = f"{MESSAGES}/batches"
 PREFIX, OURS = "msgbatch_", "batch_"
@@ -226,22 +227,17 @@ def _line(custom_id: str, result: dict[str, Any]) -> str:
 
 def _page(request: Request, found: list[StoredBatch]) -> MessageBatchList:
     """Returns a page of a list: ``limit`` batches behind ``after_id``, or before ``before_id``."""
-    query = request.query_params
-    limit = digits_of(query.get("limit", str(PAGE)), "limit", MAX_PAGE)
+    limit = number_of(request, "limit", PAGE, 1, MAX_PAGE)
     ids = [PREFIX + batch.id.removeprefix(OURS) for batch in found]
-    for name in ("after_id", "before_id"):
-        if query.get(name) is not None and query[name] not in ids:
-            raise InvalidRequest(f"There is no message batch {query[name][:64]!r}.", name)
-    first, last = 0, len(found)
-    if "after_id" in query:
-        first = ids.index(query["after_id"]) + 1
-    elif "before_id" in query:
-        last = ids.index(query["before_id"])
+    first, last = place_behind(request, ids, "after_id"), len(found)
+    before = place_behind(request, ids, "before_id")
+    if before and not first:
+        last = before - 1
         first = max(0, last - limit)
     page = found[first : min(last, first + limit)]
     return MessageBatchList(
         data=[shown(request, batch) for batch in page],
-        has_more=first > 0 if "before_id" in query else first + limit < last,
+        has_more=first > 0 if "before_id" in request.query_params else first + limit < last,
         first_id=ids[first] if page else None,
         last_id=ids[first + len(page) - 1] if page else None,
     )

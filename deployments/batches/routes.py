@@ -17,6 +17,8 @@ from rayfin.deployments.batches.lines import ENDPOINTS
 from rayfin.deployments.batches.objects import StoredBatch, StoredFile
 from rayfin.deployments.http.body_limits import UPLOAD_PATH as FILES
 from rayfin.deployments.http.json_body import read_body
+from rayfin.deployments.http.query import number_of, place_behind, tenant_of
+from rayfin.deployments.text.checks import check_metadata
 
 T = TypeVar("T", StoredBatch, StoredFile)
 
@@ -26,7 +28,6 @@ FORM_BYTES = 64 * 1024
 MAX_FIELDS = 8
 MAX_FIELD_BYTES = 4096
 MAX_FILENAME = 255  # characters
-MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
 MIN_MAX_AGE = (3600, 2592000)  # OpenAI's bounds of expires_after
 DIGITS = re.compile(r"[0-9]{1,9}")
 MAX_FILES_PAGE, MAX_BATCHES_PAGE = 10_000, 100
@@ -64,15 +65,7 @@ class BatchRequest(BaseModel):
             )
         if self.output_expires_after is not None:
             check_age(self.output_expires_after.seconds, "output_expires_after.seconds")
-        given = self.metadata or {}
-        if len(given) > MAX_METADATA:
-            raise InvalidRequest(f"metadata takes at most {MAX_METADATA} keys.", "metadata")
-        for key, value in given.items():
-            if len(key) > MAX_KEY or len(value) > MAX_VALUE:
-                raise InvalidRequest(
-                    f"metadata takes keys of {MAX_KEY} characters and values of {MAX_VALUE}.",
-                    "metadata",
-                )
+        check_metadata(self.metadata or {})
 
 
 class DeletedFile(BaseModel):
@@ -171,10 +164,6 @@ def store_of(folder: BatchFolder | None) -> BatchFolder:
     return folder
 
 
-def tenant_of(request: Request) -> str:
-    return getattr(request.state, "tenant", "")
-
-
 def _upload(form: FormData, max_bytes: int) -> tuple[UploadFile, int | None]:
     """The file of a form and its time to live in seconds.
 
@@ -216,26 +205,10 @@ def check_age(seconds: int, param: str) -> None:
         raise InvalidRequest(f"{param} must be in [{low}, {high}], got {seconds}.", param)
 
 
-def digits_of(written: str, param: str, most: int) -> int:
-    """Returns a number of a query.
-
-    Raises:
-        InvalidRequest: it is none from 1 to ``most``.
-    """
-    if not DIGITS.fullmatch(written) or not 1 <= int(written) <= most:
-        raise InvalidRequest(f"{param} must be in [1, {most}], got {written[:16]!r}.", param)
-    return int(written)
-
-
 def _page(request: Request, found: Sequence[T], most: int, default: int) -> dict[str, Any]:
     """A page of a list: ``limit`` objects behind ``after``."""
-    limit = digits_of(request.query_params.get("limit", str(default)), "limit", most)
-    start = 0
-    if (after := request.query_params.get("after")) is not None:
-        ids = [each.id for each in found]
-        if after not in ids:
-            raise InvalidRequest(f"There is no object with id {after[:64]!r}.", "after")
-        start = ids.index(after) + 1
+    limit = number_of(request, "limit", default, 1, most)
+    start = place_behind(request, [each.id for each in found])
     page = [each.shown() for each in found[start : start + limit]]
     return {
         "object": "list",

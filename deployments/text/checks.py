@@ -15,6 +15,7 @@ from rayfin.actors.errors import InvalidRequest
 
 NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 MAX_NAME = 64  # characters, as at OpenAI
+MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # pairs, and characters of each
 TEXT_OR_PARTS = "a string or a list of parts"
 BLANKS = b" \t\n\f\r"
 STANDARD = bytes.maketrans(b"-_", b"+/")  # the alphabet of base64 for that of URLs
@@ -104,3 +105,22 @@ def from_base64(text: str) -> bytes:
     if len(written) % 4 in (2, 3):
         written += b"=" * (4 - len(written) % 4)
     return binascii.a2b_base64(written, strict_mode=True)
+
+
+def check_metadata(metadata: dict[str, str]) -> None:
+    """Raises:
+    InvalidRequest: it has too many pairs, or one that is too long.
+    """
+    if len(metadata) > MAX_METADATA:
+        raise InvalidRequest(
+            f"metadata takes at most {MAX_METADATA} pairs, got {len(metadata)}.",
+            "metadata",
+            "object_above_max_properties",
+        )
+    for key, value in metadata.items():
+        if len(key) > MAX_KEY or len(value) > MAX_VALUE:
+            raise InvalidRequest(
+                f"A key of metadata has at most {MAX_KEY} characters, a value {MAX_VALUE}.",
+                "metadata",
+                "string_above_max_length",
+            )

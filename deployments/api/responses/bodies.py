@@ -13,11 +13,8 @@ from rayfin.deployments.generation.bodies import GenerationBody
 from rayfin.deployments.generation.members import check_members, ignored_members
 from rayfin.deployments.guidance.tools import DeclaredTools, declared_tools, flat_tools
 from rayfin.deployments.http.json_body import rename_error_params, rename_error_paths
-from rayfin.deployments.text.checks import as_string, required
+from rayfin.deployments.text.checks import as_string, check_metadata, required
 
-MAX_METADATA = 16  # pairs
-MAX_KEY = 64  # characters
-MAX_VALUE = 512
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (  # the others are parts of items or contents that no response here has
     LOGPROBS,
@@ -182,22 +179,3 @@ def check_include(names: Sequence[str]) -> None:
     for i, name in enumerate(names):
         if name not in INCLUDABLE:
             raise InvalidRequest(f"include: there is no {name[:64]!r}.", f"include[{i}]")
-
-
-def check_metadata(metadata: dict[str, str]) -> None:
-    """Raises:
-    InvalidRequest: it has too many pairs, or one that is too long.
-    """
-    if len(metadata) > MAX_METADATA:
-        raise InvalidRequest(
-            f"metadata takes at most {MAX_METADATA} pairs, got {len(metadata)}.",
-            "metadata",
-            "object_above_max_properties",
-        )
-    for key, value in metadata.items():
-        if len(key) > MAX_KEY or len(value) > MAX_VALUE:
-            raise InvalidRequest(
-                f"A key of metadata has at most {MAX_KEY} characters, a value {MAX_VALUE}.",
-                "metadata",
-                "string_above_max_length",
-            )

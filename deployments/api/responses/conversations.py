@@ -11,14 +11,15 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict
 
 from rayfin.actors.errors import InvalidRequest, NotFound
-from rayfin.deployments.api.responses.bodies import check_metadata
 from rayfin.deployments.api.responses.items import addresses_of, input_items, item_id, texts_of
-from rayfin.deployments.api.responses.pages import page_of, tenant_of
 from rayfin.deployments.api.responses.replies import Item, ItemList
 from rayfin.deployments.http.json_body import read_body
+from rayfin.deployments.http.query import number_of, place_behind, tenant_of, word_of
+from rayfin.deployments.text.checks import check_metadata
 
 OVERHEAD = 2048  # bytes of an item beside its texts
 ROUTE = "/v1/conversations"
+MAX_PAGE, PAGE = 100, 20  # items
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +83,22 @@ class DeletedConversation(BaseModel):
     id: str
     object: Literal["conversation.deleted"] = "conversation.deleted"
     deleted: Literal[True] = True
+
+
+def page_of(request: Request, given: Sequence[Item]) -> ItemList:
+    """Returns the page of items that a query asks for; the newest first if it does not say."""
+    limit = number_of(request, "limit", PAGE, 1, MAX_PAGE)
+    items = list(given)
+    if word_of(request, "order", ("desc", "asc")) == "desc":
+        items.reverse()
+    start = place_behind(request, [item.id for item in items])
+    page = items[start : start + limit]
+    return ItemList(
+        data=page,
+        first_id=page[0].id if page else None,
+        last_id=page[-1].id if page else None,
+        has_more=start + limit < len(items),
+    )
 
 
 def add_conversation_routes(app: FastAPI, store: Any) -> None:

@@ -9,10 +9,9 @@ from rayfin.deployments.api.responses.bodies import (
     check_include,
 )
 from rayfin.deployments.api.responses.compact import CompactAdapter, compaction_of
-from rayfin.deployments.api.responses.conversations import add_conversation_routes
+from rayfin.deployments.api.responses.conversations import add_conversation_routes, page_of
 from rayfin.deployments.api.responses.handler import ResponseAdapter, event_stream, reply
 from rayfin.deployments.api.responses.items import check_calls, input_items
-from rayfin.deployments.api.responses.pages import number_of, page_of, tenant_of, word_of
 from rayfin.deployments.api.responses.prompt import history_of, prompt_of
 from rayfin.deployments.api.responses.replies import Deleted, InputTokens, ItemList
 from rayfin.deployments.api.responses.state import ResponseState
@@ -21,6 +20,7 @@ from rayfin.deployments.api.responses.tools import answer_rules
 from rayfin.deployments.generation.route import GenerationRoute
 from rayfin.deployments.generation.service import ServedModels
 from rayfin.deployments.http.json_body import ignored_header, read_body
+from rayfin.deployments.http.query import number_of, tenant_of, word_of
 
 
 def add_response_routes(app: FastAPI, models: ServedModels, store: ResponseStoreClient) -> None:
