@@ -1,8 +1,9 @@
 """The offline LLM: the same tokens in one process and as actors, under vLLM's names."""
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import ray
 
 from rayfin import LLM, SamplingParams
-from rayfin.actors.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest
+from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest
 from rayfin.deployments.offline.outputs import CompletionOutput, RequestOutput
 
 PROMPTS = [
@@ -209,15 +210,29 @@ def test_progress_bar_can_be_switched_off(solo: LLM, capfd: pytest.CaptureFixtur
     assert "Processed prompts: 100%" in capfd.readouterr().err
 
 
-def test_starts_in_a_notebook_and_says_when_the_engine_dies(
-    cluster: None, settings: dict[str, Any]
+def test_prompts_outlive_their_engine_in_a_notebook_too(
+    cluster: None, settings: dict[str, Any], solo: LLM
 ) -> None:
     async def cell() -> None:  # a notebook's cells run inside an event loop
         with LLM(executor="ray", **settings) as llm:
-            assert len(llm.generate(PROMPTS, use_tqdm=False)) == len(PROMPTS)
-            ray.kill(llm._engine._scheduler)  # type: ignore[attr-defined]
-            with pytest.raises(EngineUnavailable):
-                llm.generate(PROMPTS, use_tqdm=False)
+            engine: Any = llm._engine
+            messages, heard = engine._messages, itertools.count(1)
+
+            def until_it_dies() -> Iterator[Any]:
+                for message in messages:
+                    yield message
+                    if next(heard) == 8:
+                        ray.kill(engine._scheduler)
+
+            engine._messages = until_it_dies()
+            assert tokens(llm, "choices") == tokens(solo, "choices")
+            assert next(heard) > 8
+            ray.kill(engine._scheduler)  # and while nothing runs
+            assert tokens(llm, "seeded") == tokens(solo, "seeded")
+
+    def tokens(llm: LLM, name: str) -> list[list[list[int]]]:
+        outputs = llm.generate(PROMPTS, SETTINGS[name], use_tqdm=False)
+        return [[one.token_ids for one in each.outputs] for each in outputs]
 
     asyncio.run(cell())
 
