@@ -542,4 +542,6 @@ class Command(StrEnum):
     ADMIT = "admit"  # accepts requests again
     RESET_CACHE = "reset_cache"  # forgets the content of free pages
     SLEEP = "sleep"  # frees the memory of its pages; its requests wait
+    SLEEP_DEEP = "sleep_deep"  # frees the model's too
+    LOAD = "load"  # ends that: the model is there, and pages are not
     WAKE = "wake"

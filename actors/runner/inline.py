@@ -1,5 +1,6 @@
 """The runner in this process, behind the executor's interface: no Ray, no second process."""
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -78,6 +79,7 @@ class InlineExecutor:
         self._submitted = (0, -1)  # epoch and number of the last step
         self._pages = PageTransfers(0, self._next_step, runner.overwritten)
         self._version = WeightVersion()
+        self._loading = threading.Lock()
         self._start()
 
     def _next_step(self) -> tuple[int, int]:
@@ -133,6 +135,7 @@ class InlineExecutor:
 
     def vote(self, version: WeightVersion) -> Vote:
         """See ``ModelRunner.vote``."""
+        self.load()
         return self._runner.vote(version)
 
     def turn(self, version: WeightVersion, *, in_place: bool) -> None:
@@ -147,9 +150,20 @@ class InlineExecutor:
         self._runner.reload(version)
         self._start()
 
-    def sleep(self) -> None:
+    def sleep(self, *, deep: bool = False) -> None:
         self._pages.use(None, self.epoch)
-        self._runner.sleep()
+        with self._loading:
+            if deep:
+                self._runner.drop()
+            else:
+                self._runner.sleep()
+
+    def load(self) -> None:
+        """Loads the model, by its version, if it is not there; any thread may call it."""
+        with self._loading:
+            if not self._runner.is_loaded:
+                self._runner.reload(self._version)
 
     def wake(self) -> None:
+        self.load()
         self.restart()

@@ -226,13 +226,22 @@ class ModelRunner:
         Raises:
             InvalidConfig: it cannot be loaded.
         """
+        self.drop()  # two models need not fit
+        args = self._args
+        self._take(with_speculation(load(args, None, version), args, version))
+
+    def drop(self) -> None:
+        """Frees the model and its pages; ``reload`` has to follow."""
         self._close_observers()
         self._next, self._graphs, self._bound, self._execution = (-1, 0), None, None, None
         for name in ("_loaded", "_model", "_forward", "_mover", "_sampler", "_slots", "_refiller"):
-            vars(self).pop(name, None)  # two models need not fit
+            vars(self).pop(name, None)
         gc.collect()
-        args = self._args
-        self._take(with_speculation(load(args, None, version), args, version))
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether there is a model."""
+        return "_loaded" in vars(self)
 
     def prepare(self, needs: Sequence[Need], *, at_once: bool = False) -> None:
         """As `ModelPart.prepare`, of all parts. Other threads may call it beside steps.

@@ -284,6 +284,10 @@ class Engine:
                 self.lifecycle.tier.forget()
             case Command.SLEEP:
                 self.sleep()
+            case Command.SLEEP_DEEP:
+                self.sleep(deep=True)
+            case Command.LOAD:
+                self._pipeline.load()
             case Command.WAKE:
                 self.wake()
 
@@ -300,18 +304,23 @@ class Engine:
             if request.source.background:
                 self._endings.end(request, "error", error=moved)
 
-    def sleep(self) -> None:
+    def sleep(self, *, deep: bool = False) -> None:
         """Frees all pages and the runners' memory of them; all requests wait for ``wake``.
+
+        Args:
+            deep: frees the model too; it is loaded again before the engine wakes.
 
         Raises:
             EngineUnavailable: the runners died and were replaced; the engine is awake.
         """
         if self._asleep:
+            if deep:
+                self._pipeline.sleep(deep=True)
             return
         try:
             while self._pipeline:
                 self._update_from_oldest()
-            self._pipeline.sleep()
+            self._pipeline.sleep(deep=deep)
         except RunnerGroupFailed as failure:
             self.replace_runners(failure)
             raise EngineUnavailable(f"it does not sleep: {failure}") from failure

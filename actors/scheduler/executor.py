@@ -87,11 +87,22 @@ class Executor(Protocol):
         """
         ...
 
-    def sleep(self) -> None:
+    def sleep(self, *, deep: bool = False) -> None:
         """The runners drop all requests and free the memory of their pages.
+
+        Args:
+            deep: they free the model too.
 
         Raises:
             RunnerGroupFailed: they have died.
+        """
+        ...
+
+    def load(self) -> None:
+        """Makes a deep sleep a plain one, if it is deep: the model is loaded, by its version.
+
+        Raises:
+            RunnerGroupFailed: it cannot be.
         """
         ...
 

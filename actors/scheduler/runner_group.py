@@ -336,13 +336,31 @@ class RunnerGroup:
         turned = self._on_all("turn", self.version, self.epoch)
         self.wait(turned, MODEL_LOAD_SECONDS, "taking new weights")
 
-    def sleep(self) -> None:
-        """See ``Executor.sleep``."""
-        self.wait(self._on_all("sleep"), RUNNER_ADOPTION_SECONDS, "freeing pages")
+    def sleep(self, *, deep: bool = False) -> None:
+        """See ``Executor.sleep``; a deep sleep has no runners."""
+        if not deep:
+            self.wait(self._on_all("sleep"), RUNNER_ADOPTION_SECONDS, "freeing pages")
+            return
+        self.epoch += 1  # first: pings that they do not answer are of an epoch before
+        self.stop()
+
+    @property
+    def sleeps_deep(self) -> bool:
+        """Whether there are no runners."""
+        return not self._runners
+
+    def load(self) -> None:
+        """See ``Executor.load``."""
+        if self.sleeps_deep:
+            self.wake()
+            self.sleep()
 
     def wake(self) -> None:
         """See ``Executor.wake``."""
         self.epoch += 1
+        if self.sleeps_deep:
+            self._start_new(RUNNER_PROCESS_SECONDS)
+            return
         start = self._on_all("start", self._config, self.epoch)
         self.wait(start, MODEL_LOAD_SECONDS, "allocating pages")
 

@@ -95,9 +95,13 @@ class StepPipeline:
         begin = self._builder.turn if in_place else self._builder.restart
         begin(self._executor.epoch)
 
-    def sleep(self) -> None:
+    def sleep(self, *, deep: bool) -> None:
         """See ``Executor.sleep``; no step may be in flight."""
-        self._executor.sleep()
+        self._executor.sleep(deep=deep)
+
+    def load(self) -> None:
+        """See ``Executor.load``."""
+        self._executor.load()
 
     def wake(self) -> None:
         """See ``Executor.wake``."""

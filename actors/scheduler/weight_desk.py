@@ -17,6 +17,7 @@ from typing import Any
 
 from rayfin.actors import failpoints
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, RayfinError
+from rayfin.actors.messages import Command
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.runner_group import RunnerGroup
 from rayfin.actors.timing import (
@@ -71,6 +72,8 @@ class WeightDesk:
         if failpoints.ACTIVE:
             failpoints.ACTIVE.hit("weights.stage")
         version = place_version(self.store, version, chunks)
+        if self._group.sleeps_deep:  # what is not there fits nothing
+            self._call(lambda engine: engine.carry_out(Command.LOAD), MODEL_LOAD_SECONDS)
         vote = self._group.vote(version)
         self._votes = {version.serial: vote}
         return vote

@@ -16,7 +16,7 @@ from rayfin.actors.parts import RequestPart
 from rayfin.actors.profile import DEFAULT_STEPS, MAX_STEPS, ProfileOrder
 from rayfin.deployments.api.weights import add_weight_routes
 from rayfin.deployments.client.engine_client import EngineReport
-from rayfin.deployments.client.weights import WeightsClient
+from rayfin.deployments.client.weights import WeightsClient, sleep_command
 from rayfin.deployments.http.auth import require_operator
 from rayfin.deployments.http.json_body import read_body
 
@@ -25,9 +25,8 @@ logger = logging.getLogger("rayfin.admin")
 Answer = dict[str, Any]
 Operator = Annotated[str, Depends(require_operator)]
 
-# Levels of vLLM's ``/sleep``: 0 keeps all memory and 1 the weights; here both are 1. 2 drops the
-# weights, which cannot be loaded again.
-LEVELS = ("0", "1")
+Tags = Annotated[list[str], Query(description="weights, kv_cache; all without")]
+TAGS = {"weights", "kv_cache"}
 
 
 class Engines(Protocol):
@@ -168,14 +167,17 @@ def add_admin_routes(app: FastAPI, models: Sequence[Operated]) -> None:
     @router.post("/sleep")
     @router.post("/admin/sleep")
     async def sleep(operator: Operator, which: Which, level: str = "1") -> Answer:
-        if level not in LEVELS:
-            raise InvalidRequest("level must be 0 or 1: the weights stay.", "level")
-        return await manage(Command.SLEEP, which, operator)
+        command = sleep_command(int(level) if level.isdecimal() else level)
+        return await manage(command, which, operator)
 
     @router.post("/wake_up")
     @router.post("/admin/wake")
-    async def wake(operator: Operator, which: Which) -> Answer:
-        return await manage(Command.WAKE, which, operator)
+    async def wake(operator: Operator, which: Which, tags: Tags = []) -> Answer:  # noqa: B006
+        """Of a sleep of level 2 the tag ``weights`` alone loads the model, and no pages."""
+        if not TAGS.issuperset(tags):
+            raise InvalidRequest(f"tags must be of {', '.join(sorted(TAGS))}.", "tags")
+        command = Command.LOAD if set(tags) == {"weights"} else Command.WAKE
+        return await manage(command, which, operator)
 
     @router.get("/server_info")
     async def server_info() -> Answer:

@@ -316,8 +316,21 @@ def states_as_json(states: Mapping[str, EngineWeights]) -> dict[str, Any]:
     }
 
 
+def sleep_command(level: object) -> Command:
+    """The command of a level of vLLM's ``sleep``.
+
+    0 keeps all memory there, and 1 the weights; here both keep the weights. 2 drops them: those
+    that the engine serves are loaded when it wakes.
+
+    Raises:
+        InvalidRequest: there is no such level.
+    """
+    if level not in (0, 1, 2):
+        raise InvalidRequest(f"level must be 0, 1 or 2, got {level!r}"[:256], "level")
+    return Command.SLEEP_DEEP if level == 2 else Command.SLEEP
+
+
 COMMANDS = {
-    "sleep": Command.SLEEP,
     "wake_up": Command.WAKE,
     "reset_prefix_cache": Command.RESET_CACHE,
 }
@@ -346,10 +359,12 @@ async def call_workers(
     if method == "checksum":
         return [states_as_json(await weights.states())["digest"]]
     command = COMMANDS.get(method) if isinstance(method, str) else None
+    if method == "sleep":
+        command = sleep_command((kwargs or {}).get("level", next(iter(args), 1)))
     if command is None:
         raise InvalidRequest(
-            f"method must be reload_weights, checksum, {', '.join(COMMANDS)}: no other code runs "
-            "in an engine.",
+            f"method must be reload_weights, checksum, sleep, {', '.join(COMMANDS)}: no other code "
+            "runs in an engine.",
             "method",
         )
     await manage(command)

@@ -24,6 +24,7 @@ from rayfin.deployments.client.weights import (
     UpdateOptions,
     WeightsClient,
     call_workers,
+    sleep_command,
     states_as_json,
 )
 from rayfin.deployments.generation.choice import Prompt
@@ -347,21 +348,20 @@ class AsyncLLM:
         """Frees the memory of the KV cache; requests wait, and cached prefixes are lost.
 
         Args:
-            level: 0 and 1 keep the weights. vLLM's 2, which drops them, is refused.
+            level: 0 and 1 keep the weights. 2 drops them: the engine loads what it serves when it
+                wakes, or before new weights are compared with it.
             mode: vLLM's, without effect: requests go on when it wakes.
         """
-        if level not in (0, 1):
-            raise InvalidRequest(f"level must be 0 or 1: the weights stay; got {level}", "level")
-        await self._manage(Command.SLEEP)
+        await self._manage(sleep_command(level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocates the KV cache again.
 
         Args:
-            tags: vLLM's "weights" and "kv_cache"; only the latter has been asleep.
+            tags: vLLM's. "weights" alone loads the weights after a sleep of level 2.
         """
-        if tags is None or "kv_cache" in tags:
-            await self._manage(Command.WAKE)
+        whole = tags is None or "kv_cache" in tags
+        await self._manage(Command.WAKE if whole else Command.LOAD)
 
     async def update_weights(
         self,

@@ -23,7 +23,7 @@ from rayfin.actors.model_files.pooling_recipe import PoolingTask
 from rayfin.actors.parts import RequestPart
 from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
 from rayfin.deployments.client.deltas import WholeDeltas, split_deltas
-from rayfin.deployments.client.weights import UpdateOptions
+from rayfin.deployments.client.weights import UpdateOptions, sleep_command
 from rayfin.deployments.generation.beam_requests import BeamSearchOutput, build_search, sequence_of
 from rayfin.deployments.generation.best_of import candidates, request_logprobs
 from rayfin.deployments.generation.build_requests import build_requests, sampling_defaults
@@ -520,24 +520,24 @@ class LLM:
         """Frees the memory of the KV cache; cached prefixes are lost.
 
         Args:
-            level: 0 and 1 keep the weights. vLLM's 2, which drops them, is refused.
+            level: 0 and 1 keep the weights. 2 drops them; they are loaded when it wakes.
             mode: vLLM's, without effect: between calls no request runs.
 
         Raises:
             InvalidRequest: another level.
         """
-        if level not in (0, 1):
-            raise InvalidRequest(f"level must be 0 or 1: the weights stay; got {level}", "level")
-        self._engine.carry_out(Command.SLEEP)
+        self._engine.carry_out(sleep_command(level))
         self._asleep = True
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocates the KV cache again.
 
         Args:
-            tags: vLLM's "weights" and "kv_cache"; only the latter has been asleep.
+            tags: vLLM's. "weights" alone loads the weights after a sleep of level 2.
         """
-        if tags is None or "kv_cache" in tags:
+        if tags is not None and "kv_cache" not in tags:
+            self._engine.carry_out(Command.LOAD)
+        else:
             self._engine.carry_out(Command.WAKE)
             self._asleep = False
 

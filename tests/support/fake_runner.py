@@ -201,9 +201,12 @@ class FakeExecutor:
         if not in_place:
             self._restart()
 
-    def sleep(self) -> None:
-        self.asleep = True
+    def sleep(self, *, deep: bool = False) -> None:
+        self.asleep, self.deep = True, deep
         self.names.turn()
+
+    def load(self) -> None:
+        self.deep = False
 
     def adopt(self) -> None:
         """Belongs to a new scheduler: it forgets all requests, and keeps what pages hold."""

@@ -79,8 +79,11 @@ class Group:
         self.epoch += 1
         self._all(lambda runner: runner.start(self.config, self.epoch), self.runners)
 
-    def sleep(self) -> None:
-        self._all(ModelRunner.sleep, self.runners)
+    def sleep(self, *, deep: bool = False) -> None:
+        self._all(ModelRunner.drop if deep else ModelRunner.sleep, self.runners)
+
+    def load(self) -> None:
+        """None of its runners is dropped."""
 
     def wake(self) -> None:
         self.restart()

@@ -94,6 +94,25 @@ def test_streams_go_on_after_a_sleep(
     h.check()
 
 
+def test_a_deep_sleep(harness: Make) -> None:
+    """It may come after a plain one, and end in two parts."""
+    h = harness()
+    for length in (10, 6):
+        h.add(length, 12)
+    h.step()
+    for first in (Command.SLEEP, Command.SLEEP_DEEP):
+        h.engine.carry_out(first)
+        h.step()  # what the last steps gave
+        h.engine.carry_out(Command.SLEEP_DEEP)
+        assert h.executor.deep and h.engine.stats().asleep
+        h.engine.carry_out(Command.LOAD)
+        assert not h.executor.deep and h.engine.stats().asleep
+        h.engine.carry_out(Command.WAKE)
+        h.step()
+    h.run()
+    h.check()
+
+
 def test_time_runs_while_it_sleeps(harness: Make) -> None:
     h = harness()
     late = h.add(8, 12, timeout=5.0)

@@ -53,8 +53,8 @@ def test_cached_prefixes_are_removed(llm: LLM) -> None:
 
 def test_sleep_frees_and_wake_up_goes_on(llm: LLM) -> None:
     expected = ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
-    with pytest.raises(InvalidRequest, match="level must be 0 or 1"):
-        llm.sleep(level=2)
+    with pytest.raises(InvalidRequest, match="level must be 0, 1 or 2"):
+        llm.sleep(level=3)
     llm.sleep(level=1)
     with pytest.raises(InvalidRequest, match="wake_up"):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)

@@ -61,6 +61,32 @@ def test_between_calls(folders: list[Path], tmp_path: Path) -> None:
         llm.check_integrity()
 
 
+def test_a_sleep_of_level_2(folders: list[Path]) -> None:
+    """It has no weights; what is served is loaded again, or new weights are."""
+    with model(folders[1]) as fresh:
+        wanted = greedy(fresh)
+    with model(folders[0]) as llm:
+        first, runner = greedy(llm), llm._engine._weights._executor._runner  # type: ignore[attr-defined]
+        llm.sleep(level=2)
+        llm.sleep(level=2)
+        assert not runner.is_loaded
+        llm.wake_up(tags=["weights"])
+        assert runner.is_loaded
+        llm.wake_up(tags=["kv_cache"])
+        assert greedy(llm) == first
+        llm.update_weights(str(folders[1]))
+        for _ in range(2):
+            llm.sleep(level=2)
+            llm.wake_up()
+            assert greedy(llm) == wanted  # no base instead, and no garbage
+        llm.sleep(level=2)
+        with pytest.raises(InvalidRequest, match="lack"):
+            llm.update_weights({NAME: load_one(folders[0])})
+        llm.update_weights(str(folders[0]))
+        llm.wake_up()
+        assert greedy(llm) == first
+
+
 def load_one(folder: Path) -> Any:
     return load_file(folder / "model.safetensors")[NAME]
 

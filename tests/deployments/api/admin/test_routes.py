@@ -91,6 +91,9 @@ async def test_routes_are_closed_by_themselves(service: Any, engine: Any) -> Non
         ("/admin/wake", (Command.WAKE, None)),
         ("/reset_prefix_cache", (Command.RESET_CACHE, None)),
         ("/sleep?level=1", (Command.SLEEP, None)),
+        ("/sleep?level=2", (Command.SLEEP_DEEP, None)),
+        ("/wake_up?tags=weights", (Command.LOAD, None)),
+        ("/wake_up?tags=weights&tags=kv_cache", (Command.WAKE, None)),
         ("/wake_up", (Command.WAKE, None)),
     ],
 )
@@ -105,8 +108,10 @@ async def test_commands(operated: Any, engine: Any, path: str, commands: Any) ->
 async def test_what_cannot_be_done_is_refused(operated: Any, engine: Any) -> None:
     async with connect(build_api(operated)) as http:
         assert (await http.post("/admin/drain?engine=7", headers=OPERATOR)).status_code == 404
-        deep = await http.post("/sleep?level=2", headers=OPERATOR)
-        assert deep.status_code == 400 and deep.json()["error"]["param"] == "level"
+        for path in ("/sleep?level=3", "/sleep?level=x", "/wake_up?tags=graphs"):
+            refused = await http.post(path, headers=OPERATOR)
+            assert refused.status_code == 400, path
+            assert refused.json()["error"]["param"] in path
         assert (await http.get("/admin/drain", headers=OPERATOR)).status_code == 405
     assert engine.commands == []
 
