@@ -174,10 +174,7 @@ def add_admin_routes(app: FastAPI, models: Sequence[Operated]) -> None:
     @router.post("/admin/wake")
     async def wake(operator: Operator, which: Which, tags: Tags = []) -> Answer:  # noqa: B006
         """Of a sleep of level 2 the tag ``weights`` alone loads the model, and no pages."""
-        if not TAGS.issuperset(tags):
-            raise InvalidRequest(f"tags must be of {', '.join(sorted(TAGS))}.", "tags")
-        command = Command.LOAD if set(tags) == {"weights"} else Command.WAKE
-        return await manage(command, which, operator)
+        return await manage(_wake_command(tags), which, operator)
 
     @router.get("/server_info")
     async def server_info() -> Answer:
@@ -193,6 +190,12 @@ def add_admin_routes(app: FastAPI, models: Sequence[Operated]) -> None:
     add_profile_routes(router, partial(_engines, models))
     app.include_router(router)
     add_weight_routes(app, models)
+
+
+def _wake_command(tags: Sequence[str]) -> Command:
+    if not TAGS.issuperset(tags):
+        raise InvalidRequest(f"tags must be of {', '.join(sorted(TAGS))}.", "tags")
+    return Command.LOAD if set(tags) == {"weights"} else Command.WAKE
 
 
 def _answer(reports: Reports) -> Answer:

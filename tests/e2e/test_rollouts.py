@@ -136,6 +136,32 @@ def test_under_streams(app: Any, steps: list[Path], restored: None, tmp_path: Pa
     app.idle()
 
 
+def test_a_sleep_of_level_2(app: Any, steps: list[Path], restored: None) -> None:
+    """No runner is left; what wakes serves what was decided meanwhile, and a stream goes on."""
+
+    def post(path: str) -> None:
+        with app.client() as http:
+            answer = http.post(path, headers=ADMIN)
+        assert answer.status_code == 200, answer.text
+
+    def sleep() -> None:
+        runners = ray.get(app.scheduler().runners.remote())
+        post("/sleep?level=2")
+        assert ray.get(app.scheduler().runners.remote()) == []
+        for runner in runners:
+            assert not Path(f"/proc/{runner.pid}").exists()
+        post("/wake_up?tags=weights")
+        assert ray.get(app.scheduler().runners.remote()) and state(app)["engines"]
+        post("/sleep?level=2")
+        update(app, steps[1], "asleep")
+        post("/wake_up")
+
+    answers = asyncio.run(streams(app, sleep))
+    for _, tokens, _, versions in answers:
+        assert len(tokens) == LENGTH and versions[-1]["version"] == "asleep"
+    app.idle()
+
+
 def test_what_does_not_fit_changes_nothing(app: Any, steps: list[Path], tmp_path: Path) -> None:
     before = state(app)
     tensors = load_file(steps[1])
