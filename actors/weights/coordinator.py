@@ -25,6 +25,7 @@ from rayfin.actors.timing import (
     WEIGHTS_SILENT_SECONDS,
 )
 from rayfin.actors.weights.version import (
+    EngineOrder,
     EngineWeights,
     KeptPages,
     NewRequests,
@@ -126,6 +127,7 @@ class WeightCoordinator:
         mode: PauseMode = "keep",
         pages: KeptPages = "recompute",
         new: NewRequests = "wait",
+        order: EngineOrder = "together",
     ) -> UpdateReport:
         """Makes all engines serve a version, whose file they can read or get by ``chunks``.
 
@@ -147,6 +149,8 @@ class WeightCoordinator:
             serial = max(current.serial, self.decided.serial) + 1
             version = replace(version, serial=serial, label=version.label or str(serial))
             await self._stage(version, chunks, states)
+            if order == "in_turn" and self._paused_until is None:
+                return await self._in_turn(version, mode, pages, new, began)
             return await self._carry_out(version, mode, pages, new, began)
         except RayfinError as error:
             self.updates["refused" if error.status < 500 else "failed"] += 1
@@ -187,10 +191,41 @@ class WeightCoordinator:
         self._undecided = None
         done = asyncio.ensure_future(self._complete(version, pages, resume=not by_hand))
         await asyncio.shield(done)
+        return self._report(version, began, self._clock() - paused)
+
+    def _report(self, version: WeightVersion, began: float, paused: float) -> UpdateReport:
         now, votes = self._clock(), list(self._votes.values())
         self.updates["done"] += 1
         in_place, kept = all(vote.in_place for vote in votes), votes[0].kept
-        return UpdateReport(version, len(votes), in_place, kept, now - began, now - paused)
+        return UpdateReport(version, len(votes), in_place, kept, now - began, paused)
+
+    async def _in_turn(
+        self,
+        version: WeightVersion,
+        mode: PauseMode,
+        pages: KeptPages,
+        new: NewRequests,
+        began: float,
+    ) -> UpdateReport:
+        """Changes one engine after the other, while the others serve.
+
+        It is decided: all have voted. The longest pause is in the report.
+        """
+        self._undecided, self.decided = None, version
+        commit = WeightOrder("commit", version=version, pages=pages)
+        longest = 0.0
+
+        async def change() -> None:
+            nonlocal longest
+            for name in sorted(self._votes):
+                own, paused = {name: None}, self._clock()
+                await self._pause(mode, new, own)
+                await self._each(commit, own, decided=True, alone=True)
+                await self._each(WeightOrder("resume"), own, decided=True, alone=True)
+                longest = max(longest, self._clock() - paused)
+
+        await asyncio.shield(asyncio.ensure_future(change()))
+        return self._report(version, began, longest)
 
     async def _stage(
         self, version: WeightVersion, chunks: Sequence[Any], engines: Mapping[str, object]
@@ -214,13 +249,17 @@ class WeightCoordinator:
         if self._paused_until is None:
             await self._each(WeightOrder("resume"), decided=True)
 
-    async def _pause(self, mode: PauseMode, new: NewRequests) -> None:
-        states = await self._each(WeightOrder("pause", mode=mode, new=new), self._votes)
+    async def _pause(
+        self, mode: PauseMode, new: NewRequests, only: Mapping[str, object] | None = None
+    ) -> None:
+        required, alone = self._votes if only is None else only, only is not None
+        pause = WeightOrder("pause", mode=mode, new=new)
+        states = await self._each(pause, required, alone=alone)
         while not all(own.paused for own in states.values()):
             await self._sleep(WEIGHTS_POLL_SECONDS)
-            states = await self._each(WeightOrder("state"), self._votes)
+            states = await self._each(WeightOrder("state"), required, alone=alone)
             if any(not own.pausing for own in states.values()):  # one is new
-                states = await self._each(WeightOrder("pause", mode=mode, new=new))
+                states = await self._each(pause, required if alone else None, alone=alone)
 
     async def _complete(self, version: WeightVersion, pages: KeptPages, *, resume: bool) -> None:
         self.decided = version
@@ -312,12 +351,13 @@ class WeightCoordinator:
         required: Mapping[str, object] | None = None,
         *,
         decided: bool = False,
+        alone: bool = False,
         patience: float = WEIGHTS_SILENT_SECONDS,
     ) -> dict[str, EngineWeights]:
         async def call(port: EnginePort) -> EngineWeights:
             return await port.order(order)
 
-        return await self._all(call, required, decided=decided, patience=patience)
+        return await self._all(call, required, decided=decided, alone=alone, patience=patience)
 
     async def _all(
         self,
@@ -325,6 +365,7 @@ class WeightCoordinator:
         required: Mapping[str, object] | None = None,
         *,
         decided: bool = False,
+        alone: bool = False,
         patience: float = WEIGHTS_SILENT_SECONDS,
     ) -> dict[str, Any]:
         """The answers of all engines, by name.
@@ -335,6 +376,7 @@ class WeightCoordinator:
             required: engines that are waited for though they are not there now; others are not,
                 for one that begins asks what is decided.
             decided: an engine that fails is asked again, as one that cannot be reached.
+            alone: no engine but the required ones is asked.
             patience: seconds in which engines are asked again.
 
         Raises:
@@ -350,7 +392,7 @@ class WeightCoordinator:
                 logger.warning("engines are not found: %s", error)
             if not required:
                 known |= found.keys()
-            asked = [name for name in found if name not in answers]
+            asked = [name for name in found if name not in answers and (not alone or name in known)]
             calls = (call(found[name]) for name in asked)
             for name, answer in zip(
                 asked, await asyncio.gather(*calls, return_exceptions=True), strict=True

@@ -23,6 +23,10 @@ NewRequests = Literal["wait", "refuse"]
 """What requests do that come meanwhile."""
 
 
+EngineOrder = Literal["together", "in_turn"]
+"""Which engines pause: all, so that one version serves; or one after the other."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
     """Weights by number, name and content; without fields those that the engine started with."""

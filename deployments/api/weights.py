@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rayfin.actors.errors import InvalidRequest, ModelNotFound
 from rayfin.actors.messages import Command
 from rayfin.actors.timing import WEIGHTS_PAUSE_SECONDS
-from rayfin.actors.weights.version import KeptPages, NewRequests, PauseMode
+from rayfin.actors.weights.version import EngineOrder, KeptPages, NewRequests, PauseMode
 from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.client.weights import (
     UpdateOptions,
@@ -73,6 +73,7 @@ class WeightsRequest(BaseModel):
     new: NewRequests = "wait"
     partial: bool = False
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    order: EngineOrder = "together"
 
 
 class DiskWeightsRequest(BaseModel):
@@ -148,6 +149,7 @@ class FinishRequest(BaseModel):
     mode: PauseMode = "keep"
     kv: KeptPages = "recompute"
     new: NewRequests = "wait"
+    order: EngineOrder = "together"
 
 
 class WeightRoutes:

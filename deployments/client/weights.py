@@ -24,6 +24,7 @@ from rayfin.actors.weights.begun import BegunUpdate
 from rayfin.actors.weights.sources import folder_version
 from rayfin.actors.weights.store import WeightStore
 from rayfin.actors.weights.version import (
+    EngineOrder,
     EngineWeights,
     KeptPages,
     NewRequests,
@@ -57,6 +58,7 @@ class UpdateOptions:
     new: NewRequests = "wait"  # requests that come meanwhile wait, or are refused
     partial: bool = False  # tensors that are left out stay as they are
     dtype: Literal["bfloat16", "float16", "float32"] | None = None  # tensors are rounded to it
+    order: EngineOrder = "together"  # all engines pause, or one after the other
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(UpdateOptions).items():
@@ -215,6 +217,7 @@ class RemoteWeights:
         made = await asyncio.to_thread(write_version, store, weights, version, self._base, options)
         here = Path(made.place).parent == store.folder
         orders = {"mode": options.mode, "pages": options.kv, "new": options.new}
+        orders["order"] = options.order
         try:
             chunks = await asyncio.to_thread(_chunks, made) if here else []
             report: dict[str, Any] = await self._call("update", made, chunks, orders)

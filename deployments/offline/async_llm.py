@@ -19,7 +19,7 @@ from rayfin.actors.model_files.pooling_recipe import PoolingTask
 from rayfin.actors.profile import ProfileOrder
 from rayfin.actors.sampling_params import RequestOutputKind, SamplingParams
 from rayfin.actors.timing import WEIGHTS_POLL_SECONDS
-from rayfin.actors.weights.version import KeptPages, NewRequests, PauseMode
+from rayfin.actors.weights.version import EngineOrder, KeptPages, NewRequests, PauseMode
 from rayfin.deployments.client.weights import (
     UpdateOptions,
     WeightsClient,
@@ -373,18 +373,20 @@ class AsyncLLM:
         new: NewRequests = "wait",
         partial: bool = False,
         dtype: Literal["bfloat16", "float16", "float32"] | None = None,
+        order: EngineOrder = "together",
     ) -> dict[str, Any]:
         """Makes all engines compute by other weights, or none; requests go on.
 
         Args:
             weights, version, partial, dtype: those of ``LLM.update_weights``.
             mode, kv, new: what requests do meanwhile (docs/rollouts.md).
+            order: all engines pause together, or "in_turn", while the others serve.
 
         Raises:
             InvalidRequest: the tensors are not those of this model; nothing has changed.
             EngineBusy: another update is amid.
         """
-        options = UpdateOptions(mode, kv, new, partial, dtype)
+        options = UpdateOptions(mode, kv, new, partial, dtype, order)
         return await (await self._weights()).update(weights, version, options)
 
     async def collective_rpc(

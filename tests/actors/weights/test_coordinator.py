@@ -202,6 +202,28 @@ def test_an_engine_dies_anywhere(engines: int, away: float) -> None:
         assert all(len(together) <= 1 for together in world.serving), moment
 
 
+@pytest.mark.parametrize("engines", [1, 3])
+@pytest.mark.parametrize("away", [0.5, 5.0])
+def test_one_after_the_other(engines: int, away: float) -> None:
+    """At most one is paused, whatever dies; at the end all serve it."""
+
+    class Turns(World):
+        most = 0
+
+        def after(self, node: Node, what: str) -> None:
+            paused = [own for own in self.nodes.values() if own.mode is not None and not own.down]
+            self.most = max(self.most, len(paused))
+            super().after(node, what)
+
+    moments = [*itertools.product(CALLS, ("before", "after")), ("commit", "amid")]
+    for moment in [None, *moments]:
+        world = Turns(engines, {} if moment is None else {moment: away})
+        report = run(world.coordinator().update(NEW, order="in_turn"))
+        run(world.clock.sleep(away))
+        assert world.serials() == {report.version.serial} == {1}, moment
+        assert world.most == 1 and all(own.mode is None for own in world.nodes.values()), moment
+
+
 @pytest.mark.parametrize("what", CALLS)
 def test_a_coordinator_dies_anywhere(what: str) -> None:
     """The next one completes what was decided, drops what was not, and resumes all."""
