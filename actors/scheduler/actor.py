@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -77,8 +78,10 @@ from rayfin.actors.timing import (
     SUPERVISOR_LEASE_SECONDS,
 )
 from rayfin.actors.weights.coordinator_actor import (
+    chunks_of,
     coordinator_name,
     decided_version,
+    fetch_version,
     start_coordinator,
     store_here,
 )
@@ -191,9 +194,10 @@ class SchedulerActor:
                 self._call,
                 self._hand_back,
                 partial(start_coordinator, coordinator_name(self._name)),
+                fetch := partial(fetch_version, self._name),
             )
             ask = partial(decided_version, coordinator_name(self._name))
-            self._group.version = joined_version(desk.store, ask())
+            self._group.version = joined_version(desk.store, ask(), fetch)
             desk.store.touch()
             self._executor = profiled(self._group, start.args.profile_dir)
             engine = Engine(self._group.start(), self._executor)
@@ -204,7 +208,7 @@ class SchedulerActor:
             engine.updates.begin(self._group.version)
             self._desk, self._engine = desk, engine
             try:
-                catch_up(engine, joined_version(desk.store, ask()))
+                catch_up(engine, joined_version(desk.store, ask(), fetch))
             except BaseException:
                 self._engine = None
                 raise
@@ -424,6 +428,13 @@ class SchedulerActor:
             chunks: refs of its file's bytes.
         """
         return self._running_desk().stage(version, [ray.get(chunk) for chunk in chunks])
+
+    @ray.method(concurrency_group="weights")
+    def export_weights(self, digest: str) -> list[Any]:
+        """The file of what this engine serves, as refs of its bytes; empty if that is another."""
+        current = self._running_desk().store.current
+        whole = current.digest == digest and Path(current.place).is_file()
+        return chunks_of(current) if whole else []
 
     @ray.method(concurrency_group="control")
     def weights(self, order: WeightOrder) -> EngineWeights:

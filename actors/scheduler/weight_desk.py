@@ -12,7 +12,7 @@ which ends what is undone.
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rayfin.actors import failpoints
@@ -37,12 +37,17 @@ Call = Callable[[Callable[[Engine], Any], float], Any]
 """Calls a function in the thread that steps, and returns its answer within so many seconds."""
 
 
+Fetch = Callable[[WeightVersion], Iterable[Any]]
+"""Yields the bytes of a version's file from elsewhere, once they are wanted; nothing if nowhere."""
+
+
 class WeightDesk:
     """Carries out a coordinator's orders for the engine ``name``.
 
     Args:
         hand_back: gives all requests to other engines.
         ask_for_coordinator: starts one unless there is one.
+        fetch: a version's bytes, from an engine on another node.
     """
 
     def __init__(
@@ -53,9 +58,10 @@ class WeightDesk:
         call: Call,
         hand_back: Callable[[], None],
         ask_for_coordinator: Callable[[], None],
+        fetch: Fetch,
     ) -> None:
         self._name, self._group, self._call = name, group, call
-        self._hand_back, self._ask = hand_back, ask_for_coordinator
+        self._hand_back, self._ask, self._fetch = hand_back, ask_for_coordinator, fetch
         self.store = store
         self._votes: dict[int, Vote] = {}  # by number of the version
         self._committing = threading.Lock()
@@ -113,7 +119,7 @@ class WeightDesk:
             return
         decided = order.version
         if self.store.current.serial < decided.serial:
-            decided = _placed(self.store, decided)
+            decided = _placed(self.store, decided, self._fetch)
         if not state.pausing:  # this scheduler began after the pause
             self._do(lambda engine: engine.updates.pause("keep", order.new))
         deadline = time.monotonic() + LOOP_COMMAND_SECONDS
@@ -180,27 +186,27 @@ def catch_up(engine: Engine, decided: WeightVersion) -> None:
         engine.updates.resume()
 
 
-def joined_version(store: WeightStore, decided: WeightVersion) -> WeightVersion:
+def joined_version(store: WeightStore, decided: WeightVersion, fetch: Fetch) -> WeightVersion:
     """The version of an engine that begins: CURRENT, or what was decided while it was not there.
 
     Raises:
-        InvalidConfig: its tensors are not on this node.
+        InvalidConfig: its tensors are neither on this node nor where they can be fetched.
     """
     if decided.is_base:
         store.forget(WEIGHTS_ABANDONED_SECONDS)
     if (current := store.current).serial >= decided.serial:
         return current
-    return store.commit(_placed(store, decided))
+    return store.commit(_placed(store, decided, fetch))
 
 
-def _placed(store: WeightStore, decided: WeightVersion) -> WeightVersion:
+def _placed(store: WeightStore, decided: WeightVersion, fetch: Fetch) -> WeightVersion:
     """The version as it is proposed here, now if it was not.
 
     Raises:
-        InvalidConfig: its tensors are not on this node.
+        InvalidConfig: its tensors are neither on this node nor where they can be fetched.
     """
     try:
-        return place_version(store, decided)
+        return place_version(store, decided, fetch(decided))
     except RayfinError as error:
         raise InvalidConfig(
             f"weights {decided.label!r} are not on this node: send them again ({error})", "weights"

@@ -1,12 +1,14 @@
 """Coordinator and receiver of a deployment as actors, which others find by their names."""
 
 import asyncio
+import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -17,6 +19,11 @@ from rayfin.actors.timing import MODEL_LOAD_SECONDS, WEIGHTS_SILENT_SECONDS, WEI
 from rayfin.actors.weights.coordinator import EnginePort, WeightCoordinator
 from rayfin.actors.weights.store import WeightStore, store_of
 from rayfin.actors.weights.version import EngineWeights, Vote, WeightOrder, WeightVersion
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 256 << 20
+"""Of a file that goes to other nodes, in one object."""
 
 SUFFIX, RECEIVER_SUFFIX = "-weights", "-receiver"
 OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000, "max_restarts": 0}
@@ -185,3 +192,27 @@ def start_receiver(weight_dir: str | None, engine: str) -> Any:
         get_if_exists=True,
         scheduling_strategy=here,
     ).remote(weight_dir, engine)
+
+
+def chunks_of(version: WeightVersion) -> list[Any]:
+    """The file of a version as objects of Ray."""
+    whole = np.memmap(version.place, np.uint8, "r")
+    return [ray.put(whole[at : at + CHUNK_BYTES]) for at in range(0, len(whole), CHUNK_BYTES)]
+
+
+def fetch_version(engine: str, version: WeightVersion) -> Iterator[Any]:
+    """Yields the bytes of a version's file from an engine beside ``engine`` that serves it."""
+    for name in engine_names(engine.rpartition("/")[0] + "/"):
+        actor = None if name == engine else find_actor(name)
+        if actor is None:
+            continue
+        try:
+            asked = actor.export_weights.remote(version.digest)
+            chunks = ray.get(asked, timeout=WEIGHTS_SILENT_SECONDS)
+            for chunk in chunks:
+                yield ray.get(chunk, timeout=WEIGHTS_SILENT_SECONDS)
+        except (RayError, TimeoutError) as error:  # torn bytes have another digest
+            logger.warning("engine %s does not give the weights: %s", name, error)
+            return
+        if chunks:
+            return

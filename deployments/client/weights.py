@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     Weights = str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | None
     """Of an update; None: what ``WeightsClient.receive`` got before."""
 
-CHUNK_BYTES = 256 << 20
-"""Of a file that goes to other nodes, in one object."""
-
 
 @dataclass(frozen=True, slots=True)
 class UpdateOptions:
@@ -216,8 +213,8 @@ class RemoteWeights:
     ) -> dict[str, Any]:
         made = await asyncio.to_thread(write_version, store, weights, version, self._base, options)
         here = Path(made.place).parent == store.folder
-        orders = {"mode": options.mode, "pages": options.kv, "new": options.new}
-        orders["order"] = options.order
+        orders: dict[str, str] = {"mode": options.mode, "pages": options.kv}
+        orders |= {"new": options.new, "order": options.order}
         try:
             chunks = await asyncio.to_thread(_chunks, made) if here else []
             report: dict[str, Any] = await self._call("update", made, chunks, orders)
@@ -292,13 +289,10 @@ def _chunks(version: WeightVersion) -> list[Any]:
     """The file of a version as objects of Ray, where other nodes may want them."""
     import ray
 
-    nodes: list[Any] = ray.nodes()  # type: ignore[no-untyped-call]
-    if sum(bool(node["Alive"]) for node in nodes) < 2:
-        return []
-    import numpy as np
+    from rayfin.actors.weights.coordinator_actor import chunks_of
 
-    whole = np.memmap(version.place, np.uint8, "r")
-    return [ray.put(whole[at : at + CHUNK_BYTES]) for at in range(0, len(whole), CHUNK_BYTES)]
+    nodes: list[Any] = ray.nodes()  # type: ignore[no-untyped-call]
+    return chunks_of(version) if sum(bool(node["Alive"]) for node in nodes) > 1 else []
 
 
 def states_as_json(states: Mapping[str, EngineWeights]) -> dict[str, Any]:

@@ -26,12 +26,28 @@ def test_what_is_decided_while_an_engine_loads() -> None:
     assert set(stream.labels) == {"2"}
 
 
+def nothing(_: WeightVersion) -> list[bytes]:
+    return []
+
+
 def test_one_that_joins_never_serves_the_base_instead(tmp_path: Path) -> None:
     store, trainer = WeightStore(tmp_path / "app" / "engine"), WeightStore(tmp_path / "a" / "b")
-    assert joined_version(store, WeightVersion()).is_base
+    assert joined_version(store, WeightVersion(), nothing).is_base
     with pytest.raises(InvalidConfig, match="send them again"):
-        joined_version(store, WeightVersion(3, "step-3", "d3", "/nowhere"))
+        joined_version(store, WeightVersion(3, "step-3", "d3", "/nowhere"), nothing)
     sent = tensors_version(trainer, {"x": torch.ones(3)})
     decided = WeightVersion(3, "step-3", sent.digest, sent.place)
-    assert joined_version(store, decided) == store.current == decided
-    assert joined_version(store, WeightVersion()) == decided
+    assert joined_version(store, decided, nothing) == store.current == decided
+    assert joined_version(store, WeightVersion(), nothing) == decided
+
+
+def test_one_that_joins_gets_the_bytes_from_another(tmp_path: Path) -> None:
+    store, elsewhere = WeightStore(tmp_path / "app" / "engine"), WeightStore(tmp_path / "a" / "b")
+    sent = tensors_version(elsewhere, {"x": torch.arange(5.0)})
+    content = Path(sent.place).read_bytes()
+    decided = WeightVersion(3, "step-3", sent.digest, "/on/another/node")
+    with pytest.raises(InvalidConfig, match="send them again"):
+        joined_version(store, decided, lambda _: [content[:-3]])  # it died amid it
+    own = joined_version(store, decided, lambda _: [content[:9], content[9:]])
+    assert own == store.current and Path(own.place).read_bytes() == content
+    assert joined_version(store, decided, nothing) == own
