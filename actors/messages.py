@@ -25,7 +25,7 @@ from rayfin.actors.settings.bidirectional import Bidirectional
 from rayfin.actors.settings.choices import LogprobsMode
 from rayfin.actors.timing import PAGE_READ_SECONDS
 from rayfin.actors.weights.spans import Spans
-from rayfin.cache.prefix_index import NameChanges
+from rayfin.cache.prefix_index import Digests, NameChanges
 
 if TYPE_CHECKING:
     from rayfin.actors.config import EngineConfig
@@ -431,6 +431,7 @@ class TokenDeltas:
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by key
     begun: dict[int, Begun] = field(default_factory=dict)  # by key, of requests that are ``timed``
     stats: EngineStats | None = None  # in a heartbeat
+    held: Digests | None = None  # there too: of all pages in the cache, sorted; None: too many
     weights: str = ""  # the label of the version that made the tokens
     kept: frozenset[int] = frozenset()  # keys whose tokens see keys and values of other versions
 

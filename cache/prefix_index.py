@@ -18,6 +18,9 @@ from rayfin.cache.errors import CacheError
 
 Tokens = npt.NDArray[np.int32]
 
+Digests: TypeAlias = npt.NDArray[np.uint64]
+"""The first eight bytes of hashes: enough for who only guesses where pages are."""
+
 PageName: TypeAlias = tuple[bytes, bytes]
 """What a full page holds: the hash of all tokens up to its end, and its own tokens as int32."""
 
@@ -51,6 +54,11 @@ class HashChain:
             page = np.ascontiguousarray(tokens[index * size : (index + 1) * size], np.int32)
             parent = sha256(parent + page.tobytes()).digest()
             self.hashes.append(parent)
+
+
+def digests_of(hashes: Sequence[bytes]) -> Digests:
+    """Returns those of N hashes [N]."""
+    return np.frombuffer(b"".join(own[:8] for own in hashes), np.uint64)
 
 
 class IndexObserver(Protocol):
@@ -94,6 +102,14 @@ class PrefixIndex:
     def hashes(self) -> list[bytes]:
         """Those of all pages, for tests."""
         return list(self._page_of)
+
+    def digests(self, most: int) -> Digests | None:
+        """Digests of all hashes [N], sorted; None if there are more than ``most``.
+
+        Any thread may ask.
+        """
+        hashes = list(self._page_of)
+        return None if len(hashes) > most else np.sort(digests_of(hashes))
 
     def match(self, hashes: Sequence[bytes], tokens: Tokens) -> list[int]:
         """The pages of the longest prefix in the index, in order; O(pages matched)."""

@@ -90,6 +90,9 @@ from rayfin.actors.weights.version import EngineWeights, Vote, WeightOrder, Weig
 logger = logging.getLogger(__name__)
 
 
+MOST_HELD = 65_536
+"""Pages whose digests go with a heartbeat; routers guess what a larger cache has."""
+
 UNCLAIMED = ""
 """The owner of an engine that was started ahead of its supervisor, who is the first that asks."""
 
@@ -462,7 +465,9 @@ class SchedulerActor:
 
     def _beat(self) -> TokenDeltas:
         message = TokenDeltas.only()
-        message.stats = self._stats(self._running_engine())
+        message.stats = self._stats(engine := self._running_engine())
+        index = engine.lifecycle.state.tables.index
+        message.held = None if index is None else index.digests(MOST_HELD)
         return message
 
     def _stats(self, engine: Engine) -> EngineStats:

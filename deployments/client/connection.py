@@ -46,6 +46,7 @@ from rayfin.actors.timing import (
     SILENCE_TICK_SECONDS,
 )
 from rayfin.actors.transport.async_channel import AsyncChannel, open_channel
+from rayfin.cache.prefix_index import Digests
 from rayfin.deployments.client.deltas import split_deltas
 from rayfin.deployments.client.lease_renewal import Renewal
 from rayfin.deployments.client.routing import Candidate
@@ -234,6 +235,7 @@ class EngineConnection:
         self.scheduler = scheduler
         self.info: EngineInfo | None = None  # of the last connection
         self.stats = EngineStats()  # of the last heartbeat
+        self.held: Digests | None = None  # too
         self.state: Literal["connecting", "connected", "foreign"] = "connecting"
         self._clients = clients
         self._attached = _Attachment()
@@ -283,6 +285,7 @@ class EngineConnection:
             sessions=stats.sessions,
             unclaimed=stats.pages_unclaimed,
             draining=stats.draining,
+            held=self.held,
         )
 
     def open(self, request: EngineRequest) -> Deltas:
@@ -505,6 +508,7 @@ class EngineConnection:
         self._attached.silence.received()
         if message.stats is not None:
             self.stats, self._sent, self._suspect = message.stats, [], False
+            self.held = message.held
             self._changed()
         for key, delta in split_deltas(message, self._streams.request_ids):
             deltas = self._streams[key]

@@ -1,14 +1,18 @@
 """Which engine takes a request."""
 
+import math
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Protocol
 
+import numpy as np
+
 from rayfin.actors.adapters.part import AdapterRef, short
 from rayfin.actors.messages import EngineRequest, PagesAt
-from rayfin.cache.prefix_index import HashChain
+from rayfin.cache.prefix_index import Digests, HashChain, digests_of
 
 RUNNING_TOKENS = 64
 """A running request's share of an engine, in prompt tokens that wait: what it may yet sample."""
@@ -35,6 +39,8 @@ class Candidate:
     sessions: frozenset[bytes] = frozenset()  # digests of those whose pages it keeps
     unclaimed: int | None = None  # free pages that it keeps for no session; None: it has not said
     draining: bool = False
+    # Of all pages in its cache at its last heartbeat; None: it has not said.
+    held: Digests | None = field(default=None, compare=False)
 
     @property
     def load(self) -> int:
@@ -93,10 +99,11 @@ def cheapest(
 
 # Which engine takes a request: the one that has its prompt's head in the cache, if it has time.
 #
-# Each ingress remembers which pages it has sent where, by the very hashes that the engines'
-# caches go by, and forgets them as an engine would, least recently used first. So it knows what
-# is cached without a message more; it is wrong where another ingress or a restart has changed a
-# cache, and then a prompt is computed once more. Load against cached tokens in one sum is
+# Engines say with each heartbeat what they hold. What came to them since, or waits there, each
+# ingress remembers by the very hashes that the engines' caches go by, for a while. Of an engine
+# that does not say, its cache being too large, it remembers as much as fits there, least recently
+# used forgotten first; it is wrong where another ingress or a restart has changed a cache, and then
+# a prompt is computed once more. Load against cached tokens in one sum is
 # Preble's (arXiv:2407.00023) and SGLang's router's idea. Of sessions the engines themselves say
 # with each heartbeat whose pages they keep, so all ingresses agree; and how many pages are free,
 # for an engine without room makes another session wait.
@@ -106,26 +113,39 @@ CACHED_WEIGHT = 2
 that others' prefixes have."""
 
 
+SENT_SECONDS = 5.0
+"""So long an engine that says what it holds has what was sent to it: the next heartbeats may come
+before the request has run."""
+
+
+def held_of(wanted: Digests, held: Digests | None) -> int:
+    """How many of the first ``wanted`` [N] are among ``held``, which are sorted."""
+    if held is None or not len(held):
+        return 0
+    places = np.minimum(np.searchsorted(held, wanted), len(held) - 1)
+    return int(np.logical_and.accumulate(held[places] == wanted).sum())
+
+
 class SentPages:
     """Hashes of pages that one engine should have, at most as many as it has pages."""
 
     def __init__(self) -> None:
-        self._hashes: OrderedDict[bytes, None] = OrderedDict()
+        self._hashes: OrderedDict[bytes, float] = OrderedDict()  # and when they were sent
 
     def __len__(self) -> int:
         return len(self._hashes)
 
-    def match(self, hashes: Sequence[bytes]) -> int:
-        """How many of the first ``hashes`` it has."""
+    def match(self, hashes: Sequence[bytes], since: float = 0.0) -> int:
+        """How many of the first ``hashes`` were sent ``since`` a time."""
         for number, page in enumerate(hashes):
-            if page not in self._hashes:
+            if self._hashes.get(page, -math.inf) < since:
                 return number
         return len(hashes)
 
-    def add(self, hashes: Sequence[bytes], most: int) -> None:
-        """It has these now; heads are forgotten last, as by the engines' page pools."""
+    def add(self, hashes: Sequence[bytes], most: int, now: float = 0.0) -> None:
+        """It has these ``now``; heads are forgotten last, as by the engines' page pools."""
         for page in reversed(hashes):
-            self._hashes[page] = None
+            self._hashes[page] = now
             self._hashes.move_to_end(page)
         while len(self._hashes) > most:
             self._hashes.popitem(last=False)
@@ -139,7 +159,8 @@ class PrefixAware(Router):
     engines that are even by the same draw at all ingresses.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._sent: dict[str, SentPages] = {}  # by engine; names are numbers, so they are few
         self._last = ""
 
@@ -151,9 +172,17 @@ class PrefixAware(Router):
         chain = HashChain(page_size, request.prefix_keys)
         chain.extend(request.prompt)
         digest = None if session is None else session.digest(request.tenant)
+        now, digests = self._clock(), digests_of(chain.hashes)
+        matched = {
+            own.name: max(
+                self._of(own).match(chain.hashes, 0.0 if own.held is None else now - SENT_SECONDS),
+                held_of(digests, own.held),
+            )
+            for own in candidates
+        }
 
         def cost(engine: Candidate) -> int:
-            cached = self._of(engine).match(chain.hashes)
+            cached = matched[engine.name]
             if digest is None:
                 return engine.work_for(request) - CACHED_WEIGHT * page_size * cached
             if digest in engine.sessions:
@@ -167,11 +196,10 @@ class PrefixAware(Router):
         else:
             chosen = min(candidates, key=lambda engine: (cost(engine), _draw(digest, engine)))
         self._last = chosen.name
-        matched = {engine.name: self._of(engine).match(chain.hashes) for engine in candidates}
         most = max(matched, key=lambda name: matched[name])
         if matched[most] > matched[chosen.name]:
             request.pages_at = PagesAt(most, matched[most])
-        self._of(chosen).add(chain.hashes, chosen.num_pages)
+        self._of(chosen).add(chain.hashes, chosen.num_pages, now)
         return chosen
 
     def _of(self, candidate: Candidate) -> SentPages:

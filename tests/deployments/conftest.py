@@ -202,6 +202,8 @@ class Scheduler:
                     continue
                 message = TokenDeltas.only()
                 message.stats = await self._stats()
+                index = self.engine.lifecycle.state.tables.index
+                message.held = None if index is None else index.digests(1000)
             future: asyncio.Future[TokenDeltas] = asyncio.Future()
             future.set_result(message)
             yield future

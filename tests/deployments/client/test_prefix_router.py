@@ -17,6 +17,7 @@ from rayfin.deployments.client.routing import (
     ADAPTER_TOKENS,
     CACHED_WEIGHT,
     RUNNING_TOKENS,
+    SENT_SECONDS,
     Candidate,
     LeastLoaded,
     PrefixAware,
@@ -114,6 +115,37 @@ def test_what_is_remembered_is_bounded() -> None:
     assert {len(sent) for sent in router._sent.values()} == {10}
 
 
+def test_what_engines_say_counts() -> None:
+    """A router that has sent nothing knows it too, and hints at it after a scale-up."""
+    chain = HashChain(PAGE)
+    chain.extend(np.arange(40, dtype=np.int32))
+    tables = PageTables(1, 100, PAGE, prefix_caching=True)
+    assert tables.grow(0, 40)
+    tables.publish(0, chain, np.arange(28, dtype=np.int32))
+    assert tables.index is not None and tables.index.digests(6) is None
+    held = tables.index.digests(7)
+    a, b = (replace(own, held=np.zeros(0, np.uint64)) for own in TWO)
+    assert PrefixAware().pick(request(range(40)), [a, replace(b, held=held)]).name == "b"
+    asked = request(range(40))
+    assert PrefixAware().pick(asked, [a, replace(b, held=held, running=9)]).name == "a"
+    assert asked.pages_at == PagesAt("b", 7)
+    tables.reset_prefix_cache()
+    assert (
+        PrefixAware().pick(request(range(40)), [a, replace(b, held=tables.index.digests(7))]) == a
+    )
+
+
+def test_what_was_sent_counts_until_engines_must_have_it() -> None:
+    now = 0.0
+    router = PrefixAware(lambda: now)
+    says = [replace(own, held=np.zeros(0, np.uint64)) for own in TWO]
+    assert router.pick(request([1] * 64), says).name == "a"
+    now = SENT_SECONDS - 1
+    assert router.pick(request([1] * 64), says).name == "a"
+    now += SENT_SECONDS + 1
+    assert router.pick(request([1] * 64), says).name == "b", "a does not hold it"
+
+
 def test_one_engine_is_not_asked_about() -> None:
     router = PrefixAware()
     assert router.pick(request([1] * 100), TWO[:1]).name == "a"
@@ -195,7 +227,7 @@ class Cache:
         self.free.append(slot)
 
 
-class AtRandom:
+class AtRandom(Router):
     """What a balancer does that knows nothing."""
 
     def __init__(self) -> None:
