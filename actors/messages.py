@@ -72,6 +72,7 @@ class PageTransfer:
     tokens: Int32Array  # [N, page_size] in them
     before: list[bytes]  # hashes of the pages before them, which stay as long as these
     forget: bool = False  # removes all files instead
+    named: NameChanges | None = None  # only brings names, of an engine without a step to send
     source: str = ""  # the engine that has them; empty: the disk
     seconds: float = PAGE_READ_SECONDS  # that another engine has for all of them
     after: tuple[int, int] = (0, -1)  # epoch and number of the last step before it; the executor's

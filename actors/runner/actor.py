@@ -204,7 +204,7 @@ class ModelRunnerActor:
             runner = self._runner
             peers = Peers(self._ask_for_pages, self._greet) if config.kv_peers else None
             self._pages = PageTransfers(
-                self._rank, lambda: runner.next_step, runner.overwritten, peers
+                *(self._rank, lambda: runner.next_step, runner.overwritten, peers, runner.names)
             )
         if self._pages is not None:
             folder = None if folder is None else folder.of(self._version.digest)

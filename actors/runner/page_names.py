@@ -38,12 +38,13 @@ class PageNames:
         self._page_size = 1
         self._ahead = 0  # steps that a scheduler sends before it has the result of one
         self._blind_until = -1  # step from which on names count again
+        self._begun = (-1, -1)  # epoch and number of the last step
 
     def start(self, page_tables: Int32Array, page_size: int, steps_in_flight: int) -> None:
         """Steps begin anew, over the same pages; ``page_tables`` [slots, pages] change by them."""
         with self._lock:
             self._page_tables, self._page_size = page_tables, page_size
-            self._ahead, self._blind_until = steps_in_flight, -1
+            self._ahead, self._blind_until, self._begun = steps_in_flight, -1, (-1, -1)
             self._coming.clear()
 
     def turn(self) -> None:
@@ -52,7 +53,7 @@ class PageNames:
             self._names.clear()
             self._pages.clear()
             self._coming.clear()
-            self._blind_until = -1
+            self._blind_until, self._begun = -1, (-1, -1)
 
     def all(self) -> dict[int, PageName]:
         """Names by page, those that came first in front."""
@@ -69,6 +70,15 @@ class PageNames:
         with self._lock:
             self._drop([*changes.dropped, *changes.named, *self._written(info)])
             self._coming.append(dict(changes.named))
+            self._begun = info.epoch, info.step
+
+    def add(self, changes: NameChanges, after: tuple[int, int]) -> None:
+        """Names pages as the next step would that follows ``after``, unless one has begun."""
+        with self._lock:
+            self._drop(changes.dropped)
+            if self._begun == after and not self._coming and after[1] + 1 >= self._blind_until:
+                self._drop([*changes.named])
+                self._know(changes.named)
 
     def forwarded(self, info: SchedulerInfo, rows: Int64Array, logits: object) -> None:
         pass
@@ -79,8 +89,7 @@ class PageNames:
             if result.errors:
                 self._blind_until = info.step + self._ahead
             elif info.step >= self._blind_until:
-                self._names |= names
-                self._pages |= {name[0]: (page, name) for page, name in names.items()}
+                self._know(names)
 
     def overwritten(self, pages: Int32Array) -> None:
         with self._lock:
@@ -88,6 +97,10 @@ class PageNames:
 
     def close(self) -> None:
         pass
+
+    def _know(self, names: dict[int, PageName]) -> None:
+        self._names |= names
+        self._pages |= {name[0]: (page, name) for page, name in names.items()}
 
     def _drop(self, pages: list[int]) -> None:
         for page in pages:

@@ -243,8 +243,7 @@ class SourcesTier:
     def warm(self, request: Request, arrived: Callable[[int], None]) -> None:
         self._warming[request] = arrived
         if not request.num_tokens and self._peers and (hint := request.source.pages_at) is not None:
-            empty = np.zeros((0, self._tables.page_size), np.int32)
-            self._executor.transfer(PageTransfer(False, [], [], empty, [], source=hint.engine))
+            self._tell(source=hint.engine)
         if not self.keeps(request):
             self._warmed(request)
 
@@ -447,6 +446,8 @@ class SourcesTier:
 
     def store(self, slot: int) -> None:
         # Without a token since its admission the steps that write its pages may not have run.
+        if self._peers and len(self._running) == 1:  # no step may follow that would bring names
+            self._tell(named=self._tables.name_changes())
         if self._folder is None:
             return
         if self._running.num_known[slot] > self._running.request(slot).num_tokens:
@@ -483,13 +484,17 @@ class SourcesTier:
             return None
         return len(pages) * self._page_bytes / self._source(DISK).speed(self._clock())
 
+    def _tell(self, *, write: bool = False, **what: Any) -> None:
+        """Sends a transfer without pages."""
+        empty = np.zeros((0, self._tables.page_size), np.int32)
+        self._executor.transfer(PageTransfer(write, [], [], empty, [], **what))
+
     def forget(self) -> None:
         for transfer in (*self._reading, *self._writing):
             transfer.valid = False
         self._stored.clear()
         if self._folder is not None:
-            empty = np.zeros((0, self._tables.page_size), np.int32)
-            self._executor.transfer(PageTransfer(True, [], [], empty, [], forget=True))
+            self._tell(write=True, forget=True)
 
     def turn(self, digest: str) -> None:
         for transfer in (*self._reading, *self._writing):

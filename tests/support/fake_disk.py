@@ -63,6 +63,8 @@ class FakeTransfer:
 
     def _read(self) -> int:
         what, executor, folder = self.what, self.executor, self._folder
+        if what.named is not None:
+            executor.names.add(what.named, (self.epoch, self.after))
         for number, (page, page_hash) in enumerate(zip(what.pages, what.hashes, strict=True)):
             if page_hash in folder.broken:
                 folder.pages.pop(page_hash, None)
@@ -87,7 +89,7 @@ class FakeTransfer:
     @property
     def _folder(self) -> FakeFolder:
         folder = self.executor.config.page_folder
-        if self.what.source:
+        if self.what.source or folder is None:
             folder = self.executor.peers.get(self.what.source, fake_folder())
         assert isinstance(folder, FakeFolder)
         return folder.of(self.executor.digest)

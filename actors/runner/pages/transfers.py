@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from rayfin.actors.messages import Int32Array, PageTransfer
+from rayfin.actors.runner.page_names import PageNames
 from rayfin.actors.runner.pages.disk import DiskPages
 from rayfin.actors.runner.pages.records import Bytes, PageBytes, PageSource
 from rayfin.actors.timing import PAGE_READ_SECONDS, PAGE_TURN_SECONDS
@@ -21,6 +22,7 @@ class PageTransfers:
         next_step: epoch and number of the step that the runner takes next.
         overwritten: called with pages that are about to have new content.
         peers: reads pages of other engines; None: none does.
+        names: of the pages, where transfers bring some.
     """
 
     def __init__(
@@ -29,11 +31,13 @@ class PageTransfers:
         next_step: Callable[[], tuple[int, int]],
         overwritten: Callable[[Int32Array], None],
         peers: PageSource | None = None,
+        names: PageNames | None = None,
     ) -> None:
         self._rank = rank
         self._next_step = next_step
         self._overwritten = overwritten
         self._peers = peers
+        self._names = names
         self._using = threading.Lock()  # held while a page is read or written
         self._pages: PageBytes | None = None
         self._folder: PageFolder | None = None
@@ -56,6 +60,10 @@ class PageTransfers:
     def run(self, transfer: PageTransfer) -> int:
         """Carries out a transfer; returns how many of its first pages are where they belong."""
         disk = self._disk
+        if transfer.named is not None:
+            if self._names is not None and self._wait_for(transfer.after):
+                self._names.add(transfer.named, transfer.after)
+            return 0
         if transfer.source:
             return 0 if self._peers is None else self._read(transfer, self._peers)
         if disk is None:

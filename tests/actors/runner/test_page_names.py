@@ -162,3 +162,20 @@ def test_pages_that_are_gone(change: str, tiny_model: Make, served: Make, reques
         engine.runner.reload(engine.executor._version)
         engine.runner.start(engine.config, 1)
     assert not engine.runner.names.all()
+
+
+def test_names_that_come_alone(steps: Steps) -> None:
+    """They count while no later step has begun, which may write there; what is dropped, always."""
+    steps.run(0, named={0: 1})
+    changes = NameChanges({5: name(2)}, [])
+    steps.names.add(changes, (0, 0))
+    assert steps.known == {0: 1, 5: 2}
+    steps.begin(1, kv_len=SIZE, held=2)  # page 5 is written
+    steps.names.add(NameChanges({5: name(2), 9: name(3)}, [0]), (0, 0))
+    assert steps.known == {}
+
+
+def test_names_that_come_alone_after_a_failure(steps: Steps) -> None:
+    steps.run(0, fails=True)
+    steps.names.add(NameChanges({5: name(2)}, []), (0, 0))
+    assert steps.known == {}
