@@ -87,6 +87,7 @@ PEER_FIRST_BYTE_SECONDS = 0.02  # of another engine, which the first time is loo
 PEER_READ_SECONDS = 10.0  # that a prompt waits for pages of another engine, at most
 PEER_SILENCE_SECONDS = 5.0  # for which an engine is left alone that has given none, doubling ...
 MAX_PEER_SILENCE_SECONDS = 60.0  # ... to this
+SENT_SECONDS = 5.0  # for which a router takes it that pages are where it has sent their tokens
 SPEED_FADES_SECONDS = 60.0  # what was seen of a source's speed
 PAGE_WARNING_SECONDS = 60.0  # between two lines about a disk that takes nothing
 

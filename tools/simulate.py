@@ -213,8 +213,6 @@ class Life:
 
         for _ in range(draw.choice([0, 0, 5])):
             self._at(draw.random() * 0.1, lose)
-        for _ in range(draw.choice([0, 10, 30])):
-            self._at(draw.random() * (5.0 if self.reading_pays else 0.03), self._warm)
 
     def _warm(self) -> None:
         """A stream that another engine has is to go on here: its pages come first."""
@@ -429,6 +427,9 @@ class Life:
                 return
             if stream is None:
                 return
+            if harness.config.kv_peers and self.asking.random() < 0.5:
+                later = self.asking.random() * (1.0 if self.reading_pays else 0.01)
+                self._at(harness.executor.clock + later, self._warm)
             fork_parent = stream.source.key if fork_parent is None else fork_parent
             if draw.random() < 0.15:
                 later = harness.executor.clock + draw.expovariate(1 / 0.01)

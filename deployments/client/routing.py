@@ -12,6 +12,7 @@ import numpy as np
 
 from rayfin.actors.adapters.part import AdapterRef, short
 from rayfin.actors.messages import EngineRequest, PagesAt
+from rayfin.actors.timing import SENT_SECONDS
 from rayfin.cache.prefix_index import Digests, HashChain, digests_of
 
 RUNNING_TOKENS = 64
@@ -111,11 +112,6 @@ def cheapest(
 CACHED_WEIGHT = 2
 """A cached token is worth so much work ahead: to compute it elsewhere takes time, and pages there
 that others' prefixes have."""
-
-
-SENT_SECONDS = 5.0
-"""So long an engine that says what it holds has what was sent to it: the next heartbeats may come
-before the request has run."""
 
 
 def held_of(wanted: Digests, held: Digests | None) -> int:

@@ -159,6 +159,7 @@ class FakeExecutor:
 
     def share_pages(self, engine: str) -> None:
         """An engine has all that pages here have names for."""
+        self.transfers = [own for own in self.transfers if not own.done()]  # some bring names
         pages = self.peers.setdefault(engine, fake_folder()).of(self.digest).pages
         for page, (page_hash, tokens) in self.names.all().items():
             pages[page_hash] = np.frombuffer(tokens, np.int32), self.content(page)

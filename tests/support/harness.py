@@ -178,7 +178,7 @@ class Harness:
         """Reads the pages of a stream that an engine has."""
         tokens = np.array([*stream.source.prompt, *stream.tokens], np.int32)
         size = self.config.page_size
-        at = PagesAt(engine, len(tokens) // size)
+        at = PagesAt(engine, len(tokens) // size - 1)
         request = request_to_warm(tokens, stream.source.prefix_keys, at, size)
         self.engine.lifecycle.tier.warm(request, arrived)
 

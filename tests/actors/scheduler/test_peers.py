@@ -233,9 +233,7 @@ def test_the_pages_of_the_last_request_have_names(h: Any) -> None:
     """No step follows that would bring them."""
     stream = h.add([9] * 21, 12)
     h.run()
-    while h.executor.transfers:
-        h.executor.clock += 0.01
-        h.executor.transfers = [own for own in h.executor.transfers if not own.done()]
+    h.executor.share_pages("other")
     named = {tokens for _, tokens in h.executor.names.all().values()}
     whole = np.array([9] * 21 + stream.tokens[:-1], np.int32)
     assert {whole[at : at + 4].tobytes() for at in range(0, 32, 4)} <= named

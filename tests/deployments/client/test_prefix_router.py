@@ -11,13 +11,13 @@ import pytest
 
 from rayfin.actors.adapters.part import AdapterRef, short
 from rayfin.actors.messages import EngineRequest, PagesAt, Sampling, SessionRef, StopRules
+from rayfin.actors.timing import SENT_SECONDS
 from rayfin.cache.page_tables import PageTables
 from rayfin.cache.prefix_index import HashChain
 from rayfin.deployments.client.routing import (
     ADAPTER_TOKENS,
     CACHED_WEIGHT,
     RUNNING_TOKENS,
-    SENT_SECONDS,
     Candidate,
     LeastLoaded,
     PrefixAware,
