@@ -18,6 +18,7 @@ STYLES = {"ready": "green", "draining": "yellow", "asleep": "dim", "lost": "red"
 COLUMNS = (
     *("engine", "state", "running", "waiting", "waiting tokens", "pages"),
     *("prompt tokens/s", "output tokens/s", "requests/s", "prefix hits", "preempted"),
+    *("sessions", "parked", "recomputed"),
     "model",
 )
 
@@ -46,6 +47,9 @@ class Row:
     requests_per_second: float
     prefix_hit_rate: float | None  # of the prompt tokens admitted; None: there were none
     preemptions: int  # since the engine's start
+    sessions: int  # that keep their pages over their pauses
+    parked: int  # turns that wait until their session may
+    tokens_recomputed: int  # that sessions had and lost, since the engine's start
     model: str
 
     def cells(self) -> list[str]:
@@ -56,7 +60,8 @@ class Row:
             f"{self.prompt_tokens_per_second:.1f}",
             f"{self.output_tokens_per_second:.1f}",
             f"{self.requests_per_second:.1f}",
-            *(hits, str(self.preemptions), self.model),
+            *(hits, str(self.preemptions), str(self.sessions), str(self.parked)),
+            *(str(self.tokens_recomputed), self.model),
         ]
 
 
@@ -185,5 +190,8 @@ def _row(engine: dict[str, Any], before: dict[str, Any] | None, seconds: float) 
         requests_per_second=finished / seconds,
         prefix_hit_rate=grown("prefix_hits") / queries if queries else None,
         preemptions=stats["preemptions"],
+        sessions=stats["sessions_seated"],
+        parked=stats["parked"],
+        tokens_recomputed=stats["session_tokens_again"],
         model=engine["model"],
     )

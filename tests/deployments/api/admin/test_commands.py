@@ -44,7 +44,7 @@ def test_status_tells_rates(run: Run, engine: Any, monkeypatch: pytest.MonkeyPat
         own = engine.reports[0]
         stats = replace(
             own.stats, generation_tokens=60, prefix_queries=120, prefix_hits=50, prompt_tokens=150,
-            finished={"stop": 8, "length": 1},
+            finished={"stop": 8, "length": 1}, sessions_seated=4, parked=2, session_tokens_again=70,
         )  # fmt: skip
         engine.reports[0] = EngineReport.of(own.engine, own.name, stats)
 
@@ -56,6 +56,7 @@ def test_status_tells_rates(run: Run, engine: Any, monkeypatch: pytest.MonkeyPat
     assert busy["output_tokens_per_second"] == 10 and busy["prompt_tokens_per_second"] == 25
     assert busy["requests_per_second"] == 1.5 and busy["prefix_hit_rate"] == 0.75
     assert idle["prefix_hit_rate"] is None
+    assert (busy["sessions"], busy["parked"], busy["tokens_recomputed"]) == (4, 2, 70)
 
 
 def test_status_as_lines(run: Run) -> None:
