@@ -406,7 +406,7 @@ class EngineArgs:
         )
 
     @property
-    def serves_lora(self) -> bool:
+    def serves_adapters(self) -> bool:
         """Whether requests may name an adapter."""
         return self.enable_lora or self.max_loras is not None or self.max_cpu_loras is not None
 

@@ -31,7 +31,7 @@ CORE = (
 )
 MAX_STEP_METHODS = 7  # of ModelRunner: what runs a step is in actors/runner/execution
 LORA = re.compile(r"(?<![a-z])lora(?![a-z])", re.IGNORECASE)
-MAX_LORA_FILES = 37
+MAX_LORA_FILES = 31
 MAX_SHARED = 6
 SHARED_NAMES = {"run", "close", "start", "stop", "forward", "add"}
 # Each hides the subject of its sentence: who sends what to whom, and who holds it.

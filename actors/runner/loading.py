@@ -361,12 +361,12 @@ def _check_parts(
     """
     if args.enable_prompt_embeds and (why := _why_no_embeds(args, config, recipe, ranks)):
         raise InvalidConfig(f"enable_prompt_embeds {why}", "enable_prompt_embeds")
-    if recipe is not None and args.serves_lora:
+    if recipe is not None and args.serves_adapters:
         raise InvalidConfig("enable_lora is for models that generate", "enable_lora")
     if recipe is not None and ranks > 1:
         why = "a pooling model runs on one device: use data_parallel_size"
         raise InvalidConfig(why, "tensor_parallel_size")
-    if recipe is None and (args.serves_lora or ranks > 1) and served_media(args, config):
+    if recipe is None and (args.serves_adapters or ranks > 1) and served_media(args, config):
         name = ", ".join(config.architectures or [type(config).__name__])
         if ranks > 1:
             raise UnsupportedModel(f"{name} cannot be shared by several devices", "model")

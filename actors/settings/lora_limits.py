@@ -13,7 +13,7 @@ class LoraLimits(Protocol):
     """The part of ``EngineArgs`` that is about it."""
 
     @property
-    def serves_lora(self) -> bool: ...
+    def serves_adapters(self) -> bool: ...
 
     @property
     def max_loras(self) -> int | None: ...
@@ -37,13 +37,13 @@ def require_one_device(args: LoraLimits) -> None:
     Raises:
         InvalidConfig: they do.
     """
-    if args.serves_lora and args.tensor_parallel_size * args.pipeline_parallel_size > 1:
+    if args.serves_adapters and args.tensor_parallel_size * args.pipeline_parallel_size > 1:
         raise InvalidConfig("enable_lora is for one device, not for several", "enable_lora")
 
 
 def loras_in_step(args: LoraLimits, device: str) -> int:
     """The adapters that one step may have on ``device``; 0 without adapters."""
-    return (args.max_loras or DEFAULT_MAX_LORAS[device]) if args.serves_lora else 0
+    return (args.max_loras or DEFAULT_MAX_LORAS[device]) if args.serves_adapters else 0
 
 
 def loras_in_memory(args: LoraLimits, device: str) -> int:

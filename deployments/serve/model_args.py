@@ -40,7 +40,7 @@ class ModelArgs:
     @property
     def adapters(self) -> AdapterFlags | None:
         """Where its adapters come from; None if it serves none."""
-        if not self.engine.serves_lora:
+        if not self.engine.serves_adapters:
             return None
         return replace(self.server.adapter_flags(), max_rank=self.engine.max_lora_rank)
 

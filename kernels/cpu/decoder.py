@@ -13,7 +13,7 @@ import torch
 
 from rayfin.kernels.cpu.attention import sees_to, step_lengths
 from rayfin.kernels.cpu.kernels import STORAGES, Activation, CpuKernels, Matrix
-from rayfin.kernels.cpu.lora import AdapterRows
+from rayfin.kernels.cpu.low_rank import AdapterRows
 from rayfin.kernels.shapes import PagedBatch
 
 

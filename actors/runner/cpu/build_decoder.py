@@ -29,7 +29,7 @@ from rayfin.actors.settings.choices import Quantization
 from rayfin.kernels.cpu.codes import pack_int4, pack_int6, pack_int8
 from rayfin.kernels.cpu.decoder import DecoderLayer, PackedDecoder
 from rayfin.kernels.cpu.kernels import CpuKernels, Matrix, Pack
-from rayfin.kernels.cpu.lora import Place, Places
+from rayfin.kernels.cpu.low_rank import Place, Places
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """The largest difference of logits that is accepted, as a share of the largest logit."""

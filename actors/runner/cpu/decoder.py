@@ -14,7 +14,7 @@ from rayfin.actors.runner.batch import StepInputs
 from rayfin.actors.runner.models.step_model import Tables
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.cpu.decoder import PackedDecoder, StepAdapters
-from rayfin.kernels.cpu.lora import Places
+from rayfin.kernels.cpu.low_rank import Places
 
 FIRST_POSITIONS = 2048
 

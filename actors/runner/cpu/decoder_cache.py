@@ -146,7 +146,7 @@ def _why_not(args: EngineArgs, device: torch.device, *, media: bool) -> str | No
         return f"the device is {device.type!r}"
     if args.load_format == "dummy":
         return "they are drawn at random"
-    if args.serves_lora:
+    if args.serves_adapters:
         return "adapters find their layers in the model itself"
     if media:
         return "the model reads more than text"

@@ -13,7 +13,7 @@ from rayfin.kernels import reference
 from rayfin.kernels.cpu.codes import pack_int4, pack_int8
 from rayfin.kernels.cpu.decoder import DecoderLayer, DecoderShape, PackedDecoder, StepAdapters
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Pack
-from rayfin.kernels.cpu.lora import AdapterParts, AdapterRows, PackedLowRank, Place
+from rayfin.kernels.cpu.low_rank import AdapterParts, AdapterRows, PackedLowRank, Place
 from rayfin.kernels.shapes import PagedBatch
 
 pytestmark = pytest.mark.slow(reason="every variant on every instruction set")

@@ -108,7 +108,9 @@ class ModelRunner:
             max_position=self.model_len,
             page_bytes=PAGE_BYTES,
             available_bytes=args.kv_cache_memory or 1024 * PAGE_BYTES,
-            parts=(AdapterFacts(at_once=loras_in_step(args, "cpu")),) if args.serves_lora else (),
+            parts=(AdapterFacts(at_once=loras_in_step(args, "cpu")),)
+            if args.serves_adapters
+            else (),
         )
         return facts, limits
 

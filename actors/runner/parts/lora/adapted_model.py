@@ -1,7 +1,6 @@
-"""Adds each row's adapter to the outputs of linear layers: the obvious version.
+"""Models whose rows compute with the adapters of their slots, around layers and compiled decoders.
 
-The layers stay as they are, whatever they compute with (packed, 8-bit, on a GPU). Rows are grouped
-by adapter once per step; rows of the base model are not touched.
+Rows are grouped by adapter once per step; rows of the base model are not touched.
 """
 
 from functools import partial
@@ -13,14 +12,20 @@ from torch import nn
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.runner.batch import StepInputs
+from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.parts.lora.reader import Adapter
 from rayfin.actors.runner.parts.lora.store import AdapterStore
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
+from rayfin.kernels.cpu.decoder import StepAdapters
+from rayfin.kernels.cpu.low_rank import AdapterParts, AdapterRows, PackedLowRank
 
 
 class AdaptedModel:
-    """A ``StepModel`` over ``paged``, whose rows compute with the adapters of their slots."""
+    """A ``StepModel`` over ``paged``, which adds to the outputs of its linear layers.
+
+    The layers stay as they are, whatever they compute with (packed, 8-bit, on a GPU).
+    """
 
     def __init__(self, paged: PagedModel, store: AdapterStore) -> None:
         self._paged = paged
@@ -85,3 +90,60 @@ def group_tokens(
             own.extend(range(starts[row], starts[row + 1]))
     device = inputs.input_ids.device
     return [(adapter, torch.tensor(rows, device=device)) for adapter, rows in tokens.values()]
+
+
+def can_adapt(decoder: CpuDecoder, store: AdapterStore) -> bool:
+    """Whether the decoder knows all layers that may have an adapter."""
+    return store.sizes.keys() <= {place.path for places in decoder.places for place in places}
+
+
+class AdaptedDecoder:
+    """A ``StepModel`` over ``decoder``, which is one C call, with the adapters of the rows' slots.
+
+    A step without adapters runs what it runs without ``--enable-lora``.
+    """
+
+    def __init__(self, decoder: CpuDecoder, store: AdapterStore) -> None:
+        self.decoder = decoder
+        self._store = store
+        self._tables: dict[str, AdapterParts] = {}  # by digest
+
+    @property
+    def layouts(self) -> list[KVLayout]:
+        return self.decoder.layouts
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.decoder.dtype
+
+    def bind(self, cache: KVTensors) -> None:
+        """Makes the layers keep their keys and values in ``cache``."""
+        self.decoder.bind(cache)
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """The logits [S, V] of the tokens at ``inputs.sampled``; the cache gets all T tokens."""
+        adapters = self._store.of_rows(inputs.slots)
+        return self.decoder.forward(inputs, self._group(adapters, inputs) if adapters else None)
+
+    def _group(self, adapters: list[Adapter | None], inputs: StepInputs) -> StepAdapters:
+        """The tokens of a step by the adapters of its rows."""
+        numbers: dict[str, int] = {}
+        of_row = [
+            -1 if own is None else numbers.setdefault(own.digest, len(numbers)) for own in adapters
+        ]
+        tables = [self._table(own) for own in {a.digest: a for a in adapters if a}.values()]
+        lengths = np.diff(np.asarray(inputs.batch.query_start_cpu))
+        of_token = np.repeat(np.array(of_row), lengths)
+        sampled = of_token[inputs.sampled.numpy()]
+        return StepAdapters(AdapterRows(tables, of_token), AdapterRows(tables, sampled))
+
+    def _table(self, adapter: Adapter) -> AdapterParts:
+        table = self._tables.get(adapter.digest)
+        if table is None:
+            kept = self._tables.items()  # those that the store has given up are freed here
+            self._tables = {digest: own for digest, own in kept if digest in self._store}
+            layers = {
+                path: own for path, own in adapter.layers.items() if isinstance(own, PackedLowRank)
+            }
+            table = self._tables[adapter.digest] = AdapterParts(self.decoder.places, layers)
+        return table

@@ -15,8 +15,7 @@ from rayfin.actors.parts import Need
 from rayfin.actors.runner.cpu.build_decoder import TOLERANCE
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.models.step_model import StepModel
-from rayfin.actors.runner.parts.lora.adapted_decoder import AdaptedDecoder, can_adapt
-from rayfin.actors.runner.parts.lora.adapted_model import AdaptedModel
+from rayfin.actors.runner.parts.lora.adapted_model import AdaptedDecoder, AdaptedModel, can_adapt
 from rayfin.actors.runner.parts.lora.reader import layer_sizes
 from rayfin.actors.runner.parts.lora.store import AdapterStore
 from rayfin.actors.runner.parts.model_part import Decoder, ModelPart
@@ -31,7 +30,7 @@ from rayfin.actors.timing import ADAPTER_FETCH_PAUSE_SECONDS, ADAPTER_FETCH_SECO
 
 def make_adapters(args: EngineArgs, model: PreTrainedModel, rounded: bool) -> "AdaptersPart | None":
     """Returns the part of a model that serves adapters; None if it serves none."""
-    return AdaptersPart(args) if args.serves_lora else None
+    return AdaptersPart(args) if args.serves_adapters else None
 
 
 class AdaptersPart(ModelPart):

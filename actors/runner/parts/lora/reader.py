@@ -14,7 +14,7 @@ from rayfin.actors.adapters.settings import read_settings
 from rayfin.actors.adapters.tensors import Entry, read_pairs
 from rayfin.actors.runner.models.indexer import inside_indexers
 from rayfin.kernels.cpu.kernels import CpuKernels
-from rayfin.kernels.cpu.lora import PackedLowRank
+from rayfin.kernels.cpu.low_rank import PackedLowRank
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

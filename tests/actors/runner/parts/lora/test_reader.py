@@ -5,7 +5,7 @@ import torch
 
 from rayfin.actors.runner.parts.lora.reader import LowRank
 from rayfin.kernels.cpu.kernels import try_kernels
-from rayfin.kernels.cpu.lora import PackedLowRank
+from rayfin.kernels.cpu.low_rank import PackedLowRank
 
 
 @pytest.mark.parametrize("rank", [1, 3, 16, 40])

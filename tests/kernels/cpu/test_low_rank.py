@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rayfin.kernels import reference
 from rayfin.kernels.cpu.kernels import CpuKernels
-from rayfin.kernels.cpu.lora import (
+from rayfin.kernels.cpu.low_rank import (
     BLOCK_ROWS,
     AdapterParts,
     AdapterRows,
