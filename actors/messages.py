@@ -525,7 +525,7 @@ class EngineInfo:
 
     def part(self, kind: type[P]) -> P | None:
         """Returns the facts of a kind, or None."""
-        return first_of(self.parts, kind)
+        return first_of(self.parts, kind) if self.parts else None
 
 
 @dataclass(slots=True, frozen=True)

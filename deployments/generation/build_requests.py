@@ -144,6 +144,20 @@ def sampling_defaults(
     return defaults
 
 
+def check_vocabulary(ids: Sequence[int], info: EngineInfo, param: str) -> None:
+    """Raises:
+    InvalidRequest: one of the token ids is none of the model's.
+    """
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= info.vocab_size:
+        wrong = low if low < 0 else high
+        raise InvalidRequest(
+            f"Token id {str(wrong)[:24]} is out of vocabulary: ids are in [0, {info.vocab_size}).",
+            param,
+            "invalid_token_id",
+        )
+
+
 def _prompt(prompt_ids: Sequence[int], info: EngineInfo, param: str) -> Int32Array:
     if len(prompt_ids) == 0:
         raise InvalidRequest("The prompt must hold at least one token.", param, "empty_prompt")
@@ -162,14 +176,7 @@ def _prompt(prompt_ids: Sequence[int], info: EngineInfo, param: str) -> Int32Arr
     whole = ids.ndim == 1 and (ids.dtype.kind in "iu" or _all_int(prompt_ids))
     if not whole:
         raise InvalidRequest("A prompt must hold integer token ids.", param, "invalid_type")
-    low, high = min(prompt_ids), max(prompt_ids)
-    if low < 0 or high >= info.vocab_size:
-        wrong = low if low < 0 else high
-        raise InvalidRequest(
-            f"Token id {str(wrong)[:24]} is out of vocabulary: ids are in [0, {info.vocab_size}).",
-            param,
-            "invalid_token_id",
-        )
+    check_vocabulary(prompt_ids, info, param)
     return ids.astype(np.int32)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rayfin.deployments.guidance.elements import Elements
-from rayfin.deployments.guidance.lark import BLANK, LarkWriter, escaped, literal
+from rayfin.deployments.guidance.lark import BLANK, LarkWriter, alternatives, escaped, literal
 from rayfin.deployments.guidance.literals import Literals
 from rayfin.deployments.guidance.schema_facts import (
     ROOT_KEYWORDS,
@@ -291,8 +291,7 @@ class CallWriter:
                 if kind in types or integers:
                     typed = {**plain, "type": "integer" if integers else kind}
                     parts.append(self._json_value(before + end, typed, root))
-        known = [part for part in parts if part is not None]
-        return f"({' | '.join(known)})" if known and len(known) == len(parts) else None
+        return alternatives(parts)
 
     def _string(self, before: str, schema: Schema, root: Mapping[str, Any]) -> str | None:
         found = resolved(schema, root)

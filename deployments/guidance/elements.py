@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rayfin.deployments.guidance.lark import LarkWriter, escaped, literal
+from rayfin.deployments.guidance.lark import LarkWriter, alternatives, escaped, literal
 from rayfin.deployments.guidance.schema_facts import (
     Schema,
     keywords,
@@ -26,7 +26,6 @@ class Elements:
     def __init__(self, lark: LarkWriter, row: ToolFormat) -> None:
         self._lark = lark
         self._row = row
-        self._refs: dict[str, str] = {}
         self._any = ""
 
     def any(self) -> str:
@@ -59,14 +58,14 @@ class Elements:
         if not keywords(found):
             return f"({self._text(close)} | {self.any()}+ {self._lark.mark(close, exact=True)})"
         if keywords(found) == {"anyOf"}:
-            return self._joined([self._value(part, root, close) for part in found["anyOf"]])
+            return alternatives([self._value(part, root, close) for part in found["anyOf"]])
         kinds = types_of(found, root)
         parts = [
             self._typed({**found, "type": kind}, root, close)
             for kind in sorted(kinds)
             if kind != "integer" or "number" not in kinds
         ]
-        return self._joined(parts)
+        return alternatives(parts)
 
     def _typed(self, schema: Mapping[str, Any], root: Mapping[str, Any], close: str) -> str | None:
         kind, words = schema["type"], keywords(schema)
@@ -108,15 +107,8 @@ class Elements:
         target = resolved(schema, root)
         if target is None:
             return None
-        key = f"{id(root)}{schema['$ref']}{close}"
-        if key not in self._refs:
-            self._refs[key] = self._lark.reserve()
-            body = self._value(target, root, close)
-            if body is None:
-                del self._refs[key]
-                return None
-            self._lark.define(self._refs[key], body)
-        return self._refs[key]
+        key = (id(self), id(root), schema["$ref"], close)
+        return self._lark.reference(key, lambda: self._value(target, root, close))
 
     def _text(self, close: str) -> str:
         """Any text but one with a tag, and the tag behind it."""
@@ -125,8 +117,3 @@ class Elements:
             return self._lark.until(close)
         tag = escaped(self._row.key[0].removesuffix("<"))
         return self._lark.held(["/(?s:.*)/", f"~/(?s:.*){tag}(?s:.*)/"], close)
-
-    @staticmethod
-    def _joined(parts: list[str | None]) -> str | None:
-        known = [part for part in parts if part is not None]
-        return f"({' | '.join(known)})" if known and len(known) == len(parts) else None

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rayfin.deployments.guidance.json_text import WHITESPACE, JsonStyle, json_rule
@@ -94,6 +94,12 @@ def embedded(text: str) -> str:
     return f"%lark {{\n{grammar['lark_grammar']}\n}}"
 
 
+def alternatives(parts: Sequence[str | None]) -> str | None:
+    """Returns the expression of one of ``parts``; None if there is none, or one is not known."""
+    known = [part for part in parts if part is not None]
+    return f"({' | '.join(known)})" if known and len(known) == len(parts) else None
+
+
 class LarkWriter:
     """Collects the rules of one grammar. Equal rules are written once.
 
@@ -108,6 +114,7 @@ class LarkWriter:
         longest = sorted(self._tokens, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest)) if longest else "(?!)")
         self._names: dict[tuple[str, str], str] = {}
+        self._references: dict[Hashable, str] = {}
         self._count = 0
 
     def rule(self, body: str, options: str = "") -> str:
@@ -126,6 +133,20 @@ class LarkWriter:
     def define(self, name: str, body: str) -> None:
         """Sets the body of a reserved rule."""
         self._names["", f"{name}: {body}"] = name
+
+    def reference(self, key: Hashable, write: Callable[[], str | None]) -> str | None:
+        """Returns the name of the rule of ``key``, whose body ``write`` makes; it may hold itself.
+
+        None if there is no body.
+        """
+        if key not in self._references:
+            self._references[key] = self.reserve()
+            body = write()
+            if body is None:
+                del self._references[key]
+                return None
+            self.define(self._references[key], body)
+        return self._references[key]
 
     def json(self, schema: Mapping[str, Any] | bool, **options: Any) -> str:
         """Returns the name of a rule of JSON that follows ``schema``."""

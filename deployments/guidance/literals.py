@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rayfin.deployments.guidance.lark import BLANK, LarkWriter, literal
+from rayfin.deployments.guidance.lark import BLANK, LarkWriter, alternatives, literal
 from rayfin.deployments.guidance.schema_facts import (
     ALL_TYPES,
     Schema,
@@ -32,7 +32,6 @@ class Literals:
     def __init__(self, lark: LarkWriter, quote: str = "") -> None:
         self._lark = lark
         self._quote = quote
-        self._refs: dict[str, str] = {}
         self._any = ""
 
     def any(self) -> str:
@@ -66,11 +65,13 @@ class Literals:
             unknown = words - {"type", "const", "enum"} or len(plain) < len(texts) or not plain
             return None if unknown else f"({' | '.join(plain)})"
         if "anyOf" in schema:
-            return None if words != {"anyOf"} else self._alternatives(schema["anyOf"], root)
+            if words != {"anyOf"}:
+                return None
+            return alternatives([self.value(part, root) for part in schema["anyOf"]])
         named = schema.get("type")
         types = [named] if isinstance(named, str) else named or ORDER
         parts = [self._typed({**schema, "type": kind}, root) for kind in ORDER if kind in types]
-        return self._join(parts)
+        return alternatives(parts)
 
     def items(self, members: list[tuple[str, bool]]) -> str:
         """Returns the expression of members in order with commas; a False one may be left out."""
@@ -132,26 +133,11 @@ class Literals:
 
     def _reference(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str | None:
         """A rule for a reference, so that schemas may hold themselves."""
-        target, path = resolved(schema, root), str(schema["$ref"])
+        target = resolved(schema, root)
         if target is None:
             return None
-        key = f"{id(root)}{path}"
-        if key not in self._refs:
-            self._refs[key] = self._lark.reserve()
-            body = self.value(target, root)
-            if body is None:
-                del self._refs[key]
-                return None
-            self._lark.define(self._refs[key], body)
-        return self._refs[key]
-
-    def _alternatives(self, parts: list[Schema], root: Mapping[str, Any]) -> str | None:
-        return self._join([self.value(part, root) for part in parts])
-
-    @staticmethod
-    def _join(parts: list[str | None]) -> str | None:
-        found = [part for part in parts if part is not None]
-        return f"({' | '.join(found)})" if found and len(found) == len(parts) else None
+        key = (id(self), id(root), schema["$ref"])
+        return self._lark.reference(key, lambda: self.value(target, root))
 
     def _words(self, kind: str) -> list[str]:
         if self._quote:

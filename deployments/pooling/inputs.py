@@ -10,7 +10,7 @@ import numpy as np
 from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest
 from rayfin.actors.messages import EngineInfo, EngineRequest, Int32Array, Sampling, StopRules
 from rayfin.actors.model_files.pooling_recipe import Pooling, PoolingRecipe
-from rayfin.deployments.generation.build_requests import KEY_BITS
+from rayfin.deployments.generation.build_requests import KEY_BITS, check_vocabulary
 from rayfin.deployments.generation.prompt_forms import Side
 from rayfin.deployments.text.tokenizer import Tokenizer
 
@@ -183,12 +183,5 @@ def _prompt(ids: list[int], info: EngineInfo, param: str) -> Int32Array:
             f"input has {len(ids)} tokens. Please shorten it, or set truncate_prompt_tokens.",
             param,
         )
-    low, high = min(ids), max(ids)
-    if low < 0 or high >= info.vocab_size:
-        wrong = low if low < 0 else high
-        raise InvalidRequest(
-            f"Token id {str(wrong)[:24]} is out of vocabulary: ids are in [0, {info.vocab_size}).",
-            param,
-            "invalid_token_id",
-        )
+    check_vocabulary(ids, info, param)
     return np.array(ids, np.int32)

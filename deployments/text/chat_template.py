@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jinja2
 from pydantic_core import to_json
@@ -49,6 +49,21 @@ def reserved_names(kind: type) -> frozenset[str]:
     """Names that no variable of a request may have: those of a tokenizer's class and of jinja."""
     rendering: Any = getattr(kind, "apply_chat_template", None)
     return frozenset(OWN_NAMES | inspect.signature(rendering).parameters.keys()) - {"documents"}
+
+
+class ThinkingSwitch(NamedTuple):
+    """Variables by which a template thinks or does not, beside those that all templates get."""
+
+    on: Mapping[str, Any] = {}
+    off: Mapping[str, Any] = {}
+
+    def added(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a request's variables with its own, which may name the effort "none"."""
+        thinks = variables.get("enable_thinking", variables.get("thinking"))
+        if thinks is None:
+            return dict(variables)
+        given = {name: value for name, value in variables.items() if value != "none"}
+        return {**variables, **(self.on if thinks else self.off), **given}
 
 
 @dataclass(slots=True, frozen=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rayfin.deployments.text.chat_template import ThinkingSwitch
 from rayfin.deployments.text.messages import ContentFormat
 from rayfin.deployments.text.parsing.derive import derive_row
 from rayfin.deployments.text.parsing.format import (
@@ -24,7 +25,6 @@ from rayfin.deployments.text.parsing.formats import (
 )
 from rayfin.deployments.text.parsing.template_probe import FIRST, TemplateProbe, called, find_rules
 from rayfin.deployments.text.parsing.thoughts import (
-    ThinkingSwitch,
     ThoughtsFound,
     find_reasoning,
     find_switch,

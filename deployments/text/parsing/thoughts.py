@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from rayfin.deployments.text.chat_template import ThinkingSwitch
 from rayfin.deployments.text.parsing.format import ReasoningFormat, ToolFormat
 from rayfin.deployments.text.parsing.formats import reasoning_rows
 from rayfin.deployments.text.parsing.template_probe import (
@@ -29,21 +30,6 @@ _WAYS: tuple[tuple[Mapping[str, Any], Mapping[str, Any]], ...] = (
 """Variables that turn thinking on, and off: all templates get the first ones."""
 
 _THOUGHTS = {"reasoning_content": THOUGHT, "reasoning": THOUGHT, "thinking": THOUGHT}
-
-
-class ThinkingSwitch(NamedTuple):
-    """Variables by which a template thinks or does not, beside those that all templates get."""
-
-    on: Mapping[str, Any] = {}
-    off: Mapping[str, Any] = {}
-
-    def added(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a request's variables with its own, which may name the effort "none"."""
-        thinks = variables.get("enable_thinking", variables.get("thinking"))
-        if thinks is None:
-            return dict(variables)
-        given = {name: value for name, value in variables.items() if value != "none"}
-        return {**variables, **(self.on if thinks else self.off), **given}
 
 
 def find_switch(probe: TemplateProbe) -> ThinkingSwitch:
