@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rayfin.kernels import reference
+import reference
 from rayfin.kernels.grouped import ROUNDED_GROUP, round_weight
 
 

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from rayfin.kernels import reference
+import reference
 
 
 def test_rms_norm() -> None:

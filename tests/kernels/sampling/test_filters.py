@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayfin.kernels import reference
+import reference
 from rayfin.kernels.sampling import filters
 from rayfin.kernels.sampling.filters import (
     apply_temperature,

@@ -2,7 +2,6 @@
 
 import torch
 
-from rayfin.kernels.reference import penalised
 from rayfin.kernels.sampling.filters import (
     UsedTokens,
     add_bias,
@@ -10,6 +9,7 @@ from rayfin.kernels.sampling.filters import (
     apply_penalties,
     forbid,
 )
+from reference import penalised
 
 ROWS, VOCABULARY = 4, 12
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rayfin.kernels import reference
+import reference
 
 pytest.importorskip("triton")
 from rayfin.kernels.triton import logprobs as module
