@@ -23,7 +23,7 @@ from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.parts import P, PartFacts, PartUsage, RequestPart, first_of
 from rayfin.actors.settings.bidirectional import Bidirectional
 from rayfin.actors.settings.choices import LogprobsMode
-from rayfin.actors.timing import PAGE_READ_SECONDS
+from rayfin.actors.timing import LOOP_COMMAND_SECONDS, MODEL_LOAD_SECONDS, PAGE_READ_SECONDS
 from rayfin.actors.weights.spans import Spans
 from rayfin.cache.prefix_index import Digests, NameChanges
 
@@ -547,3 +547,9 @@ class Command(StrEnum):
     SLEEP_DEEP = "sleep_deep"  # frees the model's too
     LOAD = "load"  # ends that: the model is there, and pages are not
     WAKE = "wake"
+
+    @property
+    def seconds(self) -> float:
+        """How long an engine may take."""
+        loads = self in (Command.LOAD, Command.WAKE)
+        return MODEL_LOAD_SECONDS if loads else LOOP_COMMAND_SECONDS

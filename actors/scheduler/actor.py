@@ -386,7 +386,7 @@ class SchedulerActor:
             EngineUnavailable: the command failed.
         """
         engine = self._running_engine()
-        self._call(lambda engine: engine.carry_out(command), LOOP_COMMAND_SECONDS)
+        self._call(lambda engine: engine.carry_out(command), command.seconds)
         return self._stats(engine)
 
     @ray.method(concurrency_group="prepare")

@@ -40,6 +40,7 @@ from rayfin.actors.timing import (
     HEARTBEAT_SECONDS,
     LINK_DRAIN_SECONDS,
     LINK_WELCOME_SECONDS,
+    LOOP_COMMAND_SECONDS,
     MAX_RECONNECT_SECONDS,
     PEER_READ_SECONDS,
     RECONNECT_SECONDS,
@@ -327,7 +328,8 @@ class EngineConnection:
             EngineUnavailable: the command failed, or its answer was lost.
         """
         try:
-            async with asyncio.timeout(CLIENT_COMMAND_SECONDS):
+            beyond = CLIENT_COMMAND_SECONDS - LOOP_COMMAND_SECONDS
+            async with asyncio.timeout(command.seconds + beyond):
                 self.stats = await self.scheduler.manage.remote(command)
         except (RayError, TimeoutError) as error:
             logger.warning("engine %s did not do %s: %s", self.name, command, error)

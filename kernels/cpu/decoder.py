@@ -191,6 +191,17 @@ class PackedDecoder:
         decoder.final_norm, decoder.head_bias = _address(final_norm), _address(head_bias)
         decoder.embedding_scale = embedding_scale
 
+    @property
+    def wide_numbers(self) -> int:
+        """Numbers in matrices of 32 bits."""
+        within = [
+            matrix
+            for own in self.layers
+            for matrix in (own.qkv, own.attention_out, own.gate_up, own.down)
+        ]
+        each = dict.fromkeys([*within, self.embedding, self.head])
+        return sum(own.outputs * own.inputs for own in each if own.storage == torch.float32)
+
     def tap(self, layers: Sequence[int]) -> None:
         """Makes each step copy the inputs of these ``layers``, rising, into ``tapped``.
 

@@ -5,14 +5,18 @@ memory twice. Attention settings, places of layers and factors do not depend on 
 the factor on embeddings is read anew. What results has the bytes of a fresh load.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidRequest, UnsupportedModel
+from rayfin.actors.processes.host_memory import free_bytes
 from rayfin.actors.runner.cpu.build_decoder import Packing, pack_head, pack_layer, packing
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.cpu.packed_layers import PackedLinear, pack_module
@@ -100,7 +104,34 @@ class Refiller:
         if args.speculation is not None and args.speculation.method == "mtp":
             self._check_head(given, base)
         check_finite(files)
+        if in_place and isinstance(loaded.decoder, CpuDecoder) and not args.quantization:
+            self._check_memory(given, files)
         return Vote(in_place, left)
+
+    def _check_memory(self, given: Tensors, files: Sequence[Path]) -> None:
+        """Numbers of 32 bits that 16 do not hold make a matrix twice as large."""
+        decoder, kernels = self._loaded.decoder, self._loaded.kernels
+        assert isinstance(decoder, CpuDecoder) and kernels is not None
+        wide = {
+            name: math.prod(own["shape"])
+            for name, own in given.items()
+            if own["dtype"] == "F32" and len(own["shape"]) == 2
+        }
+        free = free_bytes()
+        if not free or 2 * sum(wide.values()) < free:  # 0: the system does not say
+            return
+        for path in files:
+            with safe_open(path, framework="pt") as file:
+                for name in wide.keys() & set(file.keys()):
+                    if kernels.fits_bfloat16(file.get_tensor(name)):
+                        del wide[name]
+        grown = 2 * (sum(wide.values()) - decoder.packed.wide_numbers)
+        if grown > free:
+            raise InvalidRequest(
+                f"weights of 32 bits take {grown >> 20} MiB more than those before, and "
+                f"{free >> 20} MiB are free: dtype=bfloat16 rounds them",
+                "dtype",
+            )
 
     def _check_head(self, given: Tensors, base: Tensors) -> None:
         """The head that drafts comes whole, or stays whole."""

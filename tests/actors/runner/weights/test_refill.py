@@ -165,6 +165,29 @@ def test_what_does_not_fit(tiny_models: ModuleType, tmp_path: Path) -> None:
     assert all(map(np.array_equal, before, content(loaded)))
 
 
+def test_growth_needs_memory(
+    tiny_models: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers that 16 bits hold take what those before took, in whatever dtype they come."""
+    tiny_models.make_tiny_model("llama", tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    narrow = {name: own.bfloat16() for name, own in load_file(path).items()}
+    save_file(narrow, path, {"format": "pt"})
+    store, args = WeightStore(tmp_path / "a" / "b"), engine_args(tmp_path / "model")
+    loaded = load(args)
+    assert isinstance(loaded.decoder, CpuDecoder) and not loaded.decoder.packed.wide_numbers
+    monkeypatch.setattr(refill, "free_bytes", lambda: 1)
+    widened = {name: own.float() for name, own in narrow.items()}
+    Refiller(loaded, args).check(tensors_version(store, widened))
+    wide = tensors_version(store, {name: own * 1.001 for name, own in widened.items()})
+    with pytest.raises(InvalidRequest, match="dtype=bfloat16 rounds them") as caught:
+        Refiller(loaded, args).check(wide)
+    assert caught.value.param == "dtype"
+    Refiller(loaded, args).refill(wide)
+    assert loaded.decoder.packed.wide_numbers
+    Refiller(loaded, args).check(wide)  # it grows no more
+
+
 def test_codes_of_8_bits(tmp_path: Path) -> None:
     """torch does not say itself whether those of FP8 are numbers."""
     for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
