@@ -16,6 +16,13 @@
     group.submit             a step is about to be sent                  epoch, step, its tokens
     group.reply              a step's answer has come                    epoch, step, its tokens
     supervisor.check         every health check
+    weights.stage            a scheduler is asked about new weights
+    weights.vote             a runner is asked about them
+    weights.decide           all engines are paused, the coordinator is about to decide
+    weights.current          a scheduler has made them CURRENT, no runner has them
+    weights.layer            a runner is about to put them into the model
+    weights.reply            they are in, the coordinator does not know it
+    weights.resume           a scheduler is about to go on
 
     action                   what happens there
     exit                     the process is killed, as by SIGKILL
@@ -66,6 +73,8 @@ POINTS = (
     "group.submit",
     "group.reply",
     "supervisor.check",
+    *("weights.stage", "weights.vote", "weights.decide", "weights.current"),
+    *("weights.layer", "weights.reply", "weights.resume"),
 )
 ACTIONS = ("exit", "stop", "raise", "oom", "sleep", "hang", "nan", "drop", "duplicate", "flip")
 CONDITIONS = ("step", "epoch", "token", "nth", "p", "once")
