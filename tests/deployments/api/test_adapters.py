@@ -301,7 +301,9 @@ async def test_a_folder_is_read_once_for_many_requests(
 
     contents = AdapterContents("store", root=str(root))
     real = contents._read
-    monkeypatch.setattr(contents, "_read", lambda path: read.append(path) or real(path))
+    monkeypatch.setattr(
+        contents, "_read", lambda path, files: read.append(path) or real(path, files)
+    )
     names = AdapterNames(contents, slow, resolves=True)
     await names.start()
     callers = [asyncio.create_task(names.find("inside")) for _ in range(20)]
