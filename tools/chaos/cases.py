@@ -17,6 +17,7 @@ from connected import connected_under_kills
 from history import Record
 from load import Ask
 from nemesis import Nemesis
+from new_weights import FAILPOINTS, KEY, update_amid
 
 ONE = Layout()
 TWO = Layout(engines=2)
@@ -31,6 +32,7 @@ SMALL_DISK = Layout(temp_bytes=48 * 1024**2, object_store=80 * 1024**2)
 MODEL = Layout(runner="model")
 MODELS = Layout(engines=2, runner="model")
 MODEL_NODES = replace(NODES, runner="model")
+WEIGHTS = Layout(engines=2, runner="model", server=(("admin_api_key", KEY),))
 CHECKED = Layout(runner="model", engine=(("check_pages", True),))
 ADAPTERS = Layout(runner="model", adapters=3)
 ADAPTERS_TWO = replace(ADAPTERS, engines=2)
@@ -177,6 +179,13 @@ def with_adapters(
     """A fault amid streams of the base model and of three adapters."""
     text = f"{fault} amid streams of three adapters and the base model"
     return Case(f"adapters-{name}", "55", text, act, layout, streams=8, rate=2, after=8)
+
+
+def with_new_weights(failpoint: str) -> Case:
+    """An update of weights amid streams, and a death at one point of its course."""
+    fault = f"a process killed at {failpoint} of new weights for two engines"
+    act = update_amid(failpoint)
+    return Case(f"weights-{failpoint}", "64", fault, act, WEIGHTS, streams=8, rate=2, after=8)
 
 
 def with_images(
@@ -512,6 +521,7 @@ CASES = [
     with_adapters(
         "engine", "one of two engines killed", faults.kill_scheduler_and_runner, ADAPTERS_TWO
     ),
+    *map(with_new_weights, FAILPOINTS),
     with_agent("claude", "Claude Code"),
     with_agent("codex", "Codex"),
     with_images("runner", "runner killed", faults.kill_runner),
