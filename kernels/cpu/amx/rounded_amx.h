@@ -9,45 +9,11 @@
 
 namespace rayfin {
 
-constexpr int64_t kWords = kPart / 4;  // of an output in a part of bytes
-
 // Registers 0 .. 3 hold sums of two parts, 4 and 5 their rows of x, 6 and 7 weights.
 class PartShapes : TileShapes {
  public:
-  PartShapes() : TileShapes({16, 16, 16, 16, 16, 16, kWords, kWords}, {64, 64, 64, 64, kPart, kPart, 64, 64}) {}
+  PartShapes() : TileShapes({16, 16, 16, 16, 16, 16, kByteWords, kByteWords}, {64, 64, 64, 64, kPart, kPart, 64, 64}) {}
 };
-
-constexpr int64_t parts_of(const Groups& groups) { return (groups.size + kPart - 1) / kPart; }
-
-// The elements of a panel's bytes.
-inline int64_t panel_bytes_size(const Matrix& weight) {
-  return weight.groups.count * parts_of(weight.groups) * kWords * kPanel;
-}
-
-// A panel's codes as signed bytes [part][kWords][kPanel][4], each part filled up with zeros: in `out`, unless they lie so.
-template <class Code>
-const int32_t* panel_bytes(const Code& code, const Matrix& weight, int64_t panel, int32_t* out) {
-  const Groups& groups = weight.groups;
-  const int32_t* words = weight.words(panel);
-  if (weight.storage == kCodes8 && groups.words % kWords == 0) return words;
-  int32_t* to = out;
-  for (int64_t g = 0; g < groups.count; ++g) {
-    int32_t* const end = to + parts_of(groups) * kWords * kPanel;
-    for (int64_t word = 0; word < groups.words; word += Code::kWords, words += Code::kWords * kPanel) {
-      for (int v = 0; v < 2; ++v) {
-        VecI bytes[Code::kSteps / 4];
-        code.bytes(words + v * kWidth, bytes);
-        for (int i = 0; i < Code::kSteps / 4; ++i) {
-          const Octets octets = bit_cast<Octets>(bytes[i]) - uint8_t(Code::kOffset);
-          std::memcpy(to + i * kPanel + v * kWidth, &octets, sizeof(octets));
-        }
-      }
-      to += Code::kSteps / 4 * kPanel;
-    }
-    to = std::fill_n(to, end - to, 0);
-  }
-  return out;
-}
 
 // The products of 16 rows and a panel's part, in registers kSums and kSums + 1, to sums [16][kPanel].
 template <int kSums, int kRows>
@@ -64,7 +30,7 @@ RAYFIN_INLINE void multiply_part(const char* x, int64_t stride, int32_t* sums) {
 // out[m] = x[m] . panel, of `rows` rows; `bytes` are its weights. Rows of x are read up to a multiple of 16. The sums of
 // a part are scaled while tiles multiply the next one.
 template <class Code, bool kZeros>
-void multiply_parts(const Matrix& weight, const int32_t* bytes, const GroupFloats& scales, const GroupFloats& leasts,
+void multiply_parts(const Matrix& weight, const int32_t* bytes, const WideFloats& scales, const WideFloats& leasts,
                     const int16_t* zeros, const RoundedRows& x, int64_t rows, float* out) {
   const int64_t each = parts_of(weight.groups), steps = group_steps(weight.storage, weight.groups);
   alignas(64) int32_t sums[2][kRegisterRows * kPanel];
@@ -73,7 +39,7 @@ void multiply_parts(const Matrix& weight, const int32_t* bytes, const GroupFloat
     const RoundedRows some = x.from(row);
     const int64_t count = std::min<int64_t>(kRegisterRows, rows - row);
     const auto multiply = [&](int64_t part) RAYFIN_LAMBDA {
-      const int32_t* weights = bytes + part * kWords * kPanel;
+      const int32_t* weights = bytes + part * kByteWords * kPanel;
       const char* steps_at = some.values + part / each * steps + part % each * kPart;
       load_tile<6>(weights, kPanel * sizeof(int32_t));
       load_tile<7>(weights + kWidth, kPanel * sizeof(int32_t));
@@ -87,13 +53,11 @@ void multiply_parts(const Matrix& weight, const int32_t* bytes, const GroupFloat
     for (int64_t part = 0; part < x.parts; ++part) {
       if (part + 1 < x.parts) multiply(part + 1);
       const int64_t g = part / each;
-      Vec scale[2], least[2] = {};
-      VecI zero[2] = {};
-      for (int v = 0; v < 2; ++v) {
-        scale[v] = scales.at(g, v);
-        if constexpr (Code::kLevels) least[v] = leasts.at(g, v);
-        if constexpr (kZeros) zero[v] = load_zeros(zeros + g * kPanel + v * kWidth);
-      }
+      const auto factors_of = [&](int v) RAYFIN_LAMBDA {
+        return PartFactors<kZeros, Code::kLevels>(scales.at(g, v), Code::kLevels ? leasts.at(g, v) : Vec{},
+                                                  kZeros ? zeros + g * kPanel + v * kWidth : nullptr);
+      };
+      const PartFactors<kZeros, Code::kLevels> factors[2] = {factors_of(0), factors_of(1)};
 #pragma GCC unroll 4
       for (int64_t m = 0; m < count; ++m) {
         const int64_t at = m * x.parts + part;
@@ -101,9 +65,8 @@ void multiply_parts(const Matrix& weight, const int32_t* bytes, const GroupFloat
         const int32_t* dot = sums[part % 2] + m * kPanel;
 #pragma GCC unroll 2
         for (int v = 0; v < 2; ++v)
-          store(total + v * kWidth,
-                add_part<kZeros, Code::kLevels>(load(total + v * kWidth), load_int(dot + v * kWidth), scale[v], least[v],
-                                                zero[v], some.sums[at], some.scales[at]));
+          store(total + v * kWidth, factors[v].add(load(total + v * kWidth), load_int(dot + v * kWidth) + kStart,
+                                                   some.sums[at], some.scales[at]));
       }
     }
   }

@@ -30,9 +30,6 @@ class GroupFloats {
     if (weight.shared.factors) factors_ = (least ? weight.zeros<int8_t>() : weight.scales<int8_t>()) + first;
   }
 
-  // Those of a single panel that were widened.
-  explicit GroupFloats(const float* floats) : floats_(floats), groups_(0) {}
-
   // Widens those of this panel to out [groups][kPanel].
   void widen(int64_t count, float* out) const {
     for (int64_t g = 0; g < count; ++g)
@@ -53,6 +50,13 @@ class GroupFloats {
   const int8_t* factors_ = nullptr;
   int64_t groups_, halves_stride_ = 0;
   int shift_ = 0;
+};
+
+// Those of a single panel that were widened.
+struct WideFloats {
+  const float* floats;
+
+  RAYFIN_INLINE Vec at(int64_t group, int v) const { return load(floats + group * kPanel + v * kWidth); }
 };
 
 // One class for each kind of code. `widen` reads the code that lies `shift` bits up in each word, `shift_of` a depth
