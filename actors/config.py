@@ -247,6 +247,9 @@ class EngineArgs:
     kv_peers: bool = _flag(
         True, "read pages of a prompt from another engine of the model that has computed them"
     )
+    kv_port: int = _flag(
+        0, "TCP port where runners of other machines read pages: of rank 0, N + r of rank r; 0: any"
+    )
     long_prefill_token_threshold: int = _flag(0, "most tokens of a prompt in a step; 0: no limit")
     itl_target_ms: float | None = _flag(
         None,
@@ -357,6 +360,8 @@ class EngineArgs:
         _require(0 < most < math.inf, "weights_cache_gb", f"must be over 0, got {most}")
         in_range = gap is None or 0 < gap < math.inf
         _require(in_range, "itl_target_ms", f"must be over 0 ms, got {gap}")
+        port = self.kv_port
+        _require(0 <= port <= 65535, "kv_port", f"must be in [0, 65535], got {port}")
         _require(chunk >= 0, "long_prefill_token_threshold", f"must be at least 0, got {chunk}")
         _require(steps in (1, 2), "steps_in_flight", f"must be 1 or 2, got {steps}")
         _require(logprobs >= -1, "max_logprobs", f"must be at least 0, or -1, got {logprobs}")

@@ -68,7 +68,7 @@ OPTIONS: dict[str, Any] = {
     "max_restarts": 0,
     "max_task_retries": 0,
     "concurrency_groups": {
-        **{"prepare": 1, "steps": 2, "reads": 1, "writes": 1, "pages": 1, "weights": 1}
+        **{"prepare": 1, "steps": 2, "reads": 4, "writes": 1, "pages": 1, "weights": 1}
     },
 }
 
@@ -230,7 +230,8 @@ class ModelRunnerActor:
         for seat in range(seats(self._args)) if alone else [self._rank]:
             if (runner := find_actor(runner_name(engine, seat))) is not None:
                 try:
-                    address: str = ray.get(runner.page_address.remote(), timeout=PAGE_READ_SECONDS)
+                    asked = runner.page_address.remote(_host())
+                    address: str = ray.get(asked, timeout=PAGE_READ_SECONDS)
                 except RayError as error:
                     logger.debug("%s does not say where its pages are: %s", engine, error)
                     continue
@@ -239,15 +240,25 @@ class ModelRunnerActor:
         return ""
 
     @ray.method(concurrency_group="pages")
-    def page_address(self) -> str:
-        """Where another engine's runner reads pages, once; empty: nowhere."""
-        if self._config is None or not self._config.kv_peers:
+    def page_address(self, reader: str) -> str:
+        """Where another engine's runner reads pages, once; empty: nowhere.
+
+        Args:
+            reader: its machine.
+
+        Raises:
+            OSError: it is another one, and the port is taken.
+        """
+        if self._args is None or self._config is None or not self._config.kv_peers:
             return ""
         if self._server is None:
             from rayfin.actors.runner.pages.peers import PageServer
 
             self._server = PageServer(self._runner.names, lambda: self._pages, self._greet)
-        address: str = self._server.address()
+        host, port = _host(), self._args.kv_port
+        address: str = self._server.address(
+            "" if reader == host else host, port and port + self._rank
+        )
         return address
 
     @ray.method(concurrency_group="weights")

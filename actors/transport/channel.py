@@ -46,12 +46,17 @@ def connect(address: str) -> socket.socket:
     """Returns a socket, which does not block, connected to the process that gave the address.
 
     Args:
-        address: of ``Acceptor.address``.
+        address: of ``Acceptor.address``, or ``Acceptor.address_on``, which may take a while.
 
     Raises:
         OSError: it is on another machine, or another user's.
     """
     name, _, token = address.partition("/")
+    host, colon, port = name.rpartition(":")
+    if colon:  # of another machine
+        connected = socket.create_connection((host, int(port)), TOKEN_SECONDS)
+        connected.sendall(token.encode())
+        return connected
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connected.setblocking(False)
@@ -251,7 +256,7 @@ class Acceptor:
         self._serve = serve
         self._name = name
         self._once = once
-        self._listens_at = ""
+        self._listens_at = self._listens_on = ""
         self._tokens: deque[bytes] = deque(maxlen=MAX_TOKENS)
         self._lock = threading.Lock()  # of the tokens
         if sys.platform == "linux":
@@ -262,12 +267,33 @@ class Acceptor:
 
         It is a secret: with it a process of this user can run code in this one.
         """
-        if not self._listens_at:
+        return self._with_token(self._listens_at)
+
+    def address_on(self, host: str, port: int) -> str:
+        """Returns what one process of another machine connects to, by TCP; bytes are not encrypted.
+
+        Args:
+            host: this machine's own address; it listens at no other.
+            port: 0: any.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        with self._lock:
+            if not self._listens_on:
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                listener = socket.create_server((host, port), family=family)
+                self._listens_on = f"{host}:{listener.getsockname()[1]}"
+                self._start(self._accept, listener)
+        return self._with_token(self._listens_on)
+
+    def _with_token(self, name: str) -> str:
+        if not name:
             return ""
         token = secrets.token_hex(TOKEN_BYTES // 2)
         with self._lock:
             self._tokens.append(token.encode())
-        return f"{self._listens_at}/{token}"
+        return f"{name}/{token}"
 
     def _listen(self) -> None:
         name = f"rayfin-{secrets.token_hex(NAME_BYTES)}"
@@ -289,7 +315,7 @@ class Acceptor:
             try:
                 connected, _ = listener.accept()
             except OSError as error:
-                logger.warning("a process of this machine cannot connect: %s", error)
+                logger.warning("a process cannot connect: %s", error)
                 time.sleep(ACCEPT_PAUSE_SECONDS)
                 continue
             self._start(self._serve_one, connected)
@@ -297,7 +323,10 @@ class Acceptor:
     def _serve_one(self, connected: socket.socket) -> None:
         with connected:
             try:
-                if same_user(connected) and self._invited(connected):
+                local = connected.family == socket.AF_UNIX
+                if not local:  # a machine that is gone says nothing
+                    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                if (not local or same_user(connected)) and self._invited(connected):
                     self._serve(connected)
             except OSError as error:
                 logger.debug("a connection broke: %s", error)
@@ -314,7 +343,7 @@ class Acceptor:
             for token in known if self._once else ():
                 self._tokens.remove(token)
         if not known:
-            logger.warning("a process of this user that was not invited has tried to connect")
+            logger.warning("a process that was not invited has tried to connect")
         return bool(known)
 
     def _start(self, work: Callable[[socket.socket], None], on: socket.socket) -> None:

@@ -14,7 +14,9 @@ the hash of all tokens of a prompt, with its salt and its adapter, its pages can
 import hmac
 import logging
 import socket
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from struct import Struct
 
@@ -25,7 +27,7 @@ from rayfin.actors.processes.environment import lower_priority
 from rayfin.actors.runner.page_names import PageNames
 from rayfin.actors.runner.pages.records import Bytes, head_bytes, head_of, why_wrong
 from rayfin.actors.runner.pages.transfers import PageTransfers
-from rayfin.actors.timing import PAGE_READ_SECONDS
+from rayfin.actors.timing import PAGE_READ_SECONDS, PEER_BARRED_SECONDS, WRONG_PAGES_SECONDS
 from rayfin.actors.transport.channel import Acceptor, connect
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,12 @@ COUNT = Struct("<I")
 HASH_BYTES = 32
 MOST_HASHES = 4096
 """Of one question; what is longer is read in several."""
+
+MOST_READERS = 16
+"""Connections to one runner; others are refused."""
+
+MOST_WRONG = 3
+"""Wrong pages within a minute, for which an engine is not read from for a while."""
 
 YES, NO = b"\1", b"\0"
 MISSING = bytes(16)
@@ -54,8 +62,11 @@ class Peers:
         self._greeting = greeting
         # Connections at rest, by engine and what was said there: other weights have other pages.
         self._open: dict[tuple[str, bytes], socket.socket] = {}
+        self._wrong: dict[str, deque[float]] = {}  # by engine: when its last pages were wrong
 
     def records(self, what: PageTransfer, into: Bytes) -> Iterator[None]:
+        if self._is_barred(what.source):
+            return
         hashes = what.hashes[:MOST_HASHES]
         key = (what.source, self._greeting())  # the first time it takes as long as to read a model
         until = time.monotonic() + what.seconds
@@ -77,6 +88,8 @@ class Peers:
                 _receive(connected, into.data, until)
                 if (why := why_wrong(head, into, tokens)) is not None:
                     logger.warning("a page of %s is computed: %s", what.source, why)
+                    wrong = self._wrong.setdefault(what.source, deque(maxlen=MOST_WRONG))
+                    wrong.append(time.monotonic())
                     return
                 answered = number == len(hashes)
                 yield
@@ -85,6 +98,12 @@ class Peers:
         finally:
             if not answered or self._open.setdefault(key, connected) is not connected:
                 connected.close()
+
+    def _is_barred(self, source: str) -> bool:
+        wrong = self._wrong.get(source)
+        if wrong is None or len(wrong) < MOST_WRONG or wrong[-1] - wrong[0] > WRONG_PAGES_SECONDS:
+            return False
+        return time.monotonic() - wrong[-1] < PEER_BARRED_SECONDS
 
     def _connect(self, source: str, greeting: bytes, until: float) -> socket.socket:
         """A connection to the runner of an engine.
@@ -125,23 +144,35 @@ class PageServer:
         self._names = names
         self._transfers = transfers
         self._greeting = greeting
+        self._readers = threading.BoundedSemaphore(MOST_READERS)
         self._acceptor = Acceptor(self._serve, "pages")
 
-    def address(self) -> str:
-        """Where one reader connects to, once; empty where there are no such sockets."""
-        return self._acceptor.address()
+    def address(self, host: str = "", port: int = 0) -> str:
+        """Where one reader connects to, once; empty where there are no such sockets.
+
+        Args:
+            host, port: of this machine, for a reader on another one.
+
+        Raises:
+            OSError: it cannot listen there.
+        """
+        return self._acceptor.address_on(host, port) if host else self._acceptor.address()
 
     def _serve(self, connected: socket.socket) -> None:
         lower_priority()  # of this thread, behind the steps
         said = bytearray(HASH_BYTES)
         try:
             _receive(connected, memoryview(said), time.monotonic() + PAGE_READ_SECONDS)
-            if not hmac.compare_digest(said, self._greeting()):
+            same = hmac.compare_digest(said, self._greeting())
+            if not same or not self._readers.acquire(blocking=False):
                 connected.sendall(NO)
                 return
-            connected.sendall(YES)
-            while self._answer(connected, bytes(said)):
-                pass
+            try:
+                connected.sendall(YES)
+                while self._answer(connected, bytes(said)):
+                    pass
+            finally:
+                self._readers.release()
         except OSError as error:
             logger.debug("a reader of pages has gone: %s", error)
 

@@ -231,3 +231,48 @@ def test_a_reader_that_is_none(plain: tuple[Runner, Runner], said: str) -> None:
         assert connected.recv(1) == b"", "it is closed before memory is taken"
     connected.close()
     assert reader.read([0], [0]) == 1
+
+
+def test_a_reader_on_another_machine() -> None:
+    """By TCP, at one address of this machine; an address opens one connection."""
+    source = Runner()
+    source.fill(0, 1)
+    addresses: list[str] = []
+
+    def ask(engine: str) -> str:
+        addresses.append(source.server.address("127.0.0.1"))
+        return addresses[-1]
+
+    reader = Runner(ask)
+    assert reader.read([3, 4], [0, 1]) == 2 == reader.read([4, 5], [0, 1])
+    assert len(addresses) == 1 and addresses[0].startswith("127.0.0.1:")
+    again = Runner(lambda engine: addresses[0])
+    assert again.read([3, 4], [0, 1]) == 0, "the address was used"
+    host, _, port = addresses[0].partition("/")[0].rpartition(":")
+    with socket.create_connection((host, int(port)), 5) as guest:
+        guest.sendall(b"0" * 32)
+        assert guest.recv(1) == b"", "it has no token"
+
+
+def test_readers_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "MOST_READERS", 2)
+    source = Runner()
+    source.fill(0, 1)
+    readers = [Runner(lambda engine: source.server.address()) for _ in range(3)]
+    assert [own.read([3, 4], [0, 1]) for own in readers] == [2, 2, 0]
+
+
+def test_an_engine_with_wrong_pages_is_barred() -> None:
+    source = Runner()
+    source.fill(0, 1)
+    asked: list[str] = []
+
+    def ask(engine: str) -> str:
+        asked.append(engine)
+        return source.server.address()
+
+    reader = Runner(ask)
+    name = HASHES[1], TOKENS[2].tobytes()  # another page's tokens
+    source.names._names[1], source.names._pages[HASHES[1]] = name, (1, name)
+    assert [reader.read([3, 4], [0, 1]) for _ in range(5)] == [1, 1, 1, 0, 0]
+    assert len(asked) == 3
