@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
+from rayfin.kernels import reference
 from rayfin.kernels.attention.torch_backend import paged_attention as torch_paged_attention
-from rayfin.kernels.attention.torch_backend import reference_attention
 from rayfin.kernels.cpu.attention import CpuAttention
 from rayfin.kernels.cpu.kernels import CpuKernels
 from rayfin.kernels.shapes import PagedAttention, PagedBatch
@@ -50,7 +50,7 @@ def select_attention(
     if name in ("auto", "torch"):  # the torch backend takes every device and float dtype
         return torch_paged_attention
     if name == "reference":
-        return reference_attention
+        return reference.paged_attention
     raise ValueError(f"unknown attention backend {name!r}: choose one of {', '.join(NAMES)}")
 
 

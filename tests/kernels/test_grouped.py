@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import reference
+from rayfin.kernels import reference
 from rayfin.kernels.grouped import ROUNDED_GROUP, round_weight
 
 

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-import reference
+from rayfin.kernels import reference
 
 
 def test_rms_norm() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-import reference
+from rayfin.kernels import reference
 
 PAGE_SIZE = 4
 LENGTHS = [[1], [3], [4], [5], [8], [3, 4, 5], [8, 1, 4, 12]]

@@ -83,7 +83,7 @@ def map_rows(
     MIN_PART: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 for none
 ):
-    """The map of several steps of each row, each with at least one, on the device. Program (place).
+    """`make_multi_step_map` on the device, for rows with at least one step. Program (place).
 
     Each program computes the parts of all rows, so that none waits for another. It then writes the
     items of the row of its number, and clears the item of its number where there is none. Items

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-import reference
+from rayfin.kernels import reference
 from rayfin.kernels.attention import torch_backend as backend
 from rayfin.kernels.attention.select import SeeingAhead, page_types, select_attention
 

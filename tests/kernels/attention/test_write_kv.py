@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-import reference
+from rayfin.kernels import reference
 from rayfin.kernels.attention.write_kv import write_kv
 
 

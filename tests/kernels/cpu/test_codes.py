@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import reference
+from rayfin.kernels import reference
 from rayfin.kernels.cpu.codes import (
     CodedMatrix,
     Codes,

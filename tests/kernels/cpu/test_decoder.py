@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-import reference
+from rayfin.kernels import reference
 from rayfin.kernels.cpu.codes import pack_int4, pack_int8
 from rayfin.kernels.cpu.decoder import DecoderLayer, DecoderShape, PackedDecoder, StepAdapters
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Pack

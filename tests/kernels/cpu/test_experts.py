@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import reference
+from rayfin.kernels import reference
 from rayfin.kernels.cpu.codes import pack_int8
 from rayfin.kernels.cpu.experts import ClampedSwish, ExpertBiases, pack_experts
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Pack

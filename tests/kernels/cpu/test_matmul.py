@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import reference
+from rayfin.kernels import reference
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels
 
 ROWS = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 24, 49, 130])

@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-import reference
+from rayfin.kernels import reference
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels
 from rayfin.kernels.cpu.recurrent_rows import (
     DeltaLayer,

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-import reference
+from rayfin.kernels import reference
 from rayfin.kernels.cpu.kernels import try_kernels
 from rayfin.kernels.sampling.filters import allow_bits
 from rayfin.kernels.sampling.sample import sample

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import reference
+from rayfin.kernels import reference
 from rayfin.kernels.sampling import filters
 from rayfin.kernels.sampling.filters import (
     apply_temperature,

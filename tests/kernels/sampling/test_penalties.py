@@ -2,6 +2,7 @@
 
 import torch
 
+from rayfin.kernels.reference import penalised
 from rayfin.kernels.sampling.filters import (
     UsedTokens,
     add_bias,
@@ -9,7 +10,6 @@ from rayfin.kernels.sampling.filters import (
     apply_penalties,
     forbid,
 )
-from reference import penalised
 
 ROWS, VOCABULARY = 4, 12
 

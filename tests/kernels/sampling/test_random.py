@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import reference
+from rayfin.kernels import reference
 from rayfin.kernels.sampling.sample import uniform
 
 KNOWN = [0.6524484863740322, 0.7012121095215252, 0.36818951565166946, 0.7238582745899125]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import reference
+from rayfin.kernels import reference
 from rayfin.kernels.sampling.sample import draw, find_bad_rows, sample
 from rayfin.kernels.shapes import SamplingRows
 

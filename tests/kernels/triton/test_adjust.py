@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-import reference
+from rayfin.kernels import reference
 from rayfin.kernels.shapes import ALLOWED, BANNED, BANNED_EARLY, USED, RuleTensors
 
 pytest.importorskip("triton")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import reference
+from rayfin.kernels import reference
 from rayfin.kernels.attention.torch_backend import paged_attention as torch_attention
 from rayfin.kernels.shapes import PagedBatch
 

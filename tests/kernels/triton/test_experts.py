@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import reference
+from rayfin.kernels import reference
 
 pytest.importorskip("triton")
 from rayfin.kernels.triton import experts as module

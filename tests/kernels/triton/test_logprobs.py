@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import reference
+from rayfin.kernels import reference
 
 pytest.importorskip("triton")
 from rayfin.kernels.triton import logprobs as module

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import reference
+from rayfin.kernels import reference
 
 pytest.importorskip("triton")
 from rayfin.kernels.triton.products import add_product, few_rows, gated_product, product

@@ -1,7 +1,6 @@
 """The map of tiles: every query sees each of its keys once, and the work is cut evenly."""
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,43 +13,9 @@ from rayfin.kernels.triton.tile_map import (
     MIN_PART,
     WHOLE,
     TileMap,
+    make_multi_step_map,
     make_tile_map,
 )
-
-
-def make_multi_step_map(
-    kv_len: npt.ArrayLike,
-    steps: npt.ArrayLike,
-    *,
-    key_block: int,
-    programs: int,
-    window: int | None = None,
-) -> TileMap:
-    """One map for several decode steps of each row: the oracle of `map_rows` on the device.
-
-    Args:
-        kv_len: [R] keys in the cache before the first step.
-        steps: [R] number of steps of each row, at least 1.
-
-    Returns:
-        Items of one query each. A part may end after the keys of an early step, or begin before the
-        window of a late one; the kernel clips it to what the query sees.
-    """
-    counts = np.asarray(steps, np.int64)
-    starts = np.append(0, np.cumsum(counts))
-    lengths = np.asarray(kv_len, np.int64) + counts
-    longest = int(counts.max(initial=1))
-    tile_map = make_tile_map(
-        starts,
-        lengths,
-        tile_queries=longest,
-        key_block=key_block,
-        programs=programs,
-        window=window,
-    )
-    tile_map.items[:, ITEM_FIELDS.index("token")] = tile_map.items[:, 0]
-    tile_map.items[:, ITEM_FIELDS.index("queries")] = 1
-    return tile_map
 
 
 def seen_keys(tile_map: TileMap, tokens: int) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """A slow and obvious fp32 version of every kernel, the oracle of the tests.
 
-`reference_pages.py` has the page-level kernels of the first design (V0, V1), which this module
-exports as well.
+No fast kernel uses this code. `rayfin.kernels.reference_pages` has the page-level kernels of the
+first design (V0, V1), which this module exports as well.
 """
 
 import math
@@ -9,10 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from rayfin.kernels.attention.torch_backend import reference_attention as paged_attention
 from rayfin.kernels.grouped import Grouped
-from rayfin.kernels.shapes import SamplingRows, TokenBits
-from reference_pages import (
+from rayfin.kernels.reference_pages import (
     combine_partials,
     last_token_index,
     page_level_decode_attention,
@@ -21,6 +19,7 @@ from reference_pages import (
     partial_attention,
     split_and_write_kv,
 )
+from rayfin.kernels.shapes import PagedBatch, SamplingRows, TokenBits
 
 __all__ = [
     "adjusted",
@@ -65,6 +64,45 @@ BITS_64 = (1 << 64) - 1
 
 
 # --- attention ------------------------------------------------------------------------------------
+
+
+def paged_attention(
+    query: torch.Tensor,  # [T, H, Dk]
+    k_pages: torch.Tensor,  # [num_pages, page_size, Hkv, Dk]
+    v_pages: torch.Tensor,  # [num_pages, page_size, Hkv, Dv]
+    batch: PagedBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`PagedAttention`, one query token and one head at a time."""
+    heads, kv_heads = query.shape[1], k_pages.shape[2]
+    out = query.new_zeros(*query.shape[:2], v_pages.shape[3])
+    for row in range(batch.rows):
+        start, end = int(batch.query_start[row]), int(batch.query_start[row + 1])
+        kv_len = int(batch.kv_len[row])
+        for token in range(start, end):
+            position = kv_len - (end - token)
+            first = 0 if window is None else max(0, position - window + 1)
+            last = position if batch.sees_to is None else int(batch.sees_to[token])
+            keys, values = [], []
+            for p in range(first, last + 1):
+                page = int(batch.page_tables[row, p // batch.page_size])
+                keys.append(k_pages[page, p % batch.page_size])
+                values.append(v_pages[page, p % batch.page_size])
+            k, v = torch.stack(keys).float(), torch.stack(values).float()  # [n, Hkv, D]
+            for head in range(heads):
+                kv_head = head // (heads // kv_heads)
+                scores = k[:, kv_head] @ query[token, head].float() * scale  # [n]
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head].float().view(1)])
+                weights = torch.softmax(scores, dim=0)[: len(keys)]
+                out[token, head] = (weights @ v[:, kv_head]).to(out.dtype)
+    return out
 
 
 def write_kv(
