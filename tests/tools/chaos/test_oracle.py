@@ -64,7 +64,7 @@ def tokens_of(
     hash_runner: ModuleType, ask: Ask, output: list[int], prompt_len: int = 0
 ) -> list[int]:
     """What an engine on a hash runner says; ``output`` was said before, by another one."""
-    args = EngineArgs(kv_cache_memory=64 * 1024, steps_in_flight=1)
+    args = EngineArgs(kv_cache_memory=64 * 1024, steps_in_flight=1, kv_peers=False)
     runner = hash_runner.ModelRunner(args)
     engine = Engine(
         resolve(args, *runner.profile()), Inline(runner, resolve(args, *runner.profile()))
