@@ -447,7 +447,8 @@ class SourcesTier:
     def store(self, slot: int) -> None:
         # Without a token since its admission the steps that write its pages may not have run.
         if self._peers and len(self._running) == 1:  # no step may follow that would bring names
-            self._tell(named=self._tables.name_changes())
+            if (changes := self._tables.name_changes()) is not None:
+                self._tell(named=changes)
         if self._folder is None:
             return
         if self._running.num_known[slot] > self._running.request(slot).num_tokens:

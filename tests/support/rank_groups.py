@@ -58,7 +58,10 @@ class Group:
             scarcest = min(facts, key=lambda own: own[0].available_bytes // own[0].page_bytes)
             config = resolve(args, *scarcest)
             pages = num_pages or config.num_pages
-            self.config = replace(config, num_pages=pages, steps_in_flight=stages + 1)
+            # These threads are no executor that has peers.
+            self.config = replace(
+                config, num_pages=pages, steps_in_flight=stages + 1, kv_peers=False
+            )
             self.restart()
         except BaseException:
             self.close()
