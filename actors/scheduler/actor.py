@@ -408,20 +408,28 @@ class SchedulerActor:
         return pending.error() if pending.done() else None
 
     @ray.method(concurrency_group="warm")
-    def warm(self, tokens: Int32Array, keys: tuple[str, ...], pages_at: PagesAt) -> int:
+    def warm(
+        self, tokens: Int32Array, keys: tuple[str, ...], pages_at: PagesAt
+    ) -> tuple[int, float]:
         """Reads pages that another engine has into the cache, and no more.
 
         Args:
             keys: what keys and values depend on beside ``tokens``.
 
         Returns:
-            How many of the first pages of ``tokens`` are in the cache.
+            How many of the first pages of ``tokens`` are in the cache, and how many seconds the
+            rest takes to be computed; 0.0 if nothing has been computed here yet.
         """
         arrived: Future[int] = Future()
         page_size = self._running_engine().config.page_size
         request = request_to_warm(tokens, keys, pages_at, page_size)
         self._call(lambda engine: engine.lifecycle.tier.warm(request, arrived.set_result))
-        return arrived.result(PEER_READ_SECONDS + LOOP_ANSWER_SECONDS)
+        pages = arrived.result(PEER_READ_SECONDS + LOOP_ANSWER_SECONDS)
+
+        def rest(engine: Engine) -> float:
+            return engine.lifecycle.state.prompt_cost.seconds(pages * page_size, len(tokens))
+
+        return pages, self._call(rest)
 
     @ray.method(concurrency_group="weights")
     def stage_weights(self, version: WeightVersion, chunks: Sequence[Any]) -> Vote:

@@ -311,15 +311,17 @@ class EngineConnection:
             self._outbox.drop(key, stopped=False)
             deltas.put_nowait(RequestHandedBack("it goes on at another engine"))
 
-    async def warm(self, tokens: Int32Array, keys: tuple[str, ...], pages_at: PagesAt) -> int:
+    async def warm(
+        self, tokens: Int32Array, keys: tuple[str, ...], pages_at: PagesAt
+    ) -> tuple[int, float]:
         """See ``SchedulerActor.warm``; an engine that does not answer has nothing."""
         try:
             async with asyncio.timeout(2 * PEER_READ_SECONDS):
-                pages: int = await self.scheduler.warm.remote(tokens, keys, pages_at)
-                return pages
+                warmed: tuple[int, float] = await self.scheduler.warm.remote(tokens, keys, pages_at)
+                return warmed
         except (RayError, EngineUnavailable, TimeoutError) as error:
             logger.info("engine %s reads no pages of %s: %s", self.name, pages_at.engine, error)
-        return 0
+        return 0, 0.0
 
     async def manage(self, command: Command) -> EngineStats:
         """Sends an operator's command, and returns the counters after it.

@@ -3,7 +3,8 @@
     the engine drains ──► ``Router.next_home`` ──► ``warm`` there reads pages here, tokens come on
                      ──► the stream is handed back here, and replayed there: it computes its tail
 
-A move is a replay, so no engine knows of it. Where pages do not come, the stream stays.
+A move is a replay, so no engine knows of it. Where pages do not come the stream stays, unless it is
+computed in no time.
 """
 
 import asyncio
@@ -22,6 +23,9 @@ MOVES_AT_ONCE = 4
 
 MOST_COMPUTED_TOKENS = 32
 """A stream moves where so few of its tokens are missing, or two pages."""
+
+MOST_COMPUTED_SECONDS = 0.25
+"""Or where the rest is computed in so short a time that reading it does not pay."""
 
 
 @dataclass(slots=True, eq=False)
@@ -119,6 +123,7 @@ class Moves:
         size = at.candidate().page_size
         # The last one may have no name yet, and who gives nothing is left alone for a while.
         pages_at = PagesAt(at.name, len(tokens) // size - 1)
-        pages = await home.warm(tokens, stream.request.prefix_keys, pages_at)
+        pages, seconds = await home.warm(tokens, stream.request.prefix_keys, pages_at)
         missing = len(tokens) - pages * size
-        return home.ready and missing <= max(MOST_COMPUTED_TOKENS, 2 * size)
+        few = missing <= max(MOST_COMPUTED_TOKENS, 2 * size)
+        return home.ready and (few or 0.0 < seconds <= MOST_COMPUTED_SECONDS)

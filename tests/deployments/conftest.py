@@ -63,6 +63,7 @@ class Scheduler:
         self.identity = ""
         self.refusal: RayfinError | None = None  # of every newcomer
         self.taken: list[EngineRequest] = []
+        self.seconds_to_compute = 9.0  # what it lacks of a stream that it warms
         self.steps_left = -1  # then it stands still; it still beats
         self._mail: list[Callable[[], None]] = []
         self._readers: dict[str, asyncio.Queue[TokenDeltas | None]] = {}
@@ -165,7 +166,9 @@ class Scheduler:
             refusal = TokenDeltas.only(Ended(request.key, "error", error=error))
             self._post({request.client: refusal})
 
-    async def _warm(self, tokens: Int32Array, keys: tuple[str, ...], pages_at: PagesAt) -> int:
+    async def _warm(
+        self, tokens: Int32Array, keys: tuple[str, ...], pages_at: PagesAt
+    ) -> tuple[int, float]:
         await self._awake()
         if (source := self._others.get(pages_at.engine)) is not None:
             source.executor.share_pages("others")
@@ -176,7 +179,7 @@ class Scheduler:
         while not arrived.done():
             self.executor.clock += 0.001
             await asyncio.sleep(0)
-        return arrived.result()
+        return arrived.result(), self.seconds_to_compute
 
     def _unsubscribe(self, client: str) -> None:
         def leave() -> None:

@@ -332,7 +332,10 @@ async def test_streams_leave_an_engine_that_drains(world: Any, client: EnginePoo
         engine.check_integrity()
 
 
-async def test_streams_stay_where_pages_do_not_come(world: Any, client: EnginePool) -> None:
+@pytest.mark.parametrize(("seconds", "result"), [(9.0, "stayed"), (0.1, "moved")])
+async def test_streams_without_pages_move_only_if_they_are_computed_in_no_time(
+    world: Any, client: EnginePool, seconds: float, result: str
+) -> None:
     moves: list[tuple[str, str]] = []
     client.events.moved = lambda reason, result: moves.append((reason, result))
     first = world.start("app/engine/0")
@@ -340,12 +343,13 @@ async def test_streams_stay_where_pages_do_not_come(world: Any, client: EnginePo
     await until(lambda: len(reader.tokens) > 40)
     first.steps_left = 0
     second = world.start("app/engine/1")
+    second.seconds_to_compute = seconds
     await until(lambda: len(client._ready()) == 2)
     first.engine.drain()
     await until(lambda: moves)
     first.steps_left = -1
     await reader.check()
-    assert not second.taken and set(moves) == {("drain", "stayed")}
+    assert bool(second.taken) == (result == "moved") and set(moves) == {("drain", result)}
 
 
 async def test_sleeping_engine_gets_nothing_new_and_loses_nothing(
