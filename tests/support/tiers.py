@@ -106,7 +106,9 @@ THOROUGH = {
     "tests/e2e/test_llm.py::test_executors_share_pages": (
         "tests/actors/runner/pages/test_disk.py reads what another has computed"
     ),
-    "tests/e2e/test_llm.py::test_starts_in_a_notebook": "test_faults.py kills a scheduler",
+    "tests/e2e/test_llm.py::test_prompts_outlive_their_engine_in_a_notebook_too": (
+        "test_faults.py kills a scheduler"
+    ),
     "tests/e2e/test_models.py": "test_audio.py and test_pooling.py share an application",
     "tests/e2e/test_parallel.py": "tests/actors/runner/parallel has groups in processes",
     "tests/e2e/test_prompt_embeds.py": (

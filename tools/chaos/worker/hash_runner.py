@@ -136,6 +136,14 @@ class ModelRunner:
     def cache(self) -> None:
         """Its pages are no tensors, so no file keeps them."""
 
+    @property
+    def is_loaded(self) -> bool:
+        """It can always start."""
+        return True
+
+    def drop(self) -> None:
+        """There is no model to free."""
+
     def overwritten(self, pages: Int32Array) -> None:
         """No file is read into its pages."""
 
