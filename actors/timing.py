@@ -84,6 +84,7 @@ LOBBY_TICK_SECONDS = 0.05
 PAGE_READ_SECONDS = 2.0
 PAGE_TURN_SECONDS = 0.001
 PEER_FIRST_BYTE_SECONDS = 0.02  # of another engine, which the first time is looked up by name
+MOVE_COMPUTED_SECONDS = 0.25  # to compute what a stream lacks that moves without its pages
 PEER_READ_SECONDS = 10.0  # that a prompt waits for pages of another engine, at most
 PEER_SILENCE_SECONDS = 5.0  # for which an engine is left alone that has given none, doubling ...
 MAX_PEER_SILENCE_SECONDS = 60.0  # ... to this

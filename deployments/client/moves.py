@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rayfin.actors.messages import EngineRequest, PagesAt
+from rayfin.actors.timing import MOVE_COMPUTED_SECONDS
 from rayfin.deployments.client.connection import EngineConnection
 from rayfin.deployments.client.replay import Replay
 from rayfin.deployments.client.routing import Router
@@ -22,10 +23,8 @@ from rayfin.deployments.client.routing import Router
 MOVES_AT_ONCE = 4
 
 MOST_COMPUTED_TOKENS = 32
-"""A stream moves where so few of its tokens are missing, or two pages."""
-
-MOST_COMPUTED_SECONDS = 0.25
-"""Or where the rest is computed in so short a time that reading it does not pay."""
+"""A stream moves where so few of its tokens are missing, or two pages, or what is computed so soon
+that reading it does not pay (``MOVE_COMPUTED_SECONDS``)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -126,4 +125,4 @@ class Moves:
         pages, seconds = await home.warm(tokens, stream.request.prefix_keys, pages_at)
         missing = len(tokens) - pages * size
         few = missing <= max(MOST_COMPUTED_TOKENS, 2 * size)
-        return home.ready and (few or 0.0 < seconds <= MOST_COMPUTED_SECONDS)
+        return home.ready and (few or 0.0 < seconds <= MOVE_COMPUTED_SECONDS)
