@@ -105,7 +105,8 @@ class PageNames:
     def _drop(self, pages: list[int]) -> None:
         for page in pages:
             name = self._names.pop(page, None)
-            if name is not None and self._pages[name[0]][0] == page:
+            # Names that come beside steps may be late, so two pages may have had one name.
+            if name is not None and self._pages.get(name[0], (None,))[0] == page:
                 del self._pages[name[0]]
             for coming in self._coming:
                 coming.pop(page, None)

@@ -179,3 +179,11 @@ def test_names_that_come_alone_after_a_failure(steps: Steps) -> None:
     steps.run(0, fails=True)
     steps.names.add(NameChanges({5: name(2)}, []), (0, 0))
     assert steps.known == {}
+
+
+def test_a_page_may_lose_its_name_after_another_page_has_had_it(steps: Steps) -> None:
+    steps.run(0, named={0: 1})
+    steps.run(1, named={5: 1})
+    steps.run(2, dropped=[5])
+    steps.names.add(NameChanges({}, [0]), (0, 1))  # late
+    assert steps.known == {}
