@@ -179,6 +179,8 @@ class Cluster:
             server["data_parallel_size"] = number
         engine.setdefault("tensor_parallel_size", layout.ranks)
         engine.setdefault("spare_runners", 0)  # a row kills runners, and means one that serves
+        if layout.runner == "hash":  # its pages are no tensors, which peers could read
+            engine["kv_peers"] = False
         per_page = 16 * 1024 if layout.runner == "model" else 1024
         engine.setdefault("kv_cache_memory", (layout.pages or 4096) * per_page)
         app = bind_app(ServerArgs(**server), EngineArgs(**engine | settings))

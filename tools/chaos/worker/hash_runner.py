@@ -26,6 +26,7 @@ from rayfin.actors.config import (
 from rayfin.actors.errors import EngineUnavailable, Fenced, NumericalError, RequestFailed
 from rayfin.actors.messages import NO_TOKEN, Int32Array, NewRequest, SchedulerInfo, StepResult
 from rayfin.actors.parts import Need
+from rayfin.actors.runner.page_names import PageNames
 from rayfin.actors.settings.lora_limits import loras_in_step
 from rayfin.actors.weights.version import Vote, WeightVersion
 
@@ -143,6 +144,11 @@ class ModelRunner:
 
     def drop(self) -> None:
         """There is no model to free."""
+
+    @property
+    def names(self) -> PageNames:
+        """Of its pages; none before it has started."""
+        return PageNames() if self._executor is None else self._executor.names
 
     def overwritten(self, pages: Int32Array) -> None:
         """No file is read into its pages."""
