@@ -164,10 +164,14 @@ class Seats:
         """Pages are needed: the paused session of least worth loses its seat, or, where there is
         none, one that waits its claim. Returns whether there was one."""
         now = self._clock()
-        if now >= self._ranked_until or not self._ranked:  # many may lapse at one time
-            self._ranked = self._by_worth(now)
-            self._ranked_until = now + LOBBY_TICK_SECONDS
-        while self._ranked:
+        if now >= self._ranked_until:
+            self._ranked.clear()
+        while True:
+            if not self._ranked:  # kept for a while, since many may lapse at one time
+                self._ranked = self._by_worth(now)
+                self._ranked_until = now + LOBBY_TICK_SECONDS
+            if not self._ranked:
+                break
             session = self._ranked.pop()
             if session.seated is not None and not session.turns:  # it still pauses
                 self._lapse(session, "pages")

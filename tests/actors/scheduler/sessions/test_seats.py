@@ -381,6 +381,15 @@ def test_answers_may_come_back_without_their_opening(agents: Agents) -> None:
     assert _seats(agents).sessions.num_seated == 1
 
 
+def test_who_pauses_since_the_last_ranking_loses_its_seat_too(agents: Agents) -> None:
+    agents.pair()
+    seats = _seats(agents)
+    assert seats.reclaim() and seats.sessions.num_seated == 1
+    seats._ranked, seats._ranked_until = [None], float("inf")
+    seats._ranked[0] = next(own for own in seats.sessions._known.values() if own.seated is None)
+    assert seats.reclaim() and seats.sessions.num_seated == 0
+
+
 def test_an_engine_that_drains_keeps_no_seats(agents: Agents) -> None:
     agents.pair()
     third = agents.ask(2)
