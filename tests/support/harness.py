@@ -167,6 +167,10 @@ class Harness:
 
     def may_move(self, stream: Stream) -> bool:
         """Whether the stream may go on at another engine, as far as this harness can follow."""
+        try:  # the other one would have a quarantine of its own
+            self.engine._quarantine.check(stream.source)
+        except RequestQuarantined:
+            return False
         source, updates = stream.source, self.engine.updates
         plain = source.beams is None and source.sampling.prompt_logprobs is None
         still = not (
