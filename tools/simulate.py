@@ -90,7 +90,7 @@ class Life:
             harness.step()
             harness.wait(self._events[0][0] if self._events else math.inf)
             turns += 1
-            assert turns < 20_000, "the engine does not get done"
+            assert turns < 40_000, "the engine does not get done"
         harness.run()
         harness.check()
 
