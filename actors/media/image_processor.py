@@ -105,7 +105,7 @@ class PixtralProcessor(ProcessorMixin):
         return super()._process_images(images, **{**settings, "patch_size": self._pixels})
 
     def replace_image_token(self, image_inputs: Any, image_idx: int, **_: Any) -> str:
-        """The text of an image of ``image_inputs``."""
+        """Returns the text of an image of ``image_inputs``."""
         height, width = image_inputs["image_sizes"][image_idx]
         row = self.image_token * (width // self._pixels)
         rows = [row] * (height // self._pixels)

@@ -93,7 +93,7 @@ class EmbedsInput(RequestPart):
 
     @property
     def end(self) -> int:
-        """The position after its last row."""
+        """Returns the position after its last row."""
         return self.start + self.length
 
 
@@ -114,5 +114,5 @@ class PromptEmbeds:
     sent: EmbedsInput
 
     def at(self, start: int) -> "PromptEmbeds":
-        """The same from this position of the prompt on."""
+        """Returns the same from this position of the prompt on."""
         return replace(self, sent=replace(self.sent, start=start))
