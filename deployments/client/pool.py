@@ -357,7 +357,8 @@ class EnginePool:
             waited = True
             with self._room.waiting(tokens):
                 await self._until_ready(seconds)
-        stream, parent = self._streams.get(request.key), self._streams.get(request.parent_key or -1)
+        stream = self._streams.get(request.key)
+        parent = None if request.parent_key is None else self._streams.get(request.parent_key)
         for home in (stream and stream.next_home, parent and parent.connection):
             if home is not None and home in ready:
                 return home
