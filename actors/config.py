@@ -98,7 +98,7 @@ def read_place(given: Mapping[str, Any] | None) -> WorkerPlace:
     """
     if given is None:
         return WorkerPlace()
-    known = [own.name for own in fields(WorkerPlace)]
+    known = [setting.name for setting in fields(WorkerPlace)]
     if not isinstance(given, Mapping) or given.keys() - set(known):
         raise InvalidConfig(f"{PLACE} is an object of {', '.join(known)}; got {given!r}", PLACE)
     place = WorkerPlace(**given)
@@ -356,8 +356,8 @@ class EngineArgs:
         cache = self.mm_encoder_cache_gb
         _require(0 <= cache < math.inf, "mm_encoder_cache_gb", f"must be at least 0, got {cache}")
         _require(0 <= aging < math.inf, "priority_aging", f"must be at least 0 s, got {aging}")
-        most = self.weights_cache_gb
-        _require(0 < most < math.inf, "weights_cache_gb", f"must be over 0, got {most}")
+        size = self.weights_cache_gb
+        _require(0 < size < math.inf, "weights_cache_gb", f"must be over 0, got {size}")
         in_range = gap is None or 0 < gap < math.inf
         _require(in_range, "itl_target_ms", f"must be over 0 ms, got {gap}")
         port = self.kv_port
@@ -630,7 +630,7 @@ def resolve_model_len(args: EngineArgs, max_position: int | None, front_tokens: 
 
 def scarcest(facts: Sequence[ModelFacts]) -> ModelFacts:
     """Returns the facts of the rank with room for the fewest pages; the first one names them."""
-    fewest = min(facts, key=lambda own: own.available_bytes // max(own.page_bytes, 1))
+    fewest = min(facts, key=lambda rank: rank.available_bytes // max(rank.page_bytes, 1))
     return replace(fewest, page_namespace=facts[0].page_namespace)
 
 
@@ -649,17 +649,17 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
     if args.kv_cache_memory is None:
         available -= snapshots * facts.state_bytes
     per_request = -(-model_len // args.page_size)
-    most = per_request * limits.max_decoding_batch
+    max_pages = per_request * limits.max_decoding_batch
     # A model without attention fills no pages, nor does an encoder: slots are the only limit.
-    pages = args.num_pages or (available // facts.page_bytes if facts.page_bytes else most)
+    pages = args.num_pages or (available // facts.page_bytes if facts.page_bytes else max_pages)
     recurrent, whole = facts.state_bytes > 0, facts.whole_prompts
-    if (pages := most if whole else min(pages, most)) < per_request:
+    if (pages := max_pages if whole else min(pages, max_pages)) < per_request:
         if args.max_model_len is not None or pages * args.page_size <= facts.front_tokens:
             raise too_long(args, facts, model_len, available)
         model_len = pages * args.page_size
     speculation = chosen_speculation(args, facts)
     beside = facts.share_bytes - facts.available_bytes + snapshots * facts.state_bytes
-    host_pages = 0 if recurrent or whole else resolve_host_pages(args, facts.page_bytes, most)
+    host_pages = 0 if recurrent or whole else resolve_host_pages(args, facts.page_bytes, max_pages)
     alone = whole or facts.uncut.ahead == "prompt"  # a page depends on the tokens behind it
     shares = args.prefix_caching and (snapshots > 0 or not recurrent) and not alone
     return EngineConfig(

@@ -107,9 +107,9 @@ class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
     tokens: tuple[int, int] | None = None  # of the prompt, at least, and at most allowed
 
-    def sized(self, tokens: int, most: int) -> "ContextLengthExceeded":
+    def sized(self, tokens: int, limit: int) -> "ContextLengthExceeded":
         """Returns itself, with numbers for clients that read them."""
-        self.tokens = (tokens, most)
+        self.tokens = (tokens, limit)
         return self
 
 

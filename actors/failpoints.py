@@ -176,7 +176,9 @@ def parse(text: str) -> dict[str, list[_Fault]]:
         what, *conditions = entry.split("@")
         point, _, action = what.partition("=")
         action, _, argument = action.partition(":")
-        named = {name: value for name, _, value in (own.partition(":") for own in conditions)}
+        named = {
+            name: value for name, _, value in (condition.partition(":") for condition in conditions)
+        }
         if point not in POINTS or action not in ACTIONS or not set(named) <= set(CONDITIONS):
             raise InvalidConfig(f"{VARIABLE}: {entry!r} is not a fault (see actors/failpoints.py)")
         seed = None

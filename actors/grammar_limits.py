@@ -65,12 +65,12 @@ def ll_tokenizer_of(fast: Any, vocab_size: int = 0, ends: Sequence[int] = ()) ->
     Raises:
         InvalidConfig: grammars cannot use it.
     """
-    own = [] if fast.eos_token_id is None else [fast.eos_token_id]
+    eos_ids = [] if fast.eos_token_id is None else [fast.eos_token_id]
     backend = copy(fast.backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()
     size = max(vocab_size, len(fast))
-    return ll_tokenizer_from(backend.to_str(), size, list(ends) or own, fast.bos_token_id)
+    return ll_tokenizer_from(backend.to_str(), size, list(ends) or eos_ids, fast.bos_token_id)
 
 
 def ll_tokenizer_from(
@@ -168,8 +168,8 @@ def _reader_of(backend: Any) -> Callable[[str], bytes] | None:
     content = steps["Replace"]["content"]
 
     def read(name: str) -> bytes:
-        if found := _BYTE.fullmatch(name):
-            return bytes([int(found[1], 16)])
+        if match := _BYTE.fullmatch(name):
+            return bytes([int(match[1], 16)])
         return name.replace(blank, content).encode()
 
     return read

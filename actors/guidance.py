@@ -35,11 +35,11 @@ class CallGrammar:
 
     triggers: tuple[int, ...]  # single tokens; after each of them a call may begin
     grammar: str  # of what follows the trigger, the call's closing mark included
-    most: int | None = None  # calls; after them no trigger may be sampled. None is no limit
+    max_calls: int | None = None  # after them no trigger may be sampled. None is no limit
     marks: tuple[tuple[str, str], ...] = ()
     """Texts that may begin a call where no token does, "" at the start of an answer; and the
     grammar of each and the call behind it."""
-    rest: str = ""  # the grammar of what follows the last call of ``most``, where marks are texts
+    rest: str = ""  # the grammar of what follows the last of ``max_calls``, where marks are texts
 
     @property
     def grammars(self) -> tuple[str, ...]:

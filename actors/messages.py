@@ -331,17 +331,17 @@ class Logprobs:
     def entries(self) -> "Iterator[tuple[int, TokenLogprob]]":
         """(number, what it says) of every token; what is padding is left out."""
         columns = (self.at, self.chosen, self.rank, self.ids, self.values)
-        for at, own, rank, ids, values in zip(*(c.tolist() for c in columns), strict=True):
+        for at, chosen, rank, ids, values in zip(*(c.tolist() for c in columns), strict=True):
             top = tuple(pair for pair in zip(ids, values, strict=True) if pair[0] != NO_TOKEN)
-            yield at, TokenLogprob(own, rank, top)
+            yield at, TokenLogprob(chosen, rank, top)
 
     @classmethod
     def joined(cls, parts: "Sequence[Logprobs]") -> "Logprobs":
         """All of them in order; where K differs, the rest is NO_TOKEN and -inf."""
         if len(parts) == 1:
             return parts[0]
-        most = max(part.ids.shape[1] for part in parts)
-        widths = [((0, 0), (0, most - part.ids.shape[1])) for part in parts]
+        widest = max(part.ids.shape[1] for part in parts)
+        widths = [((0, 0), (0, widest - part.ids.shape[1])) for part in parts]
         pairs = list(zip(parts, widths, strict=True))
         return cls(
             np.concatenate([part.at for part in parts]),

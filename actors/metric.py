@@ -54,7 +54,7 @@ class Histogram:
 
     def add(self, more: "Histogram") -> None:
         """Observations of the same buckets, made elsewhere."""
-        self.counts = [own + new for own, new in zip(self.counts, more.counts, strict=True)]
+        self.counts = [count + new for count, new in zip(self.counts, more.counts, strict=True)]
         self.sum += more.sum
 
     def cumulative(self, bounds: Bounds | None = None) -> list[tuple[float, int]]:
@@ -74,10 +74,10 @@ class Histogram:
         return [*buckets, (float("inf"), total)]
 
 
-def one_two_five(most: int) -> Bounds:
-    """1, 2, 5, 10, 20, 50 ... up to ``most``: buckets of token counts."""
-    steps = (factor * 10**power for power in range(len(str(most))) for factor in (1, 2, 5))
-    return tuple(float(step) for step in steps if step <= most)
+def one_two_five(limit: int) -> Bounds:
+    """1, 2, 5, 10, 20, 50 ... up to ``limit``: buckets of token counts."""
+    steps = (factor * 10**power for power in range(len(str(limit))) for factor in (1, 2, 5))
+    return tuple(float(step) for step in steps if step <= limit)
 
 
 Word = str | tuple[str, ...]
@@ -159,8 +159,8 @@ def _number(
 @cache
 def declared(kind: Any) -> tuple[tuple[str, Family], ...]:
     """Returns the fields of a dataclass that are metrics, in order, and their declarations."""
-    found = ((one.name, one.metadata.get("metric")) for one in fields(kind))
-    return tuple((name, metric) for name, metric in found if metric is not None)
+    metrics = ((one.name, one.metadata.get("metric")) for one in fields(kind))
+    return tuple((name, metric) for name, metric in metrics if metric is not None)
 
 
 def metrics_of(*kinds: type) -> tuple[Family, ...]:

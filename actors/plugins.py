@@ -74,18 +74,18 @@ def _load(kind: str, name: str) -> Any:
     module, colon, path = name.partition(":")
     try:
         if colon:
-            found = getattr(import_module(module), path)
+            plugin = getattr(import_module(module), path)
         else:
             (point,) = entry_points(group=f"rayfin.{kind}", name=name)
-            found = point.load()
+            plugin = point.load()
     except Exception as error:
         raise _refused(f"{kind}={name} cannot be loaded: {error!r}") from error
     contract, methods = CONTRACTS[kind]
-    missing = [method for method in methods.split() if not hasattr(found, method)]
-    if missing or not callable(found) or (methods != "" and not isinstance(found, type)):
+    missing = [method for method in methods.split() if not hasattr(plugin, method)]
+    if missing or not callable(plugin) or (methods != "" and not isinstance(plugin, type)):
         lacks = f"; it lacks {', '.join(missing)}" if missing else ""
         raise _refused(f"{kind}={name} must be {contract}{lacks}")
-    return found
+    return plugin
 
 
 def _refused(message: str) -> InvalidConfig:
@@ -117,6 +117,6 @@ class Contained:
         return answer
 
 
-def contained(found: Any, kind: str, answer: Any = None) -> Any:
+def contained(plugin: Any, kind: str, answer: Any = None) -> Any:
     """An object of a class of :func:`plugins` that gives ``answer`` where it raises."""
-    return Contained(found(), dict.fromkeys(CONTRACTS[kind][1].split(), answer))
+    return Contained(plugin(), dict.fromkeys(CONTRACTS[kind][1].split(), answer))

@@ -27,7 +27,7 @@ class ProfileOrder(RequestPart):
     stop: bool = False
     prefix: str = ""  # of the file's name
     delay: int = 0  # steps that are left out first
-    most: int = DEFAULT_STEPS
+    steps: int = DEFAULT_STEPS
     spans: tuple[SchedulerSpan, ...] = ()  # of the scheduler, in the order that stops
 
     @property

@@ -46,27 +46,29 @@ class StepCost:
         return cls((1, 128), (1 + 1 / ROWS_OF_A_WEIGHT, 1 + 128 / ROWS_OF_A_WEIGHT))
 
     @classmethod
-    def guessed(cls, tokens: int, seconds: float, most: int) -> "StepCost":
-        """A table up to ``most`` tokens, from a step of so many ``tokens``: all that is known.
+    def guessed(cls, tokens: int, seconds: float, max_tokens: int) -> "StepCost":
+        """A table up to ``max_tokens``, from a step of so many ``tokens``: all that is known.
 
         Larger steps are thought to be dear, until one has run.
         """
-        doubled = (1 << power for power in range(SIZES[-1].bit_length(), most.bit_length() + 1))
+        doubled = (
+            1 << power for power in range(SIZES[-1].bit_length(), max_tokens.bit_length() + 1)
+        )
         sizes = np.array([*SIZES, *doubled], np.float64)
         unit = seconds / (1 + tokens / DEAR_ROWS_OF_A_WEIGHT)
         return cls(sizes, unit * (1 + sizes / DEAR_ROWS_OF_A_WEIGHT))
 
     @classmethod
     def measured(
-        cls, run: Callable[[int], float], most: int, limit: float = STEP_COST_SECONDS
+        cls, run: Callable[[int], float], max_tokens: int, limit: float = STEP_COST_SECONDS
     ) -> "StepCost":
-        """The table of what ``run`` takes, a step of so many tokens, up to ``most`` of them.
+        """The table of what ``run`` takes, a step of so many tokens, up to ``max_tokens``.
 
         Sizes for which ``limit`` seconds leave no time are drawn from those before.
         """
         sizes, seconds, spent = list[int](), list[float](), 0.0
         for size in SIZES:
-            if len(sizes) > 1 and (size > most or spent > limit):
+            if len(sizes) > 1 and (size > max_tokens or spent > limit):
                 break
             taken = [run(size) for _ in range(RUNS + (not sizes))]  # the first one warms up
             spent += sum(taken)
@@ -75,10 +77,10 @@ class StepCost:
         return cls(sizes, seconds)
 
     @classmethod
-    def sketched(cls, run: Callable[[int], float], most: int) -> "StepCost":
+    def sketched(cls, run: Callable[[int], float], max_tokens: int) -> "StepCost":
         """The table of few runs, for a start that must be quick; steps that run improve it."""
         sizes, seconds, spent = list[int](), list[float](), run(1)  # which warms up
-        for size in (size for size in SKETCHED_SIZES if size <= most):
+        for size in (size for size in SKETCHED_SIZES if size <= max_tokens):
             if spent > SKETCH_SECONDS and sizes:
                 break
             taken = [run(size)]
@@ -87,7 +89,7 @@ class StepCost:
             sizes.append(size)
             seconds.append(min(taken))
             spent += sum(taken)
-        return cls(sizes, seconds) if len(sizes) > 1 else cls.guessed(1, seconds[0], most)
+        return cls(sizes, seconds) if len(sizes) > 1 else cls.guessed(1, seconds[0], max_tokens)
 
     def seconds(self, tokens: "Int64Array | int") -> np.ndarray:
         """Seconds of steps of so many tokens, in the shape of ``tokens``."""

@@ -71,11 +71,11 @@ class PageFolder:
         """
         if not hashes or not self.holds(hashes[0]):
             return 0
-        found, missing = 1, len(hashes) + 1
-        while missing - found > 1:
-            middle = (found + missing) // 2
+        present, missing = 1, len(hashes) + 1
+        while missing - present > 1:
+            middle = (present + missing) // 2
             if self.holds(hashes[middle - 1]):
-                found = middle
+                present = middle
             else:
                 missing = middle
-        return found
+        return present

@@ -58,7 +58,7 @@ class HashChain:
 
 def digests_of(hashes: Sequence[bytes]) -> Digests:
     """Returns those of N hashes [N]."""
-    return np.frombuffer(b"".join(own[:8] for own in hashes), np.uint64)
+    return np.frombuffer(b"".join(page_hash[:8] for page_hash in hashes), np.uint64)
 
 
 class IndexObserver(Protocol):
@@ -103,13 +103,13 @@ class PrefixIndex:
         """Those of all pages, for tests."""
         return list(self._page_of)
 
-    def digests(self, most: int) -> Digests | None:
-        """Digests of all hashes [N], sorted; None if there are more than ``most``.
+    def digests(self, limit: int) -> Digests | None:
+        """Digests of all hashes [N], sorted; None if there are more than ``limit``.
 
         Any thread may ask.
         """
         hashes = list(self._page_of)
-        return None if len(hashes) > most else np.sort(digests_of(hashes))
+        return None if len(hashes) > limit else np.sort(digests_of(hashes))
 
     def match(self, hashes: Sequence[bytes], tokens: Tokens) -> list[int]:
         """The pages of the longest prefix in the index, in order; O(pages matched)."""

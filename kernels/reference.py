@@ -228,9 +228,9 @@ def low_rank(
     """What adapters (Hu et al., 2021) add to a linear layer: scale * B (A x), [T, outputs]."""
     out = torch.zeros(len(x), outputs)
     for row, number in enumerate(of_row):
-        own = adapters[number] if number >= 0 else None
-        if own is not None:
-            a, b, scale = own
+        adapter = adapters[number] if number >= 0 else None
+        if adapter is not None:
+            a, b, scale = adapter
             out[row] = scale * (b.float() @ (a.float() @ x[row]))
     return out
 

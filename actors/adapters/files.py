@@ -86,8 +86,8 @@ def _from_hub(name: str) -> Path:
     files = [CONFIG, WEIGHTS]
     try:
         with suppress(DryRunError):  # without a network; the cache may have it
-            for own in snapshot_download(name, allow_patterns=files, dry_run=True):
-                _require_size(own.filename, own.file_size or 0, MAX_WEIGHT_BYTES)
+            for file in snapshot_download(name, allow_patterns=files, dry_run=True):
+                _require_size(file.filename, file.file_size or 0, MAX_WEIGHT_BYTES)
         return Path(snapshot_download(name, allow_patterns=files))
     except InvalidRequest:
         raise

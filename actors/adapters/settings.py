@@ -91,8 +91,8 @@ def read_settings(config: Mapping[str, Any], max_rank: int) -> AdapterSettings:
         _rank("r", config.get("r", 8), max_rank),
         _alpha("lora_alpha", config.get("lora_alpha", 8)),
         config.get("use_rslora", False),
-        {key: _rank("rank_pattern", own, max_rank) for key, own in _pattern(config, "rank")},
-        {key: _alpha("alpha_pattern", own) for key, own in _pattern(config, "alpha")},
+        {key: _rank("rank_pattern", rank, max_rank) for key, rank in _pattern(config, "rank")},
+        {key: _alpha("alpha_pattern", alpha) for key, alpha in _pattern(config, "alpha")},
     )
     return settings
 
@@ -101,11 +101,11 @@ def _refused(name: str, value: Any, why: str) -> Exception:
     return invalid(f"{CONFIG}: {name} is {str(value)[:80]!r}: {why}.")
 
 
-def _rank(name: str, value: Any, most: int) -> int:
+def _rank(name: str, value: Any, max_rank: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise _refused(name, value, "a rank is an integer of at least 1")
-    if value > most:
-        raise _refused(name, value, f"it is over --max-lora-rank ({most})")
+    if value > max_rank:
+        raise _refused(name, value, f"it is over --max-lora-rank ({max_rank})")
     return value
 
 

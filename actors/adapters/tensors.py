@@ -53,20 +53,20 @@ def read_pairs(files: AdapterFiles, settings: AdapterSettings) -> dict[str, LowR
         InvalidRequest: a broken header, a tensor that is no A or B, one without its partner, or
             shapes that contradict each other or the settings. The message names the tensor.
     """
-    found: dict[str, dict[str, Entry]] = {}
+    modules: dict[str, dict[str, Entry]] = {}
     for entry in _entries(files.weights):
         match = NAME.fullmatch(entry.name)
         if match is None:
             raise invalid(f"{WEIGHTS}: {entry.name[:200]!r} is no A or B of a linear layer.")
         if len(entry.shape) != 2:
             raise invalid(f"{WEIGHTS}: {entry.name[:200]!r} has {len(entry.shape)} dimensions.")
-        kinds = found.setdefault(match["module"], {})
+        kinds = modules.setdefault(match["module"], {})
         if match["kind"] in kinds:
             raise invalid(f"{WEIGHTS}: {entry.name[:200]!r} is there twice.")
         kinds[match["kind"]] = entry
-    if not found:
+    if not modules:
         raise invalid(f"{WEIGHTS} has no tensors.")
-    return {module: _pair(module, kinds, settings) for module, kinds in sorted(found.items())}
+    return {module: _pair(module, kinds, settings) for module, kinds in sorted(modules.items())}
 
 
 def _pair(module: str, kinds: Mapping[str, Entry], settings: AdapterSettings) -> LowRankEntries:
@@ -106,7 +106,7 @@ def _entry(name: str, value: Mapping[str, Any], offset: int, size: int) -> Entry
     count = ITEM_BYTES[dtype]
     for length in shape:
         count *= length
-    whole = all(isinstance(own, int) and own > 0 for own in shape)
+    whole = all(isinstance(length, int) and length > 0 for length in shape)
     if not whole or not 0 <= start <= end <= size - offset or end - start != count:
         raise invalid(f"{WEIGHTS}: {name[:200]!r} does not lie within the file.")
     return Entry(name, dtype, shape, offset + start, offset + end)

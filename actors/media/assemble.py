@@ -46,14 +46,14 @@ def assembled(
         **args.tokenizer_hub,
     )
     settings, _ = ProcessorMixin.get_processor_dict(args.model, **args.hub)
-    own = settings.pop("processor_class", None) or tokenizer.init_kwargs.get("processor_class")
-    kind = own or default
-    made = own_class(kind) or (processor_class_from_name(kind) if kind else None)
-    if made is None:
+    kind = settings.pop("processor_class", None)
+    kind = kind or tokenizer.init_kwargs.get("processor_class") or default
+    processor_class = own_class(kind) or (processor_class_from_name(kind) if kind else None)
+    if processor_class is None:
         raise ValueError(f"it names no processor that transformers knows ({kind})")
     for name in PARTS:
         settings.pop(name, None)
-    return _make(made, {**parts, "tokenizer": tokenizer}, settings)
+    return _make(processor_class, {**parts, "tokenizer": tokenizer}, settings)
 
 
 def _make(kind: Any, parts: dict[str, Any], settings: dict[str, Any]) -> "ProcessorMixin":

@@ -95,12 +95,13 @@ class AudioProcessor:
         parts = {"feature_extractor": extractor, "audio_processor": extractor}
         usual = names.PROCESSOR_MAPPING_NAMES.get(config.model_type)
         inner = assembled(args, parts, lambda name: _own_class(name, config, args), usual)
-        made = cls(inner, args.mm_processor_kwargs or {})
+        processor = cls(inner, args.mm_processor_kwargs or {})
         if config.model_type == "whisper":
             from rayfin.actors.media.whisper import speech_prompts
 
-            made.transcription = Transcription(speech=speech_prompts(inner.tokenizer, config, args))
-        return made
+            speech = speech_prompts(inner.tokenizer, config, args)
+            processor.transcription = Transcription(speech=speech)
+        return processor
 
     @property
     def chat_template(self) -> str | None:
@@ -125,7 +126,7 @@ class AudioProcessor:
         inner = self._processor
         try:
             *_, clips = inner.prepare_inputs_layout(audio=[samples], text=[self.token])
-            made, (text,) = inner._process_audio(clips, **self._options)
+            features, (text,) = inner._process_audio(clips, **self._options)
         except (ValueError, TypeError, ZeroDivisionError, IndexError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
             raise InvalidRequest(
@@ -138,7 +139,7 @@ class AudioProcessor:
                 "audio",
                 CODE,
             )
-        return replace(processed(as_arrays(made, self._for_prompts), ids), seconds=seconds)
+        return replace(processed(as_arrays(features, self._for_prompts), ids), seconds=seconds)
 
 
 def _longest(processor: Any, options: Mapping[str, Any], rate: int) -> float | None:
@@ -158,8 +159,8 @@ def _longest(processor: Any, options: Mapping[str, Any], rate: int) -> float | N
 
 def _window(extractor: Any, longest: float | None) -> float:
     """Seconds that an encoder hears at once."""
-    own: Any = getattr(extractor, "chunk_length", None)
-    window = float(own) if isinstance(own, int | float) and own > 0 else WINDOW
+    length: Any = getattr(extractor, "chunk_length", None)
+    window = float(length) if isinstance(length, int | float) and length > 0 else WINDOW
     return window if longest is None else min(window, longest)
 
 
@@ -177,9 +178,9 @@ def _own_class(kind: str | None, config: Any, args: EngineArgs) -> Any:
 
 
 def _transcription(processor: Any) -> Transcription:
-    own = getattr(processor, "transcription", None)
-    if isinstance(own, Transcription):
-        return own
+    transcription = getattr(processor, "transcription", None)
+    if isinstance(transcription, Transcription):
+        return transcription
     request = getattr(processor, "apply_transcription_request", None)
     if request is None or not processor.chat_template:
         return Transcription()

@@ -36,8 +36,8 @@ class ImageProcessor:
         self.token = str(self._processor.image_token)
         self.place_id = int(tokenizer.convert_tokens_to_ids(self.token))
         """The token that a template has for an image ..."""
-        own = [token for token in processor.image_token_ids if token is not None]
-        self.media_token_id = int(own[0]) if len(own) == 1 else self.place_id
+        image_ids = [token for token in processor.image_token_ids if token is not None]
+        self.media_token_id = int(image_ids[0]) if len(image_ids) == 1 else self.place_id
         """... and the one that stands for each of its embeddings: mostly the same."""
         self.types_of_images = bool(getattr(processor, "return_mm_token_type_ids", False))
         self._for_prompts = FOR_PROMPTS | set(self._processor.unused_input_names)
@@ -64,13 +64,13 @@ class ImageProcessor:
         inner = self._processor
         try:
             laid_out, *_ = inner.prepare_inputs_layout(images=[image], text=[self.token])
-            made, (text,) = inner._process_images(laid_out, **self._options)
+            features, (text,) = inner._process_images(laid_out, **self._options)
         except (ValueError, TypeError, ZeroDivisionError, IndexError) as error:
             reason = str(error).partition("\n")[0]
             raise InvalidRequest(
                 f"This model's processor refuses the image: {reason}", "image", "invalid_image"
             ) from error
-        arrays = as_arrays(made, self._for_prompts)
+        arrays = as_arrays(features, self._for_prompts)
         grid = tuple(arrays[GRID][0].tolist()) if GRID in arrays else ()
         return processed(arrays, self._texts.ids(text), grid)
 

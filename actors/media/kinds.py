@@ -38,7 +38,7 @@ def media_kind(config: "PretrainedConfig") -> MediaKind | None:
         auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
         auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     )
-    hears = hasattr(config, "audio_token_id") and any(kind in own for own in names)
+    hears = hasattr(config, "audio_token_id") and any(kind in table for table in names)
     return "audio" if hears else None
 
 
@@ -70,7 +70,7 @@ def has_processor(args: EngineArgs) -> bool:
     from transformers.utils.hub import cached_file
 
     names = ("preprocessor_config.json", "processor_config.json")
-    found: list[Any] = [
+    paths: list[Any] = [
         cached_file(
             args.model,
             name,
@@ -80,4 +80,4 @@ def has_processor(args: EngineArgs) -> bool:
         )
         for name in names
     ]
-    return any(found)
+    return any(paths)

@@ -89,11 +89,11 @@ def digest(arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
     return whole.digest()
 
 
-def as_arrays(made: Mapping[str, Any], but: set[str]) -> Arrays:
-    """What a processor has ``made``, without the names in ``but``; tensors become arrays."""
+def as_arrays(features: Mapping[str, Any], but: set[str]) -> Arrays:
+    """Returns a processor's ``features`` without the names in ``but``; tensors become arrays."""
     return {
         name: np.ascontiguousarray(np.asarray(value))
-        for name, value in made.items()
+        for name, value in features.items()
         if name not in but
     }
 

@@ -29,9 +29,9 @@ def put_virtual_ids(
     """The prompt [P] in which the tokens of images have ids of their own."""
     whole = prompt.copy()
     for image in images:
-        own = whole[image.start : image.start + image.length]
-        places = own == media_token_id
-        own[places] = virtual_ids(image.digest, int(places.sum()))
+        ids = whole[image.start : image.start + image.length]
+        places = ids == media_token_id
+        ids[places] = virtual_ids(image.digest, int(places.sum()))
     return whole
 
 

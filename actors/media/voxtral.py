@@ -54,10 +54,10 @@ class VoxtralProcessor(ProcessorMixin):
             for clip in audio
         ]
         windows = [  # [1, mels, N * frames] -> [N, mels, frames]
-            np.stack(np.split(own[0], own.shape[-1] // extractor.nb_max_frames, axis=-1))
-            for own in map(np.asarray, whole)
+            np.stack(np.split(features[0], features.shape[-1] // extractor.nb_max_frames, axis=-1))
+            for features in map(np.asarray, whole)
         ]
-        texts = [self.audio_token * (self.window_tokens * len(own)) for own in windows]
+        texts = [self.audio_token * (self.window_tokens * len(stack)) for stack in windows]
         return {"input_features": np.concatenate(windows)}, texts
 
 

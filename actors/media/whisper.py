@@ -59,8 +59,8 @@ class SpeechTokens:
         languages: dict[str, int] = {}
         if multilingual:
             tasks = {name: known[f"<|{name}|>"] for name in ("transcribe", "translate")}
-            found = ((LANGUAGE.fullmatch(text), token) for text, token in known.items())
-            languages = {match[1]: token for match, token in found if match is not None}
+            matches = ((LANGUAGE.fullmatch(text), token) for text, token in known.items())
+            languages = {match[1]: token for match, token in matches if match is not None}
         no_times = known[NO_TIMES]
         before, place = known.get(BEFORE), known[PLACE]
         return cls(known[START], tasks, languages, no_times, no_times + 1, before, place)
@@ -96,7 +96,8 @@ class SpeechPrompts:
 
     def language(self, token: int) -> str | None:
         """The code of the language that a token stands for."""
-        return next((code for code, own in self.tokens.languages.items() if own == token), None)
+        codes = {token: code for code, token in self.tokens.languages.items()}
+        return codes.get(token)
 
     def ask(
         self,
@@ -119,22 +120,22 @@ class SpeechPrompts:
         Raises:
             ValueError: the model does not know the language, or does not translate.
         """
-        own = self.tokens
-        ids = [own.place]
+        tokens = self.tokens
+        ids = [tokens.place]
         text = [*before]
         if hint.strip():
             hint = " " + hint.strip()
             text = [*self._tokenizer.encode(hint, add_special_tokens=False), *before]
-        if text and own.before is not None:
-            ids += [own.before, *text[-self._most_hint :]]
-        ids.append(own.start)
-        if own.languages:
-            ids += [own.languages[self._code(language)], own.tasks[task]]
+        if text and tokens.before is not None:
+            ids += [tokens.before, *text[-self._most_hint :]]
+        ids.append(tokens.start)
+        if tokens.languages:
+            ids += [tokens.languages[self._code(language)], tokens.tasks[task]]
         elif task == "translate":
             raise ValueError("this model does not translate")
         elif language is not None and self.plain_code(language) != "en":
             raise ValueError("this model writes down English only")
-        return ids if times else [*ids, own.no_times]
+        return ids if times else [*ids, tokens.no_times]
 
     def _code(self, language: str | None) -> str:
         if language is None:
@@ -166,8 +167,8 @@ class WhisperProcessor(ProcessorMixin):
 
     def _process_audio(self, audio: Any, **settings: Any) -> Any:
         features = [self.feature_extractor(clip, **settings)["input_features"] for clip in audio]
-        made = {"input_features": np.concatenate(features)}
-        return made, [PLACE * self.clip_tokens for _ in audio]
+        texts = [PLACE * self.clip_tokens for _ in audio]
+        return {"input_features": np.concatenate(features)}, texts
 
 
 def whisper_class(config: PretrainedConfig, page_size: int) -> type[WhisperProcessor]:
@@ -189,8 +190,8 @@ def speech_prompts(tokenizer: Any, config: PretrainedConfig, args: EngineArgs) -
         KeyError: its tokenizer lacks a control token.
     """
     tokens = SpeechTokens.of(tokenizer, config.vocab_size, generation_config(args))
-    most = config.max_target_positions
-    return SpeechPrompts(tokenizer, tokens, min(args.max_model_len or most, most))
+    max_positions = config.max_target_positions
+    return SpeechPrompts(tokenizer, tokens, min(args.max_model_len or max_positions, max_positions))
 
 
 def generation_config(args: EngineArgs) -> GenerationConfig:

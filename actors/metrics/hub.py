@@ -110,9 +110,9 @@ class MetricsHub:
     def _fresh(self) -> bytes:
         """Returns the text after a new pull, or without it if the pull takes long."""
         self._puller.refresh(HUB_SCRAPE_SECONDS)
-        own = self._settings
-        metrics = (*ENGINE_METRICS, *own.metrics)
-        return render(own.model_name, own.alias, self._copy(), metrics)
+        settings = self._settings
+        metrics = (*ENGINE_METRICS, *settings.metrics)
+        return render(settings.model_name, settings.alias, self._copy(), metrics)
 
     def _run(self) -> None:
         while True:
@@ -124,15 +124,15 @@ class MetricsHub:
             time.sleep(HUB_PULL_SECONDS)
 
     def _find(self) -> None:
-        found = {}
+        schedulers = {}
         for name in engine_names(self._settings.engines):
             if (scheduler := find_actor(name)) is not None:
-                found[name.rpartition("/")[2]] = scheduler
-        self._schedulers = found
+                schedulers[name.rpartition("/")[2]] = scheduler
+        self._schedulers = schedulers
         silent = time.monotonic() - HUB_SILENT_SECONDS
         with self._lock:
             for engine in self._ledger.engines:
-                if engine not in found:
+                if engine not in schedulers:
                     self._ledger.drop_gauges(engine)
                 self._ledger.drop_silent(engine, silent)
             self._ledger.drop_silent(INGRESSES, silent)
@@ -142,7 +142,7 @@ class MetricsHub:
         if not self._schedulers:  # the hub is new, or all engines are
             self._find()
         at = time.time()
-        calls = {own.stats.remote(): engine for engine, own in self._schedulers.items()}
+        calls = {scheduler.stats.remote(): engine for engine, scheduler in self._schedulers.items()}
         if not calls:
             return
         ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=HUB_PULL_ANSWER_SECONDS)

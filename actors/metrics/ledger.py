@@ -124,7 +124,9 @@ class Ledger:
         """Returns a mutable copy. With ``now``, for another clock: the time of all its reports."""
         copied = Ledger()
         for engine, totals in self.totals.items():
-            histograms = {series: own.copy() for series, own in totals.histograms.items()}
+            histograms = {
+                series: histogram.copy() for series, histogram in totals.histograms.items()
+            }
             copied.totals[engine] = CounterTotals(dict(totals.counters), histograms)
         copied._last = self._last.copy()
         copied._current = dict(self._current) if now is None else dict.fromkeys(self._current, now)
@@ -135,19 +137,19 @@ class Ledger:
 
         An engine has one current incarnation.
         """
-        found: dict[Series, float] = {}
+        sums: dict[Series, float] = {}
         for source in self._current:
             if source[0] == engine:
                 report = self._last[source]
                 for series, value in report.gauges.items():
-                    found[series] = found.get(series, 0) + value
+                    sums[series] = sums.get(series, 0) + value
                 for series, value in report.earliest.items():
-                    found[series] = min(value, found.get(series, value))
-        return found
+                    sums[series] = min(value, sums.get(series, value))
+        return sums
 
     def drop_gauges(self, engine: str) -> None:
         """Removes the gauges of an engine that has ended; its totals stay."""
-        for source in [own for own in self._current if own[0] == engine]:
+        for source in [source for source in self._current if source[0] == engine]:
             del self._current[source]
 
     def drop_silent(self, engine: str, before: float) -> None:
@@ -159,7 +161,7 @@ class Ledger:
     def _replace(self, engine: str) -> None:
         """Removes the reports of the engine's earlier schedulers, which never return."""
         self.drop_gauges(engine)
-        for source in [own for own in self._last if own[0] == engine]:
+        for source in [source for source in self._last if source[0] == engine]:
             del self._last[source]
 
     @property

@@ -22,7 +22,7 @@ FAMILIES: dict[str, Any] = {
     "counter": prometheus.CounterMetricFamily,
     "histogram": prometheus.HistogramMetricFamily,
 }
-Found = list[tuple[str, tuple[str, ...], float | Histogram]]
+Samples = list[tuple[str, tuple[str, ...], float | Histogram]]
 """The series of a metric: engine, values of its labels, value."""
 
 
@@ -47,19 +47,19 @@ class _LedgerCollector(Collector):
         self._metrics = metrics
 
     def collect(self) -> Iterator[prometheus.Metric]:
-        found: defaultdict[str, Found] = defaultdict(list)
+        samples: defaultdict[str, Samples] = defaultdict(list)
         for engine, totals in self._ledger.totals.items():
             for kind in (self._ledger.gauges(engine), totals.counters, totals.histograms):
                 for (name, words), value in kind.items():
-                    found[name].append((engine, words, value))
+                    samples[name].append((engine, words, value))
         for metric in self._metrics:
             if not metric.alias_only:
-                yield self._family(metric, found[metric.name], alias=False)
+                yield self._family(metric, samples[metric.name], alias=False)
             if metric.alias and self._alias == "vllm":
-                yield self._family(metric, found[metric.name], alias=True)
+                yield self._family(metric, samples[metric.name], alias=True)
 
-    def _family(self, metric: Family, found: Found, *, alias: bool) -> prometheus.Metric:
-        of_engines = alias or any(engine != INGRESSES for engine, _, _ in found)
+    def _family(self, metric: Family, samples: Samples, *, alias: bool) -> prometheus.Metric:
+        of_engines = alias or any(engine != INGRESSES for engine, _, _ in samples)
         labels = alias and metric.alias_labels or metric.labels
         constants = dict(metric.alias_constants) if alias else {}
         family = FAMILIES[metric.kind](
@@ -67,7 +67,7 @@ class _LedgerCollector(Collector):
             metric.help,
             labels=["model_name", *(["engine"] if of_engines else []), *labels, *constants],
         )
-        for engine, words, value in found:
+        for engine, words, value in samples:
             engines = [engine or EVERY_ENGINE] if of_engines else []
             shown = [self._model_name, *engines, *words, *constants.values()]
             if isinstance(value, Histogram):

@@ -138,12 +138,12 @@ def _list(store: Any, root: str, shown: str) -> Listing:
     from pyarrow import fs
 
     try:
-        found = store.get_file_info(fs.FileSelector(root, recursive=True))
+        infos = store.get_file_info(fs.FileSelector(root, recursive=True))
     except (OSError, ValueError) as error:
         raise _refused(shown, error) from error
     listing = {
         info.path[len(root) :].lstrip("/"): (info.size, info.mtime_ns or 0)
-        for info in found
+        for info in infos
         if info.is_file
     }
     for name in listing:

@@ -39,12 +39,12 @@ def tensors_digest(files: Iterable[Path]) -> str:
             for name, entry, start, end in _tensors(path)
             if shards.counts(name, path)
         ]
-        return digest_of((name, kind, shape, own.result()) for name, kind, shape, own in each)
+        return digest_of((name, kind, shape, future.result()) for name, kind, shape, future in each)
 
 
 def digest_of(tensors: Iterable[tuple[str, str, Sequence[int], str]]) -> str:
     """Computes the digest of tensors given as name, dtype, shape and BLAKE2b of the bytes."""
-    listed = sorted([name, kind, list(shape), own] for name, kind, shape, own in tensors)
+    listed = sorted([name, kind, list(shape), digest] for name, kind, shape, digest in tensors)
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 

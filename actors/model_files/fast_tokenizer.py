@@ -96,7 +96,7 @@ def chosen_name(tokenizer: str) -> str | None:
     if taken is None or kind not in kinds or not Path(tokenizer, "tokenizer.json").is_file():
         return None
     added = settings.get("added_tokens_decoder", {})
-    if not isinstance(added, dict) or not all(isinstance(own, dict) for own in added.values()):
+    if not isinstance(added, dict) or not all(isinstance(token, dict) for token in added.values()):
         return None
     if taken in REBUILT and _form(tokenizer) != "BPE":
         return None
@@ -106,7 +106,7 @@ def chosen_name(tokenizer: str) -> str | None:
 def _form(tokenizer: str) -> str | None:
     """The kind of model in tokenizer.json: searched for, as the file may have tens of MB."""
     try:
-        found = MODEL_TYPE.search(Path(tokenizer, "tokenizer.json").read_bytes())
+        match = MODEL_TYPE.search(Path(tokenizer, "tokenizer.json").read_bytes())
     except OSError:
         return None
-    return None if found is None else found[1].decode()
+    return None if match is None else match[1].decode()

@@ -7,7 +7,7 @@ from typing import Any
 
 from rayfin.actors.errors import InvalidConfig
 
-_found: dict[tuple[Any, ...], Path] = {}
+_paths: dict[tuple[Any, ...], Path] = {}
 """Where ``find_file`` has found files of the Hub: in folders of one commit, which never change."""
 
 
@@ -21,12 +21,12 @@ def find_file(model: str, name: str, **hub: Any) -> Path | None:
         path = Path(model) / name
         return path if path.is_file() else None
     asked = (model, name, *sorted(hub.items()))
-    if (known := _found.get(asked)) is not None and known.is_file():
+    if (known := _paths.get(asked)) is not None and known.is_file():
         return known
     from transformers.utils.hub import cached_file
 
     try:
-        found = cached_file(
+        cached = cached_file(
             model,
             name,
             _raise_exceptions_for_missing_entries=False,
@@ -35,10 +35,10 @@ def find_file(model: str, name: str, **hub: Any) -> Path | None:
         )
     except OSError:
         return None
-    if found is None:
+    if cached is None:
         return None
-    _found[asked] = Path(found)
-    return Path(found)
+    _paths[asked] = Path(cached)
+    return Path(cached)
 
 
 def read_object(model: str, name: str, **hub: Any) -> dict[str, Any]:

@@ -90,19 +90,19 @@ def is_plain(header: Header) -> bool:
 
 
 def _is_known(tensor: GgufTensor, architecture: str) -> bool:
-    found = LAYER.fullmatch(tensor.name)
-    name = found[2] if found else tensor.name.removesuffix(".weight")
+    match = LAYER.fullmatch(tensor.name)
+    name = match[2] if match else tensor.name.removesuffix(".weight")
     if "_norm" in name:
-        known = name in NORMS if found else name in OUTER
+        known = name in NORMS if match else name in OUTER
         return known and tensor.kind == F32 and (architecture == "qwen3" or name[:6] != "attn_q")
-    return name in (MATRICES if found else OUTER) and tensor.kind in BLOCKS
+    return name in (MATRICES if match else OUTER) and tensor.kind in BLOCKS
 
 
 def _name(tensor: str) -> str:
-    found = LAYER.fullmatch(tensor)
-    if found is None:
+    match = LAYER.fullmatch(tensor)
+    if match is None:
         return OUTER[tensor.removesuffix(".weight")]
-    return f"model.layers.{found[1]}.{(MATRICES | NORMS)[found[2]]}"
+    return f"model.layers.{match[1]}.{(MATRICES | NORMS)[match[2]]}"
 
 
 def _tokens(header: Header, *names: str) -> dict[str, Any]:

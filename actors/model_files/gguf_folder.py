@@ -103,9 +103,9 @@ def _parts(file: str, present: Iterable[str]) -> list[str]:
     Raises:
         InvalidConfig: one is missing.
     """
-    if (found := PART.fullmatch(file)) is None:
+    if (match := PART.fullmatch(file)) is None:
         return [file]
-    start, count, there = found[1], int(found[2]), set(present)
+    start, count, there = match[1], int(match[2]), set(present)
     suffix = file[-len(SUFFIX) :]  # .GGUF too
     names = [f"{start}-{number:05}-of-{count:05}{suffix}" for number in range(1, count + 1)]
     for name in names:
@@ -123,17 +123,17 @@ def _fetch(name: str, revision: str | None, cache_dir: str | None) -> tuple[Path
     repository = of_format[1] if of_format else "/".join(parts[:2])
     file = "" if of_format else "/".join(parts[2:])
     try:
-        found = [file]
+        names = [file]
         if of_format or PART.fullmatch(file):
             files = huggingface_hub.list_repo_files(repository, revision=revision)
-            found = _parts(_of_format(files, *of_format.groups()) if of_format else file, files)
+            names = _parts(_of_format(files, *of_format.groups()) if of_format else file, files)
         return tuple(
             Path(
                 huggingface_hub.hf_hub_download(
                     repository, one, revision=revision, cache_dir=cache_dir
                 )
             )
-            for one in found
+            for one in names
         )
     except InvalidConfig:
         raise
@@ -144,14 +144,14 @@ def _fetch(name: str, revision: str | None, cache_dir: str | None) -> tuple[Path
 
 def _of_format(files: list[str], repository: str, kind: str) -> str:
     """The file of a format such as Q4_K_M among those of a repository, or its first part."""
-    found = [file for file in files if file.lower().endswith(SUFFIX)]
+    gguf_files = [file for file in files if file.lower().endswith(SUFFIX)]
     ends = (f"-{kind}".lower(), f".{kind}".lower())
-    for file in sorted(found):
+    for file in sorted(gguf_files):
         part = PART.fullmatch(file)
         stem = part[1] if part else file.removesuffix(file[-len(SUFFIX) :])
         if stem.lower().endswith(ends):
             return file
-    names = ", ".join(found) or "none"
+    names = ", ".join(gguf_files) or "none"
     raise InvalidConfig(f"{repository} has no GGUF file of {kind}; it has {names}", "model")
 
 
@@ -166,10 +166,10 @@ def _make(files: Sequence[Path], folder: Path) -> None:
     path = files[0]
     size = sum(file.stat().st_size for file in files) / 1e6
     _tell(f"Turning {path.name} ({size:,.0f} MB) into a folder in {folder.parent}, once ...")
-    made = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         # A process of its own: this one stays without torch, and the memory is given back.
-        what = f"({list(map(str, files))!r}, {str(made)!r})"
+        what = f"({list(map(str, files))!r}, {str(temporary)!r})"
         code = (
             f"from {PLAIN} import convert_plain\n"
             f"if not convert_plain{what}:\n"
@@ -188,9 +188,9 @@ def _make(files: Sequence[Path], folder: Path) -> None:
                 errors.seek(0)
                 lines = errors.read().strip().splitlines() or [f"exit status {process.returncode}"]
                 raise InvalidConfig(f"{path.name} cannot be read: {lines[-1]}", "model")
-        made.rename(folder)
+        temporary.rename(folder)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _tell(line: str) -> None:

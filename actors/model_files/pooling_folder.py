@@ -97,7 +97,7 @@ class _Folder:
         from transformers.utils.hub import cached_file
 
         try:
-            found = cached_file(
+            cached = cached_file(
                 self.model,
                 name,
                 revision=self._revision,
@@ -106,7 +106,7 @@ class _Folder:
             )
         except OSError:
             return None
-        return None if found is None else Path(found)
+        return None if cached is None else Path(cached)
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
@@ -131,22 +131,22 @@ def _pools(args: EngineArgs, config: Mapping[str, Any], folder: _Folder) -> bool
 
 def _embedder(config: Mapping[str, Any], args: EngineArgs, folder: _Folder) -> PoolingRecipe:
     encoder = config.get("model_type") in ENCODERS
-    found: dict[str, Any] = {"modes": ("cls",) if encoder else ("lasttoken",), "normalize": True}
+    recipe: dict[str, Any] = {"modes": ("cls",) if encoder else ("lasttoken",), "normalize": True}
     if modules := folder.json("modules.json"):
-        found = _read_modules(modules, folder)
+        recipe = _read_modules(modules, folder)
     sentence = folder.json("sentence_bert_config.json")
     settings = folder.json("config_sentence_transformers.json")
     pooler = args.pooler_config or {}
     if unknown := pooler.keys() - {"pooling_type", "use_activation", "normalize", "dimensions"}:
         raise InvalidConfig(f"pooler_config has no {min(unknown)!r}", "pooler_config")
     if kind := pooler.get("pooling_type"):
-        found["modes"] = (_vllm_mode(kind),)
+        recipe["modes"] = (_vllm_mode(kind),)
     for name in ("use_activation", "normalize"):
         if pooler.get(name) is not None:
-            found["normalize"] = bool(pooler[name])
+            recipe["normalize"] = bool(pooler[name])
     size = int(config.get("hidden_size") or config.get("dim") or config.get("n_embd") or 0)
-    dense = found.get("dense", ())
-    dimensions = dense[-1].outputs if dense else size * len(found["modes"])
+    dense = recipe.get("dense", ())
+    dimensions = dense[-1].outputs if dense else size * len(recipe["modes"])
     prompts = {name: text for name, text in (settings.get("prompts") or {}).items() if text}
     similarity = settings.get("similarity_fn_name") or "cosine"
     return PoolingRecipe(
@@ -160,7 +160,7 @@ def _embedder(config: Mapping[str, Any], args: EngineArgs, folder: _Folder) -> P
         prompts=tuple(prompts.items()),
         default_prompt=settings.get("default_prompt_name"),
         similarity="dot" if similarity == "dot" else "cosine",
-        **found,
+        **recipe,
     )
 
 
@@ -172,27 +172,27 @@ def _matryoshka(config: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 def _read_modules(modules: Any, folder: _Folder) -> dict[str, Any]:
     """The pooling, the dense layers and the normalization that modules.json names in order."""
-    found: dict[str, Any] = {"modes": ("mean",), "normalize": False, "dense": ()}
+    recipe: dict[str, Any] = {"modes": ("mean",), "normalize": False, "dense": ()}
     for place, module in enumerate(modules):
         name, path = str(module["type"]).rpartition(".")[2], module.get("path", "")
-        if found["normalize"] and name == "Dense":
+        if recipe["normalize"] and name == "Dense":
             raise UnsupportedModel("modules.json has a Dense behind Normalize", "model")
         if name == "Transformer" and place == 0:
             if path:
                 raise UnsupportedModel(f"modules.json has its Transformer in {path!r}", "model")
         elif name == "Pooling":
             pooling = folder.json(f"{path}/config.json")
-            found["modes"] = _modes(pooling)
-            found["include_prompt"] = bool(pooling.get("include_prompt", True))
+            recipe["modes"] = _modes(pooling)
+            recipe["include_prompt"] = bool(pooling.get("include_prompt", True))
         elif name == "Dense":
-            found["dense"] = (*found["dense"], _dense(folder.json(f"{path}/config.json"), path))
+            recipe["dense"] = (*recipe["dense"], _dense(folder.json(f"{path}/config.json"), path))
         elif name == "Normalize":
-            found["normalize"] = True
+            recipe["normalize"] = True
         elif name != "Dropout":
             raise UnsupportedModel(
                 f"modules.json has a module that is not served: {module['type']}", "model"
             )
-    return found
+    return recipe
 
 
 def _modes(pooling: Mapping[str, Any]) -> tuple[Mode, ...]:

@@ -173,9 +173,9 @@ def read_order(caller: socket.socket, environment: dict[str, str]) -> Order | No
             if not (more := caller.recv(1 << 16)):
                 raise EOFError
             data += more
-        words, own, folder, rank, files = marshal.loads(data[4:])
-        if len(streams) == STREAMS and is_plain(own, environment):
-            return Order(words, own, folder, rank, files, streams)
+        words, variables, folder, rank, files = marshal.loads(data[4:])
+        if len(streams) == STREAMS and is_plain(variables, environment):
+            return Order(words, variables, folder, rank, files, streams)
     except BaseException:
         close(streams)
         raise
@@ -188,9 +188,9 @@ def close(streams: Sequence[int]) -> None:
         os.close(stream)
 
 
-def is_plain(own: dict[str, str], environment: dict[str, str]) -> bool:
+def is_plain(variables: dict[str, str], environment: dict[str, str]) -> bool:
     """Whether a worker's environment is ``environment``, which the imports have read."""
-    differing = {name for name, _ in own.items() ^ environment.items()}
+    differing = {name for name, _ in variables.items() ^ environment.items()}
     return all(name.startswith(OWN) for name in differing)
 
 

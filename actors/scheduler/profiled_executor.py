@@ -46,7 +46,7 @@ class ProfiledExecutor:
             spans, self._spans = self._spans or (), None
             return replace(need, what=replace(order, spans=tuple(spans)))
         if self._spans is None:
-            self._spans, self._left = [], order.delay + order.most
+            self._spans, self._left = [], order.delay + order.steps
         return need
 
 

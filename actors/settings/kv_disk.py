@@ -51,22 +51,22 @@ def page_folder(args: "EngineArgs", facts: "ModelFacts", *, shares: bool) -> Pag
             "enough",
             "kv_disk_path",
         )
-    most = int(args.kv_disk_size * 2**30)
-    if most < facts.page_bytes:
+    max_bytes = int(args.kv_disk_size * 2**30)
+    if max_bytes < facts.page_bytes:
         raise InvalidConfig(
             f"kv_disk_size ({args.kv_disk_size} GiB) does not hold a page of "
             f"{facts.page_bytes:,} bytes",
             "kv_disk_size",
         )
     path = os.path.abspath(os.path.expanduser(args.kv_disk_path))
-    return PageFolder(path, facts.page_namespace, most)
+    return PageFolder(path, facts.page_namespace, max_bytes)
 
 
 DEFAULT_PREEMPTION: dict[SchedulerName, Preemption] = {"v1": "recompute", "v0": "swap"}
 
 
-def resolve_host_pages(args: "EngineArgs", page_bytes: int, most: int) -> int:
-    """Returns the pages of swap space, at most ``most``; 0 if preempted requests are recomputed.
+def resolve_host_pages(args: "EngineArgs", page_bytes: int, max_pages: int) -> int:
+    """Returns the pages of swap space, up to ``max_pages``; 0: preempted requests are recomputed.
 
     Raises:
         InvalidConfig: preemption is "swap", and there is no room for a page.
@@ -79,4 +79,4 @@ def resolve_host_pages(args: "EngineArgs", page_bytes: int, most: int) -> int:
             f"swap_space ({args.swap_space} GiB) does not hold a page of {page_bytes:,} bytes",
             "swap_space",
         )
-    return min(pages, most)
+    return min(pages, max_pages)

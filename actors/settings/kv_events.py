@@ -39,7 +39,7 @@ def read_kv_events(config: Mapping[str, Any] | None) -> KVEventsConfig:
     if not isinstance(config, Mapping | None):
         _refuse("must be an object")
     given = dict(config or {})
-    known = {own.name: own.default for own in fields(KVEventsConfig)}
+    known = {field.name: field.default for field in fields(KVEventsConfig)}
     for key, value in given.items():
         if key not in known:
             _refuse(f"has no key {key!r}; it has {', '.join(known)}")

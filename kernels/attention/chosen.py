@@ -40,19 +40,19 @@ def attend_chosen(
     some = min(max(FLOATS_AT_ONCE // width, 1), kv_heads)
     at_once = max(FLOATS_AT_ONCE // (width * some), 1)
     for first, head in product(range(0, len(query), at_once), range(0, kv_heads, some)):
-        part, own = slice(first, first + at_once), slice(head, head + some)
-        q = query.view(len(query), kv_heads, groups, key_dim)[part, own].float() * scale
-        k, v = (read_slots(pages[:, :, own], slots[part]) for pages in (k_pages, v_pages))
+        part, span = slice(first, first + at_once), slice(head, head + some)
+        q = query.view(len(query), kv_heads, groups, key_dim)[part, span].float() * scale
+        k, v = (read_slots(pages[:, :, span], slots[part]) for pages in (k_pages, v_pages))
         scores = torch.einsum("nhgd,nchd->nhgc", q, k)
         scores = scores.masked_fill(~seen[part, None, None], float("-inf"))
         if sinks is not None:
-            sink = sinks.float().view(1, kv_heads, groups, 1)[:, own].expand(len(q), -1, -1, 1)
+            sink = sinks.float().view(1, kv_heads, groups, 1)[:, span].expand(len(q), -1, -1, 1)
             scores = torch.cat([scores, sink], dim=-1)
         shares = scores.softmax(-1)[..., : chosen.shape[1]]
         # A slot that is not seen may hold anything, and nothing times NaN is NaN.
         v = v.masked_fill(~seen[part, :, None, None], 0.0)
         result = torch.einsum("nhgc,nchd->nhgd", shares, v).to(query.dtype)
-        out.view(len(query), kv_heads, groups, value_dim)[part, own] = result
+        out.view(len(query), kv_heads, groups, value_dim)[part, span] = result
     return out
 
 

@@ -210,7 +210,7 @@ def stack_weights(weights: list[CodedWeight]) -> CodedWeight | None:
     if form == WIDE:
         parts = [_wide_groups(weight) for weight in weights]
         groups = torch.cat([scales for scales, _ in parts], dim=1)
-        zeros = _unusual(torch.cat([own for _, own in parts], dim=1), first.bits)
+        zeros = _unusual(torch.cat([zero_points for _, zero_points in parts], dim=1), first.bits)
     else:
         groups = torch.cat([weight.groups for weight in weights], dim=1)
     return replace(

@@ -71,7 +71,7 @@ class StepProfiler(Observer):
             self._changes.wait_for(lambda: self._span is None, PROFILE_STEP_SECONDS)
             profile, self._order, self._profile, self._span = self._profile, None, None, None
             self.in_turn = False
-            if profile is not None and self._steps < begun.delay + begun.most:
+            if profile is not None and self._steps < begun.delay + begun.steps:
                 profile.stop()
         name = f"{begun.prefix}{socket.gethostname()}-{os.getpid()}-{time.time_ns()}.json"
         try:
@@ -84,7 +84,7 @@ class StepProfiler(Observer):
         with self._changes:
             self._end_span()  # of a step that has failed
             order = self._order
-            if order is None or not order.delay <= self._steps < order.delay + order.most:
+            if order is None or not order.delay <= self._steps < order.delay + order.steps:
                 return
             if self._profile is None:
                 every_thread = _ExperimentalConfig(profile_all_threads=True)
@@ -100,7 +100,7 @@ class StepProfiler(Observer):
             self._end_span()
             self._steps += 1
             order = self._order
-            if order is not None and self._steps == order.delay + order.most:
+            if order is not None and self._steps == order.delay + order.steps:
                 self._profile.stop()
 
     def _end_span(self) -> None:

@@ -210,15 +210,15 @@ def coded_product(
         group = (start + span * (DEPTH // SPANS)) // GROUP
         there = (group < GROUPS)[:, None] & exists[None, :]
         at = group[:, None] * GROUP_STRIDE + n[None, :]
-        own = tl.load(groups + at, mask=there, other=0)[:, None, None, :]
+        scales = tl.load(groups + at, mask=there, other=0)[:, None, None, :]
         zero = tl.full([1, 1, 1, 1], MIDDLE, tl.float32)
         if ZEROS:
             zero = tl.load(zeros + at, mask=there, other=0.0)[:, None, None, :]
         elif FORM != WIDE:
-            zero = (own >> 16).to(tl.float32)
+            zero = (scales >> 16).to(tl.float32)
         packed = tl.reshape(packed, [SPANS, WORDS // SPANS, 1, COLUMNS])
         codes = (packed >> shift[None, None, :, None]) & MASK
-        weights = numbers_of(codes, zero, table, KIND) * scale_of(own, FORM)
+        weights = numbers_of(codes, zero, table, KIND) * scale_of(scales, FORM)
         b = tl.reshape(weights.to(x.dtype.element_ty), [DEPTH, COLUMNS])
         summed = tl.dot(a, b, summed, input_precision="ieee")
     if SPLIT == 1:
@@ -281,14 +281,14 @@ def exact(
 
 
 @triton.jit
-def zero_of(own, zeros, at, there, FORM: tl.constexpr, MIDDLE: tl.constexpr, ZEROS: tl.constexpr):
-    """Zero points of groups ``own`` at offsets, in fp32."""
+def zero_of(group, zeros, at, there, FORM: tl.constexpr, MIDDLE: tl.constexpr, ZEROS: tl.constexpr):
+    """Zero points of the loaded ``group`` at offsets, in fp32."""
     if ZEROS:
         zero = tl.load(zeros + at, mask=there, other=0.0)
     elif FORM != WIDE:
-        zero = ((own >> 16) | LARGE_BITS).to(tl.float32, bitcast=True) - LARGE
+        zero = ((group >> 16) | LARGE_BITS).to(tl.float32, bitcast=True) - LARGE
     else:
-        zero = tl.full(own.shape, MIDDLE, tl.float32)
+        zero = tl.full(group.shape, MIDDLE, tl.float32)
     return zero
 
 
@@ -351,8 +351,8 @@ def coded_columns(
         for span in tl.static_range(SPANS):
             group = (start + span * (DEPTH // SPANS)) // GROUP
             at, known = group * GROUP_STRIDE + n, exists & (group < GROUPS)
-            own = tl.load(groups + at, mask=known, other=0)
-            zero = zero_of(own, zeros, at, known, FORM, MIDDLE, ZEROS)[:, None]
+            scales = tl.load(groups + at, mask=known, other=0)
+            zero = zero_of(scales, zeros, at, known, FORM, MIDDLE, ZEROS)[:, None]
             part = tl.zeros([COLUMNS, ROWS], tl.float32)
             for i in tl.static_range(EACH // SPANS):
                 place = span * (EACH // SPANS) + i
@@ -363,7 +363,7 @@ def coded_columns(
                 # Not ``place``, which Triton takes for a tensor.
                 number = exact(packed, span * (EACH // SPANS) + i, zero, KIND, BITS, dtype, PAIRS)
                 part = tl.dot(number, tl.trans(a), part)
-            scale = scale_of(own, FORM)
+            scale = scale_of(scales, FORM)
             if KIND == E4M3:
                 scale *= E4M3_PART
             summed += part * scale[:, None]
@@ -407,8 +407,8 @@ def widen_codes(
     for i in tl.static_range(EACH):
         k = place // PART * (EACH * PART) + i * PART + place % PART
         at, inside = k // GROUP * GROUP_STRIDE + n, known & (k < INPUTS)
-        own = tl.load(groups + at, mask=inside, other=0)
-        zero = zero_of(own, zeros, at, inside, FORM, MIDDLE, ZEROS)
+        scales = tl.load(groups + at, mask=inside, other=0)
+        zero = zero_of(scales, zeros, at, inside, FORM, MIDDLE, ZEROS)
         numbers = numbers_of((packed >> (i * BITS)) & MASK, zero, table, KIND)
-        weights = numbers * scale_of(own, FORM)
+        weights = numbers * scale_of(scales, FORM)
         tl.store(out + row * INPUTS + k, weights.to(out.dtype.element_ty), mask=inside)

@@ -228,7 +228,7 @@ def test_off_has_no_rules_but_for_strict_functions_and_limits() -> None:
 
     assert rules(TOOLS[0], ToolChoice()) == CallRules()
     one = rules(TOOLS[0], ToolChoice(parallel=False)).calls
-    assert one is not None and one.most == 1
+    assert one is not None and one.max_calls == 1
     assert rules(Tool("get", WEATHER, True, PATH), ToolChoice()).calls is not None
 
 

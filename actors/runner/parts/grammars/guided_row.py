@@ -255,7 +255,7 @@ class GuidedRow:
     @property
     def _no_more_calls(self) -> bool:
         calls = self.guidance.calls
-        return calls is not None and calls.most is not None and self._calls >= calls.most
+        return calls is not None and calls.max_calls is not None and self._calls >= calls.max_calls
 
     @property
     def _matcher(self) -> "LLMatcher | None":

@@ -62,7 +62,7 @@ def test_both_processes_are_in_one_trace_on_one_clock(tmp_path: Path) -> None:
     executor: Any = profiled(Inner(ProfilePart(str(tmp_path))), str(tmp_path))  # type: ignore[arg-type]
     begin = time.time_ns()
     executor.submit(Info(0)).result()
-    executor.prepare(ProfileOrder(prefix="own-", delay=1, most=2).needs)
+    executor.prepare(ProfileOrder(prefix="own-", delay=1, steps=2).needs)
     for step in range(1, 6):
         executor.submit(Info(step)).result()
     executor.prepare(ProfileOrder(stop=True).needs)

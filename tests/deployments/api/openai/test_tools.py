@@ -379,9 +379,9 @@ async def test_rules_of_a_choice(http: httpx.AsyncClient, engine: Any, marked: T
     trigger = marked.added_ids["<tool_call>"]
     await whole(http)
     calls = guidance(engine).calls
-    assert calls.triggers == (trigger,) and "get_time" in calls.grammar and calls.most is None
+    assert calls.triggers == (trigger,) and "get_time" in calls.grammar and calls.max_calls is None
     await whole(http, parallel_tool_calls=False)
-    assert guidance(engine).calls.most == 1
+    assert guidance(engine).calls.max_calls == 1
     await whole(http, tool_choice="none")
     assert guidance(engine).forbidden == (trigger,) and guidance(engine).calls is None
     named = {"type": "function", "function": {"name": "get_time"}}

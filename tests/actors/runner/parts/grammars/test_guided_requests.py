@@ -43,7 +43,9 @@ GUIDANCES = {
     "rows": Guidance(grammar=ROWS, ends=(END,)),
     "rows, late ends": Guidance(grammar=ROWS, ends=(END,), ends_from=NO_END),
     "object": Guidance(grammar=OBJECT, ends=(END,)),
-    "calls": Guidance(calls=CallGrammar((CALL, *range(20, 60)), OF_A_CALL, most=2), ends=(END,)),
+    "calls": Guidance(
+        calls=CallGrammar((CALL, *range(20, 60)), OF_A_CALL, max_calls=2), ends=(END,)
+    ),
     "thought": Guidance(
         grammar=ROWS, thinking=Thinking("</think>", (CLOSE,), True, budget=7), ends=(END,)
     ),
@@ -70,11 +72,11 @@ def mask_of(guidance: Guidance, output: list[int], vocabulary: Any, position: in
                 text.append(token)
                 if token == CALLED:
                     grammar, text = "", []
-            elif token in guidance.calls.triggers and calls < (guidance.calls.most or 0):
+            elif token in guidance.calls.triggers and calls < (guidance.calls.max_calls or 0):
                 grammar, calls = guidance.calls.grammar, calls + 1
         rest = text
     if not grammar:
-        used_up = guidance.calls is not None and calls == guidance.calls.most
+        used_up = guidance.calls is not None and calls == guidance.calls.max_calls
         triggers = guidance.calls.triggers if used_up and guidance.calls else ()
         return (
             everything - set(guidance.forbidden) - set(triggers)

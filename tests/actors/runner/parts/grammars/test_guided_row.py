@@ -126,7 +126,7 @@ def test_forbidden(book: GrammarBook, ids: Make) -> None:
 
 
 def test_calls(book: GrammarBook, ids: Make) -> None:
-    calls = CallGrammar((CALL, NEVER), OF_A_CALL, most=2)
+    calls = CallGrammar((CALL, NEVER), OF_A_CALL, max_calls=2)
     row = GuidedRow(Guidance(calls=calls, ends=ENDS), book)
     assert sampled(row, book) is None
     accept(row, [*ids("hi "), CALL])
@@ -299,7 +299,7 @@ def test_a_quoted_mark_is_text_until_a_call_names_a_function(
     """In an answer, and in a thought that a call ends."""
     thinking = replace(SPECIAL, starts_inside=True, ends_at_call=True) if within else None
     phase = Phase.THINKING if within else Phase.FREE
-    calls = CallGrammar((CALL,), OF_A_CALL, most=1)
+    calls = CallGrammar((CALL,), OF_A_CALL, max_calls=1)
     row = GuidedRow(Guidance(calls=calls, thinking=thinking, ends=ENDS, names=("ab",)), book)
     for token in (CALL, *ids(quoted)):
         row.accept(token)
@@ -347,7 +347,7 @@ def test_a_limit_is_met_amid_the_answer(
 GUIDANCES = [
     Guidance(grammar=JSON, ends=ENDS),
     Guidance(grammar=JSON, ends=ENDS, ends_from=30, forbidden=(9,)),
-    Guidance(calls=CallGrammar((CALL,), OF_A_CALL, most=1), ends=ENDS),
+    Guidance(calls=CallGrammar((CALL,), OF_A_CALL, max_calls=1), ends=ENDS),
     Guidance(calls=CallGrammar((CALL,), OF_A_CALL), ends=ENDS, names=("a",)),
     Guidance(grammar=JSON, thinking=replace(SPECIAL, budget=5), ends=ENDS),
     Guidance(
