@@ -101,8 +101,8 @@ class LoadedModel:
 
     def make_sampler(self, rows: int) -> "StepSampler | None":
         """Returns what a part makes of a forward in place of tokens; None: they are sampled."""
-        made = (part.make_sampler(rows) for part in self.parts)
-        return next((sampler for sampler in made if sampler is not None), None)
+        samplers = (part.make_sampler(rows) for part in self.parts)
+        return next((sampler for sampler in samplers if sampler is not None), None)
 
     def facts(self, args: EngineArgs, available: int, share: int = 0) -> ModelFacts:
         """Returns what ``resolve`` must know, with ``available`` of ``share`` bytes for pages."""
@@ -248,8 +248,8 @@ def _load_version(
             Refiller(loaded, args).refill(version)
             return loaded
         del loaded
-    with model_folder(args, version) as own:
-        return _load(own, place)
+    with model_folder(args, version) as version_args:
+        return _load(version_args, place)
 
 
 def _load(args: EngineArgs, place: ParallelRank | None) -> LoadedModel:
@@ -260,9 +260,9 @@ def _load(args: EngineArgs, place: ParallelRank | None) -> LoadedModel:
         _require_quantisable(args, device)
     recipe = read_recipe(args)
     cache = _cache_of(args, device) if recipe is None and ranks == 1 else None
-    found = None if cache is None else _find(args, device, cache)
-    if found is not None:
-        return found
+    cached = None if cache is None else _find(args, device, cache)
+    if cached is not None:
+        return cached
     config = load_config(args, recipe)
     _check_quantization(args, config, recipe)
     _check_parts(args, config, recipe, ranks)
@@ -303,10 +303,10 @@ def _cache_of(args: EngineArgs, device: torch.device) -> DecoderCache | None:
 
 def _find(args: EngineArgs, device: torch.device, cache: DecoderCache) -> LoadedModel | None:
     """The model from the cache, as it was when it had been loaded and compared; or None."""
-    found = cache.find(lambda parameters: cpu_kernels(args, parameters))
-    if found is None:
+    cached = cache.find(lambda parameters: cpu_kernels(args, parameters))
+    if cached is None:
         return None
-    decoder, kernels, facts = found
+    decoder, kernels, facts = cached
     torch.set_num_threads(1)
     kernel = select_attention(device, decoder.dtype, args.attention, kernels)
     pages = page_type(args.kv_cache_dtype, decoder.dtype, kernel)

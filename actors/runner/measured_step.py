@@ -35,11 +35,13 @@ def measure_steps(
     """
     page_size = config.page_size
     limits = config.limits
-    most = min(limits.max_decoding_batch + config.num_speculative_tokens, limits.max_batch_tokens)
+    max_tokens = min(
+        limits.max_decoding_batch + config.num_speculative_tokens, limits.max_batch_tokens
+    )
     drafts = None
     if states is not None:
         drafts = states.draft_room
-        most = min(most, limits.max_decoding_batch + drafts)
+        max_tokens = min(max_tokens, limits.max_decoding_batch + drafts)
     context = min(MEASURED_CONTEXT, config.max_model_len, config.num_pages * page_size)
 
     def run(tokens: int) -> float:
@@ -55,7 +57,7 @@ def measure_steps(
             torch.cuda.synchronize(device)
         return time.perf_counter() - started
 
-    cost = StepCost.sketched(run, most) if few else StepCost.measured(run, most)
+    cost = StepCost.sketched(run, max_tokens) if few else StepCost.measured(run, max_tokens)
     if states is not None:
         states.forget()
     return cost

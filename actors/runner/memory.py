@@ -58,9 +58,9 @@ def bytes_taken(make: Callable[[], object], device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     before = _free_bytes(device)
-    made = make()
+    held = make()
     after = _free_bytes(device)
-    del made
+    del held
     _free_bytes(device)
     return max(before - after, 0)
 

@@ -79,8 +79,8 @@ class RunnerPlugins:
             InvalidConfig: one cannot be loaded.
         """
         return cls(
-            tuple(partial(OwnProcessor, own) for own in plugins(names, "logits_processor")),
-            tuple(contained(own, "observer") for own in plugins(names, "observer")),
+            tuple(partial(OwnProcessor, plugin) for plugin in plugins(names, "logits_processor")),
+            tuple(contained(plugin, "observer") for plugin in plugins(names, "observer")),
             next(iter(plugins(names, "proposer")), None),
         )
 
@@ -387,9 +387,9 @@ class ModelRunner:
         page_size = self._args.page_size
         if prefaulter := PagePrefaulter.over(cache, self._loaded.page_bytes(page_size)):
             observers.append(prefaulter)
-        own = self._loaded.checked(cache)
-        if self._args.check_pages and own.keys:
-            observers.append(PageChecksums(own, page_size, self._slots))
+        checked = self._loaded.checked(cache)
+        if self._args.check_pages and checked.keys:
+            observers.append(PageChecksums(checked, page_size, self._slots))
         if self._loaded.peers:
             observers.append(RankAgreement(self._loaded.peers))
         return [*observers, self.names, *self._loaded.observers, *self._plugins.observers]
@@ -415,8 +415,8 @@ class ModelRunner:
         from rayfin.actors.runner.gpu.warm_up import warm_up
 
         sampler = self._sampler if self._samples and isinstance(self._sampler, Sampler) else None
-        most = min(config.max_model_len, config.limits.max_batch_tokens)
-        sizes = (self._args.page_size, config.num_pages, most)
+        max_tokens = min(config.max_model_len, config.limits.max_batch_tokens)
+        sizes = (self._args.page_size, config.num_pages, max_tokens)
         warm_up(self._model, sampler, *sizes, self._loaded.device)
 
     def _make_graphs(

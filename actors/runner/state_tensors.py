@@ -94,15 +94,15 @@ class StateTensors:
             CacheError: a slot does not have the state of its request, or drafts are too many.
         """
         self._drafted = None  # what it would have kept is computed again
-        own = self._own[slots]
-        in_first = self._lengths[own[:, 0]] == before
-        lost = (before > 0) & ~in_first & (self._lengths[own[:, 1]] != before)
+        states = self._own[slots]
+        in_first = self._lengths[states[:, 0]] == before
+        lost = (before > 0) & ~in_first & (self._lengths[states[:, 1]] != before)
         if lost.any():
             first = int(np.flatnonzero(lost)[0])
             raise CacheError(f"slot {slots[first]} has no state of {before[first]} tokens")
         row = np.arange(len(slots))
-        write = own[row, (in_first & (before > 0)).astype(np.int64)]
-        read = own[row, (~in_first).astype(np.int64)]
+        write = states[row, (in_first & (before > 0)).astype(np.int64)]
+        read = states[row, (~in_first).astype(np.int64)]
         self._lengths[write] = EMPTY
         drafts = np.zeros(len(slots), np.int64)
         if drafting is None or not drafting.any():

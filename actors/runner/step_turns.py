@@ -120,12 +120,12 @@ class StepTurns:
     @contextmanager
     def _turn(self, info: SchedulerInfo) -> Iterator[None]:
         """From when all steps before this one have ended to its own end."""
-        own = (info.epoch, info.step)
+        turn = (info.epoch, info.step)
         with self._changed:
-            self._changed.wait_for(lambda: self._taken[0] == own)
+            self._changed.wait_for(lambda: self._taken[0] == turn)
         try:
             yield
         finally:
             with self._changed:
-                self._taken.remove(own)
+                self._taken.remove(turn)
                 self._changed.notify_all()

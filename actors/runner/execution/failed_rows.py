@@ -57,38 +57,38 @@ def _halve(
             failed = RequestFailed(f"{type(error).__name__}: {error}")
         return Sampled(np.full(1, NO_TOKEN, np.int32), {0: failed})
     parts = []
-    for own in (rows_of(info, 0, rows // 2), rows_of(info, rows // 2, rows)):
+    for half in (rows_of(info, 0, rows // 2), rows_of(info, rows // 2, rows)):
         try:
-            parts.append(compute(own))
+            parts.append(compute(half))
         except Exception as again:
-            parts.append(_halve(compute, own, again))
+            parts.append(_halve(compute, half, again))
     return _joined(parts)
 
 
 def rows_of(info: SchedulerInfo, start: int, stop: int) -> SchedulerInfo:
     """The step with the rows [start, stop) only; its news are not repeated."""
-    own = slice(start, stop)
+    rows = slice(start, stop)
     first = int(info.chunk_idx[start])
-    tokens = int(info.chunk_len[own].sum())
+    tokens = int(info.chunk_len[rows].sum())
     decoding = min(max(info.decoding_batch - start, 0), stop - start)
     pages = np.concatenate([[0], np.cumsum(info.new_pages_len)])
     return replace(
         info,
-        ids=info.ids[own],
-        chunk_idx=info.chunk_idx[own] - first,
-        chunk_len=info.chunk_len[own],
+        ids=info.ids[rows],
+        chunk_idx=info.chunk_idx[rows] - first,
+        chunk_len=info.chunk_len[rows],
         merge_prompt=info.merge_prompt[first : first + tokens],
-        kv_len=info.kv_len[own],
-        kv_page_len=info.kv_page_len[own],
-        last_pos=info.last_pos[own],
-        is_decoding=info.is_decoding[own],
+        kv_len=info.kv_len[rows],
+        kv_page_len=info.kv_page_len[rows],
+        last_pos=info.last_pos[rows],
+        is_decoding=info.is_decoding[rows],
         decoding_batch=decoding,
         prefill_batch=stop - start - decoding,
         new_pages=info.new_pages[pages[start] : pages[stop]],
-        new_pages_len=info.new_pages_len[own],
+        new_pages_len=info.new_pages_len[rows],
         new_requests=[],
         finished=[],
-        grants=None if info.grants is None else info.grants[own],
+        grants=None if info.grants is None else info.grants[rows],
     )
 
 
@@ -100,8 +100,10 @@ def _joined(parts: list[Sampled]) -> Sampled:
     for part in parts:
         rows = np.arange(start, start + len(part.tokens))
         whole.errors |= {start + row: error for row, error in part.errors.items()}
-        whole.prompt_logprobs |= {start + row: own for row, own in part.prompt_logprobs.items()}
-        whole.vectors |= {start + row: own for row, own in part.vectors.items()}
+        whole.prompt_logprobs |= {
+            start + row: logprobs for row, logprobs in part.prompt_logprobs.items()
+        }
+        whole.vectors |= {start + row: vector for row, vector in part.vectors.items()}
         if part.logprobs is not None:
             logprobs.append(part.logprobs.renumbered(rows))
         start += len(part.tokens)

@@ -53,8 +53,8 @@ Record = Callable[[Callable[[], None]], Callable[[], None]]
 
 def token_buckets(max_tokens: int, hidden: int) -> list[int]:
     """Numbers of tokens that get a graph, ascending, where a step has at most ``max_tokens``."""
-    most = min(max_tokens, MOST_TOKENS if hidden <= NARROW else MOST_WIDE_TOKENS)
-    return [*(size for size in BUCKETS if size < most), most]
+    largest = min(max_tokens, MOST_TOKENS if hidden <= NARROW else MOST_WIDE_TOKENS)
+    return [*(size for size in BUCKETS if size < largest), largest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +199,11 @@ class PromptGraphs:
         attention, sizes = model.attention, model.attention_sizes()
         assert isinstance(attention, TritonAttention)
         self._sizes = token_buckets(max_tokens, model.hidden_size)
-        most = self._sizes[-1]
-        self._input_ids, self._positions = zeros(torch.int64, most), zeros(torch.int64, most)
-        self._slots = zeros(torch.int64, most).fill_(-1)  # to record writes no keys
+        largest = self._sizes[-1]
+        self._input_ids, self._positions = zeros(torch.int64, largest), zeros(torch.int64, largest)
+        self._slots = zeros(torch.int64, largest).fill_(-1)  # to record writes no keys
         self._tables = zeros(torch.int32, max_rows, pages_per_request)
-        self._launches = StepLaunches(attention, sizes, most, max_rows, device)
+        self._launches = StepLaunches(attention, sizes, largest, max_rows, device)
         self._streams: dict[int, torch.Tensor] = {}  # [B, hidden] by bucket, what it gives
         self._replays: dict[int, Callable[[], None]] = {}
         for size in reversed(self._sizes):  # the largest first, whose memory the others reuse

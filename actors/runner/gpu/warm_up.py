@@ -36,8 +36,8 @@ def warm_up(
     sizes, so it runs the same steps.
     """
     if isinstance(model, DraftedModel):
-        own = min(most_tokens, model.draft_positions or most_tokens)
-        warm_up(model.draft, None, page_size, num_pages, own, device)
+        draft_tokens = min(most_tokens, model.draft_positions or most_tokens)
+        warm_up(model.draft, None, page_size, num_pages, draft_tokens, device)
     for tokens in WARMED_TOKENS:
         if tokens > min(num_pages * page_size, most_tokens):
             return

@@ -134,7 +134,9 @@ def _special_tokens(model: PreTrainedModel) -> set[int]:
 def _short_windows(model: PreTrainedModel, size: int) -> Iterator[None]:
     """Within it, all windows of the model are at most ``size`` tokens."""
     modules: list[Any] = list(model.modules())
-    configs = {id(part): part for part in (vars(own).get("config") for own in modules) if part}
+    configs = {
+        id(part): part for part in (vars(module).get("config") for module in modules) if part
+    }
     changed: list[tuple[Any, str, int]] = []
     for owner in (*configs.values(), *modules):
         for name in WINDOWS:

@@ -93,7 +93,7 @@ def _redirect(indexer: Any, config: Any, name: str, layer: str) -> None:
         past_key_values: Any = None,
     ) -> torch.Tensor:
         if config._attn_implementation != name:
-            own: torch.Tensor = original(
+            indices: torch.Tensor = original(
                 hidden_states,
                 q_resid,
                 position_embeddings,
@@ -101,7 +101,7 @@ def _redirect(indexer: Any, config: Any, name: str, layer: str) -> None:
                 position_ids,
                 past_key_values if cache is None else cache,
             )
-            return own
+            return indices
         pages: IndexLayer = getattr(self, layer)
         return pages.choose(self, original, hidden_states, q_resid, position_embeddings)
 

@@ -148,7 +148,7 @@ def clamped_gate(module: nn.Module) -> ClampedSwish | None:
 
     Their weights are [E, H, 2 F], gate and up outputs in turn, and [E, F, H]; both have biases.
     """
-    shapes = {name: tuple(own.shape) for name, own in module.named_parameters(recurse=False)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in module.named_parameters(recurse=False)}
     slope, limit = (_number(getattr(module, name, None)) for name in ("alpha", "limit"))
     apply: Any = getattr(module, "_apply_gate", None)
     if len(shapes.get("down_proj", ())) != 3 or apply is None:

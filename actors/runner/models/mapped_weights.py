@@ -58,8 +58,8 @@ class NarrowWeight(torch.Tensor):
     @staticmethod
     def __new__(cls, stored: torch.Tensor | Parts, mapped: bool) -> "NarrowWeight":
         shown = torch.empty(1, dtype=torch.float32).expand(stored.shape)
-        made: NarrowWeight = torch.Tensor._make_subclass(cls, shown, False)
-        return made
+        narrow: NarrowWeight = torch.Tensor._make_subclass(cls, shown, False)
+        return narrow
 
     def __init__(self, stored: torch.Tensor | Parts, mapped: bool) -> None:
         self._stored: torch.Tensor | Parts | None = stored
@@ -143,8 +143,8 @@ def _linear(
     out: torch.Tensor = x.new_empty(*x.shape[:-1], len(numbers))
     for first in range(0, len(numbers), step):
         part = slice(first, first + step)
-        own = None if bias is None else bias[part]
-        out[..., part] = functional.linear(x, numbers[part].float(), own)
+        part_bias = None if bias is None else bias[part]
+        out[..., part] = functional.linear(x, numbers[part].float(), part_bias)
     return out
 
 
@@ -154,8 +154,8 @@ def _embedding(input: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) ->
 
 
 def _item(weight: torch.Tensor, index: Any) -> torch.Tensor:
-    own = weight.part(index) if isinstance(weight, NarrowWeight) else weight[index]
-    return own.float()
+    numbers = weight.part(index) if isinstance(weight, NarrowWeight) else weight[index]
+    return numbers.float()
 
 
 _FEW_AT_ONCE: dict[Any, Callable[..., torch.Tensor]] = {
@@ -291,12 +291,12 @@ def _narrow(model: nn.Module, files: Sequence[str] | None, *, quantized: bool) -
             continue
         if dtype not in NARROW:
             continue
-        for name, own in list(module._parameters.items()) if _is_known(module) else ():
-            if own is None or f"{path}.{name}" in wide:
+        for name, weight in list(module._parameters.items()) if _is_known(module) else ():
+            if weight is None or f"{path}.{name}" in wide:
                 continue
-            if own.is_meta and own.dim() > 1 and own.dtype == torch.float32:
-                empty = torch.empty(own.shape, dtype=dtype, device="meta")
-                module._parameters[name] = nn.Parameter(empty, requires_grad=own.requires_grad)
+            if weight.is_meta and weight.dim() > 1 and weight.dtype == torch.float32:
+                empty = torch.empty(weight.shape, dtype=dtype, device="meta")
+                module._parameters[name] = nn.Parameter(empty, requires_grad=weight.requires_grad)
                 yield f"{path}.{name}"
 
 
@@ -336,11 +336,11 @@ def hold_narrow(model: nn.Module, names: Iterable[str]) -> None:
     plain = [model.get_parameter(name) for name in names]
     ranges = _unchanged_files() if plain else []
     held: dict[int, NarrowWeight] = {}  # tied weights stay one
-    for own in plain:
-        if id(own) not in held and own.dtype in (*NARROW, torch.float32):
-            numbers: torch.Tensor | Parts = getattr(own, PARTS, None) or own.detach()
+    for weight in plain:
+        if id(weight) not in held and weight.dtype in (*NARROW, torch.float32):
+            numbers: torch.Tensor | Parts = getattr(weight, PARTS, None) or weight.detach()
             mapped = all(_is_within(tensor, ranges) for tensor in _tensors(numbers))
-            held[id(own)] = NarrowWeight(numbers, mapped)
+            held[id(weight)] = NarrowWeight(numbers, mapped)
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if id(parameter) in held:
@@ -364,11 +364,11 @@ def widen(model: nn.Module, but: nn.Module | None = None) -> None:
     left = set() if but is None else set(but.modules())
     wide: dict[int, nn.Parameter] = {}  # by the narrow one
     for module in (one for one in model.modules() if one not in left):
-        for name, own in module._parameters.items():
-            if isinstance(own, NarrowWeight):
-                if id(own) not in wide:
-                    wide[id(own)] = nn.Parameter(own.wide(), requires_grad=False)
-                module._parameters[name] = wide[id(own)]
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, NarrowWeight):
+                if id(parameter) not in wide:
+                    wide[id(parameter)] = nn.Parameter(parameter.wide(), requires_grad=False)
+                module._parameters[name] = wide[id(parameter)]
 
 
 def keep_narrow(model: nn.Module, but: nn.Module) -> None:
@@ -379,15 +379,15 @@ def keep_narrow(model: nn.Module, but: nn.Module) -> None:
     Args:
         but: a part whose weights are left as they are.
     """
-    others = {id(own) for own in but.parameters()}
+    others = {id(parameter) for parameter in but.parameters()}
     for module in model.modules():
-        for name, own in module._parameters.items():
-            if not isinstance(own, NarrowWeight) or id(own) in others:
+        for name, parameter in module._parameters.items():
+            if not isinstance(parameter, NarrowWeight) or id(parameter) in others:
                 continue
-            if own.is_narrow:
-                own.leave_file()
+            if parameter.is_narrow:
+                parameter.leave_file()
             else:
-                module._parameters[name] = nn.Parameter(own.wide(), requires_grad=False)
+                module._parameters[name] = nn.Parameter(parameter.wide(), requires_grad=False)
 
 
 _VMA = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ [0-9a-f]+ \S+ (\d+)")
@@ -402,9 +402,9 @@ def _unchanged_files() -> list[tuple[int, int]]:
     ranges: list[tuple[int, int]] = []
     current: tuple[int, int] | None = None
     for line in lines:
-        if found := _VMA.match(line):
-            of_file = int(found[3]) != 0  # its inode
-            current = (int(found[1], 16), int(found[2], 16)) if of_file else None
+        if match := _VMA.match(line):
+            of_file = int(match[3]) != 0  # its inode
+            current = (int(match[1], 16), int(match[2], 16)) if of_file else None
         elif current and line.startswith("Anonymous:") and line.split()[1] == "0":
             ranges.append(current)
     return ranges

@@ -38,7 +38,7 @@ def redirect_attention(model: PreTrainedModel, name: str, attention: Attention) 
     Returns:
         Whether there are any.
     """
-    found = False
+    redirected = False
     modules: Iterator[Any] = iter(model.modules())
     for module in modules:
         kind = type(module).__name__
@@ -52,15 +52,15 @@ def redirect_attention(model: PreTrainedModel, name: str, attention: Attention) 
             slopes = build_alibi_tensor(torch.ones(1, 2), module.num_heads, torch.float32)[:, 0, 1]
             _redirect_forward(module, model.config, name, partial(_bloom, attention, slopes))
         elif kind == MPT and model.config.attn_config.alibi:
-            heads, most = module.n_heads, model.config.attn_config.alibi_bias_max
-            slopes = cast(Any, build_mpt_alibi_tensor)(heads, 2, most).flatten(1).diff()[:, 0]
+            heads, bias_max = module.n_heads, model.config.attn_config.alibi_bias_max
+            slopes = cast(Any, build_mpt_alibi_tensor)(heads, 2, bias_max).flatten(1).diff()[:, 0]
             _redirect_forward(module, model.config, name, partial(_mpt, attention, slopes))
         elif kind == "MptModel":
             module.register_forward_pre_hook(partial(_give_mask, name), with_kwargs=True)
         else:
             continue
-        found = True
-    return found
+        redirected = True
+    return redirected
 
 
 def _redirect_method(

@@ -67,23 +67,23 @@ def _changed(
 ) -> dict[str, Any]:
     values = config.to_dict()
     for name, change in changes.items():
-        own = _name_in(config, name)
-        part: Any = getattr(config, own, None)
+        attribute = _name_in(config, name)
+        part: Any = getattr(config, attribute, None)
         rope = values.get(ROPE) if hasattr(config, ROPE) else None
-        if own == "eos_token_id":
+        if attribute == "eos_token_id":
             _refuse(f"{path}{name} is no part of the model: use override_generation_config")
         if hasattr(part, "to_dict") and hasattr(part, "attribute_map"):
             if not isinstance(change, Mapping):
                 _refuse(f"{path}{name} must be an object")
-            values[own] = _changed(part, change, f"{path}{name}.", any_name=any_name)
-        elif hasattr(config, ROPE) and own in (ROPE, "rope_scaling", *IN_ROPE):
-            new = {IN_ROPE[own]: change} if own in IN_ROPE else change
+            values[attribute] = _changed(part, change, f"{path}{name}.", any_name=any_name)
+        elif hasattr(config, ROPE) and attribute in (ROPE, "rope_scaling", *IN_ROPE):
+            new = {IN_ROPE[attribute]: change} if attribute in IN_ROPE else change
             values[ROPE] = _rope(rope or {}, new, path + name)
-            if own in IN_ROPE and own in values:
-                values[own] = change
-        elif own in _names(config, values) or own in NOT_OF_MODELS or any_name:
-            values[own] = _merged(values.get(own), change)
-            if own == "num_labels":
+            if attribute in IN_ROPE and attribute in values:
+                values[attribute] = change
+        elif attribute in _names(config, values) or attribute in NOT_OF_MODELS or any_name:
+            values[attribute] = _merged(values.get(attribute), change)
+            if attribute == "num_labels":
                 values = {key: values[key] for key in values if key not in ("id2label", "label2id")}
         else:
             _refuse_name(config, values, path, name)
@@ -103,21 +103,21 @@ def _names(config: "PretrainedConfig", values: Mapping[str, Any]) -> set[str]:
 def _merged(known: Any, change: Any) -> Any:
     if not (isinstance(known, Mapping) and isinstance(change, Mapping)):
         return change
-    return {**known, **{name: _merged(known.get(name), own) for name, own in change.items()}}
+    return {**known, **{name: _merged(known.get(name), part) for name, part in change.items()}}
 
 
 def _rope(known: Mapping[str, Any], change: Any, path: str) -> dict[str, Any]:
     """The rotary settings with a change of theirs; one of ``rope_type`` leaves no other behind."""
     if not isinstance(change, Mapping):
         _refuse(f'{path} must be an object; "{ROPE}": {{"rope_type": "default"}} scales nothing')
-    layers = [layer for layer, own in known.items() if isinstance(own, Mapping | None)]
+    layers = [layer for layer, settings in known.items() if isinstance(settings, Mapping | None)]
     if any(known[layer] for layer in layers):
         if not set(change) <= set(layers):
             each = ", ".join(f"{ROPE}.{layer}" for layer in layers)
             _refuse(f"{path} has a value for each kind of layer: set it in {each}")
         parts = {
-            layer: _flat_rope(known[layer] or {}, own, f"{path}.{layer}")
-            for layer, own in change.items()
+            layer: _flat_rope(known[layer] or {}, settings, f"{path}.{layer}")
+            for layer, settings in change.items()
         }
         return {**known, **parts}
     return _flat_rope(known, change, path)
@@ -126,11 +126,11 @@ def _rope(known: Mapping[str, Any], change: Any, path: str) -> dict[str, Any]:
 def _flat_rope(known: Mapping[str, Any], change: Mapping[str, Any], path: str) -> dict[str, Any]:
     from transformers.modeling_rope_utils import RopeParameters
 
-    new = {"rope_type" if name == "type" else name: own for name, own in change.items()}
+    new = {"rope_type" if name == "type" else name: setting for name, setting in change.items()}
     before = known.get("rope_type", "default")
     kind = new.get("rope_type", before)
     if kind != before:
-        known = {name: own for name, own in known.items() if name in OF_ANY_TYPE}
+        known = {name: setting for name, setting in known.items() if name in OF_ANY_TYPE}
     names = {*known, *RopeParameters.__annotations__}
     for name in new:
         if name not in names:
@@ -145,13 +145,13 @@ def _require_effect(
 ) -> None:
     """Raises where a value has stayed as it was: another one goes before it."""
     for name, change in changes.items():
-        own = _name_in(before, name)
-        if own in (ROPE, "rope_scaling", *IN_ROPE) and hasattr(after, ROPE):
-            new = {IN_ROPE[own]: change} if own in IN_ROPE else change
+        attribute = _name_in(before, name)
+        if attribute in (ROPE, "rope_scaling", *IN_ROPE) and hasattr(after, ROPE):
+            new = {IN_ROPE[attribute]: change} if attribute in IN_ROPE else change
             if not _holds(getattr(after, ROPE), new):
                 _refuse(f"{path}{name} has no effect: another value of the model goes before it")
             continue
-        old, held = getattr(before, own, None), getattr(after, own, None)
+        old, held = getattr(before, attribute, None), getattr(after, attribute, None)
         if isinstance(change, Mapping):
             if hasattr(held, "attribute_map"):
                 _require_effect(old, held, change, f"{path}{name}.")  # type: ignore[arg-type]
@@ -163,8 +163,8 @@ def _holds(values: Any, change: Any) -> bool:
     if isinstance(change, Mapping):
         held = values if isinstance(values, Mapping) else {}
         return all(
-            _holds(held.get("rope_type" if name == "type" else name), own)
-            for name, own in change.items()
+            _holds(held.get("rope_type" if name == "type" else name), part)
+            for name, part in change.items()
         )
     return bool(values == change)
 

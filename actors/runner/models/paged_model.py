@@ -110,8 +110,8 @@ AttentionInterface.register(ATTENTION, rayfin_attention)
 def set_attention(model: PreTrainedModel, name: str) -> None:
     """Makes all modules of ``model`` ask the registry for the attention ``name`` from now on."""
     # Not by set_attn_implementation: it believes flags of the model's class, and some are wrong.
-    found: Iterator[Any] = (vars(module).get("config") for module in model.modules())
-    for config in {id(config): config for config in found if config is not None}.values():
+    configs: Iterator[Any] = (vars(module).get("config") for module in model.modules())
+    for config in {id(config): config for config in configs if config is not None}.values():
         config._attn_implementation_internal = name
 
 
@@ -192,8 +192,8 @@ class PagedLayer:
         if chosen is not None and chosen.shape[-1]:
             # A token that sees all keys has the kernel's bits, whatever is beside it.
             tokens = (batch.positions >= chosen.shape[-1]).nonzero()[:, 0]
-            own = (rows[tokens], self._k_pages, self._v_pages, batch, chosen[0, tokens])
-            out[tokens] = attend_chosen(*own, tokens=tokens, scale=scale, sinks=sinks)
+            arguments = (rows[tokens], self._k_pages, self._v_pages, batch, chosen[0, tokens])
+            out[tokens] = attend_chosen(*arguments, tokens=tokens, scale=scale, sinks=sinks)
         return out.unsqueeze(0)
 
 
@@ -359,10 +359,10 @@ class PagedModel:
             layer = PagedLayer(k_pages, v_pages, self._kernel, self._step, limit)
             layers.setdefault(module, []).append(layer)
         self._shared = []
-        for module, own in layers.items():
-            if len(own) > 1:
-                self._shared.append(_SharedLayer(own))
-            setattr(module, LAYER, own[0] if len(own) == 1 else self._shared[-1])
+        for module, parts in layers.items():
+            if len(parts) > 1:
+                self._shared.append(_SharedLayer(parts))
+            setattr(module, LAYER, parts[0] if len(parts) == 1 else self._shared[-1])
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
@@ -435,11 +435,11 @@ class PagedModel:
     def _find_states(self, tokens: torch.Tensor) -> None:
         self._put(_Probe())
         try:
-            found = find_stateful(self._model, tokens.unsqueeze(0))
+            modules = find_stateful(self._model, tokens.unsqueeze(0))
         finally:
             self._put(None)
-        if found:
-            self.recurrent = RecurrentLayers(found)
+        if modules:
+            self.recurrent = RecurrentLayers(modules)
         elif self._model._is_stateful:
             name = type(self._model).__name__
             raise UnsupportedModel(

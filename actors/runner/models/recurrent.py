@@ -90,7 +90,7 @@ def find_stateful(model: PreTrainedModel, tokens: torch.Tensor) -> list[Stateful
     finally:
         for hook in hooks:
             hook.remove()
-    found = []
+    stateful = []
     for module, (argument, cache, keys) in seen.items():
         states: dict[Key, StateLayout] = {}
         for (kind, number), layer in sorted(keys.items()):
@@ -98,8 +98,8 @@ def find_stateful(model: PreTrainedModel, tokens: torch.Tensor) -> list[Stateful
             if isinstance(state, torch.Tensor):
                 states[kind, number] = StateLayout(tuple(state.shape[1:]), state.dtype)
         if states:
-            found.append(StatefulModule(module, argument, states))
-    return found
+            stateful.append(StatefulModule(module, argument, states))
+    return stateful
 
 
 def _read(cache: Any, kind: str, layer: int, number: int) -> Any:
@@ -184,17 +184,17 @@ class RecurrentLayers:
     """
 
     def __init__(self, modules: list[StatefulModule]) -> None:
-        self.layouts = [layout for own in modules for layout in own.states.values()]
+        self.layouts = [layout for stateful in modules for layout in stateful.states.values()]
         self.modules: list[RowByRow] = []
         self.stepwise = False
         self._states: StateTensors | None = None
         self._plan: StepPlan | None = None
         first = 0
-        for own in modules:
-            keys = {key: first + number for number, key in enumerate(own.states)}
+        for stateful in modules:
+            keys = {key: first + number for number, key in enumerate(stateful.states)}
             first += len(keys)
-            self.modules.append(RowByRow(self, own, keys, own.module.forward))
-            own.module.forward = self.modules[-1]
+            self.modules.append(RowByRow(self, stateful, keys, stateful.module.forward))
+            stateful.module.forward = self.modules[-1]
 
     @property
     def bytes_per_row(self) -> int:
@@ -209,8 +209,8 @@ class RecurrentLayers:
         for layer, forward in zip(self.modules, fused, strict=True):
             layer.fused = forward
             for key, number in layer.numbers.items():
-                own = layer.own.states[key]
-                kept = own if forward is None else replace(own, dtype=torch.float32)
+                layout = layer.own.states[key]
+                kept = layout if forward is None else replace(layout, dtype=torch.float32)
                 self.layouts[number] = kept
 
     @property
@@ -301,11 +301,11 @@ class RowByRow:
     def __init__(
         self,
         layers: RecurrentLayers,
-        own: StatefulModule,
+        stateful: StatefulModule,
         keys: dict[Key, int],
         forward: Callable[..., Any],
     ) -> None:
-        self.own = own
+        self.own = stateful
         self.numbers = keys
         self.fused: FusedForward | None = None
         self._forgets: bool | None = None  # whether several tokens ignore the state; None: not seen
@@ -401,7 +401,7 @@ def _waves(rows: StateRows, starts: Rows, among: Rows, device: torch.device) -> 
         write = rows.write[among]
         if rows.each is not None:
             write = np.where(more, rows.each[tokens], write)
-        waves.append(Wave(*(torch.from_numpy(own).to(device) for own in (tokens, read, write))))
+        waves.append(Wave(*(torch.from_numpy(array).to(device) for array in (tokens, read, write))))
         among, read = among[more], write[more]
     return waves
 

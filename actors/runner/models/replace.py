@@ -54,7 +54,7 @@ class Replaceable(StepModel, Protocol):
 
 def accepted_difference(model: PreTrainedModel, tolerance: float) -> float:
     """``tolerance`` of exact layers, more if some of the model's round their rows."""
-    rounds = any(getattr(own, "rounds_rows", False) for own in model.modules())
+    rounds = any(getattr(module, "rounds_rows", False) for module in model.modules())
     return max(tolerance, ROUNDED_ROWS if rounds else 0.0)
 
 

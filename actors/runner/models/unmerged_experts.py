@@ -35,16 +35,16 @@ class Parts:
             index = int(index)
         if type(index) is not int:
             return self.merged()[index]
-        own = [experts[index] for experts in self.tensors]
-        return own[0] if len(own) == 1 else torch.cat(own)
+        parts = [experts[index] for experts in self.tensors]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def merged(self) -> torch.Tensor:
         """A copy of all of them."""
         whole = torch.empty(self.shape, dtype=self.dtype)
         first = 0
         for experts in self.tensors:
-            for index, own in enumerate(experts):
-                whole[index, first : first + len(own)] = own
+            for index, expert in enumerate(experts):
+                whole[index, first : first + len(expert)] = expert
             first += len(experts[0])
         return whole
 

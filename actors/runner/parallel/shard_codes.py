@@ -79,7 +79,7 @@ def widen_small_groups(model: nn.Module, size: int) -> None:
         for owner, name, layer in quant_linears(model)
         if isinstance(layer, SharedLinear) and layer.cut_group is not None
     ]
-    plain = [found for found in cut if not found[2].is_worth_codes]
+    plain = [entry for entry in cut if not entry[2].is_worth_codes]
     for owner, name, layer in plain:
         setattr(owner, name, layer.dequantized())
     if len(cut) > len(plain):
@@ -109,14 +109,16 @@ def _linear(
 ) -> nn.Module:
     """What takes the place of ``module``, which has the share's sizes."""
     weight, bias = module.get_parameter("weight"), module._parameters["bias"]
-    own, dtype = (layer.name, layer.format), weight.dtype
+    stored, dtype = (layer.name, layer.format), weight.dtype
     if cut is None:
-        return SharedLinear(*own, layer, bias, dtype)
+        return SharedLinear(*stored, layer, bias, dtype)
     dim, runs = _runs(cut)
     if dim == 0:
-        return SharedLinear(*own, OutputsOf(layer, runs, len(weight)), bias, dtype)
+        return SharedLinear(*stored, OutputsOf(layer, runs, len(weight)), bias, dtype)
     (run,) = runs
-    share = SharedLinear(*own, InputsOf(layer, run), bias, dtype, cut_group=_cut_group(layer, run))
+    share = SharedLinear(
+        *stored, InputsOf(layer, run), bias, dtype, cut_group=_cut_group(layer, run)
+    )
     if (order := layer.order()) is None:
         return share
     return OrderedInputs(share, order[run.start : run.stop], peers)
@@ -126,8 +128,8 @@ def _cut_group(layer: StoredLayer, run: range) -> int | None:
     """The size of the groups that a rank has, if its share cuts some of several."""
     if (group := layer.format.group) is None:
         return None
-    own = group_within(group, layer.inputs, run)
-    return own if own < min(group, len(run)) else None
+    size = group_within(group, layer.inputs, run)
+    return size if size < min(group, len(run)) else None
 
 
 def _runs(cut: AnyCut) -> tuple[int, tuple[range, ...]]:

@@ -55,19 +55,20 @@ class EmbedsSlots(Observer):
         given = self._slots.get(slot)
         if not given or start >= given[-1].end:  # it decodes
             return
-        for own in given:
-            if start < own.end and own.start < end:
-                first, last = max(start, own.start), min(end, own.end)
-                yield first, self._read(slot, own, last)[first - own.start : last - own.start]
+        for embeds in given:
+            if start < embeds.end and embeds.start < end:
+                first, last = max(start, embeds.start), min(end, embeds.end)
+                rows = self._read(slot, embeds, last)
+                yield first, rows[first - embeds.start : last - embeds.start]
 
-    def _read(self, slot: int, own: EmbedsInput, last: int) -> torch.Tensor:
-        """All rows of ``own``, kept until its last one is read."""
+    def _read(self, slot: int, embeds: EmbedsInput, last: int) -> torch.Tensor:
+        """All rows of ``embeds``, kept until its last one is read."""
         kept = self._rows.setdefault(slot, {})
-        rows = kept.pop(own.start, None)
+        rows = kept.pop(embeds.start, None)
         if rows is None:  # a preempted request fetches them again
-            rows = as_tensor(own)
-        if last < own.end:
-            kept[own.start] = rows
+            rows = as_tensor(embeds)
+        if last < embeds.end:
+            kept[embeds.start] = rows
         elif not kept:
             del self._rows[slot]
         return rows

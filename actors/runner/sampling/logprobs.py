@@ -28,11 +28,11 @@ def logprobs_of(logits: torch.Tensor, tokens: Int32Array, at: Int64Array, k: int
     for start in range(0, len(tokens), ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
         chosen = torch.from_numpy(tokens[rows].astype(np.int64)).to(logits.device)
-        own, ids, values, rank = top_logprobs(logits[rows], chosen, k)
+        logprobs, ids, values, rank = top_logprobs(logits[rows], chosen, k)
         parts.append(
             Logprobs(
                 at=at[rows].astype(np.int32),
-                chosen=_floats(own),
+                chosen=_floats(logprobs),
                 rank=_ints(rank),
                 ids=_ints(ids),
                 values=_floats(values),
@@ -69,8 +69,8 @@ def of_named_tokens(
     row_of = {number: row for row, number in enumerate(at.tolist())}
     for place, number in enumerate(scores.at.tolist()):
         if tokens := named[row_of[number]]:
-            own = logits[row_of[number]].float()
-            picked = own[torch.tensor(tokens, device=own.device)] - torch.logsumexp(own, 0)
+            raw = logits[row_of[number]].float()
+            picked = raw[torch.tensor(tokens, device=raw.device)] - torch.logsumexp(raw, 0)
             ids[place], values[place] = NO_TOKEN, -np.inf
             ids[place, : len(tokens)], values[place, : len(tokens)] = tokens, _floats(picked)
     return replace(scores, ids=ids, values=values)
@@ -102,9 +102,9 @@ def scored_chunks(info: SchedulerInfo, slots: RequestSlots) -> list[ScoredChunk]
             positions = np.arange(first, last)
             index = info.chunk_idx[row] + positions - before
             targets, named = new.history[positions], new.sampling.prompt_logprob_ids
-            own = named[first - start : last - start]
+            ids = named[first - start : last - start]
             chunks.append(
-                ScoredChunk(row, new.sampling.prompt_logprobs, index, positions, targets, own)
+                ScoredChunk(row, new.sampling.prompt_logprobs, index, positions, targets, ids)
             )
     return chunks
 

@@ -74,10 +74,10 @@ class Penalties:
         self._slots[slot].used.rollback(count)
 
     def device_rules(self, slot: int) -> DeviceRules | None:
-        own = self._slots[slot]
+        state = self._slots[slot]
         return DeviceRules(
-            used=own.used,
-            repetition=own.sampling.repetition_penalty,
-            presence=own.sampling.presence_penalty,
-            frequency=own.sampling.frequency_penalty,
+            used=state.used,
+            repetition=state.sampling.repetition_penalty,
+            presence=state.sampling.presence_penalty,
+            frequency=state.sampling.frequency_penalty,
         )

@@ -41,8 +41,10 @@ class ProcessorChain:
 
     def __init__(self, device: torch.device, extra: Sequence[ProcessorFactory] = ()) -> None:
         processors = [make(device) for make in (*extra, *DEFAULT_PROCESSORS)]
-        self._processors = [own for own in processors if not isinstance(own, TokenMasker)]
-        maskers = [own for own in processors if isinstance(own, TokenMasker)]
+        self._processors = [
+            processor for processor in processors if not isinstance(processor, TokenMasker)
+        ]
+        maskers = [processor for processor in processors if isinstance(processor, TokenMasker)]
         assert len(maskers) <= 1, "two processors mask tokens"
         self._masker = maskers[0] if maskers else None
         self._slots: dict[int, list[LogitsProcessor]] = {}
@@ -69,7 +71,8 @@ class ProcessorChain:
             self._remove(new.handle)
             if self._masker is not None and new.parts and self._masker.add(new.handle, new):
                 self._masked.add(new.handle)
-            if added := [own for own in self._processors if own.add(new.handle, new)]:
+            added = [processor for processor in self._processors if processor.add(new.handle, new)]
+            if added:
                 self._slots[new.handle] = added
 
     def accept(self, slots: Int32Array, tokens: Int32Array) -> None:
@@ -159,8 +162,8 @@ class ProcessorChain:
 
     def failure(self, slot: int) -> RequestFailed | None:
         """What a processor of a user's own has raised for the slot."""
-        own = [each for each in self._slots.get(slot, ()) if isinstance(each, OwnProcessor)]
-        return next((error for each in own if (error := each.failure(slot))), None)
+        plugins = [each for each in self._slots.get(slot, ()) if isinstance(each, OwnProcessor)]
+        return next((error for each in plugins if (error := each.failure(slot))), None)
 
     def _rules_of(self, slot: int) -> Sequence[SlotRules]:
         changing = self._slots.get(slot, [])

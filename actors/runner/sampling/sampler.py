@@ -77,9 +77,9 @@ class StepOutput:
     """Collects what the forwards of a call sample into its StepResult."""
 
     def __init__(self, info: SchedulerInfo) -> None:
-        most = info.num_steps if info.grants is None else max(int(info.grants.max()), 1)
-        self._width = most
-        tokens = np.full((len(info.ids), most), NO_TOKEN, np.int32)
+        width = info.num_steps if info.grants is None else max(int(info.grants.max()), 1)
+        self._width = width
+        tokens = np.full((len(info.ids), width), NO_TOKEN, np.int32)
         self.result = StepResult(info.epoch, info.step, tokens)
         self._counts = np.zeros(len(info.ids), np.int64)  # tokens so far
         self._logprobs: list[Logprobs] = []
@@ -236,9 +236,9 @@ class Sampler:
     def _logprobs(self, at: SampledRows, raw: torch.Tensor, tokens: Int32Array) -> Logprobs | None:
         """Those of the rows that ask for any."""
         asked = self._slots.logprobs[at.slots]
-        if (most := int(asked.max())) == NO_LOGPROBS:
+        if (k := int(asked.max())) == NO_LOGPROBS:
             return None
-        scores = sampled_logprobs(raw, tokens, asked != NO_LOGPROBS, at.rows, most)
+        scores = sampled_logprobs(raw, tokens, asked != NO_LOGPROBS, at.rows, k)
         if scores is None or not self._slots.logprob_ids:
             return scores
         named = [self._slots.logprob_ids.get(slot, ()) for slot in at.slots.tolist()]
@@ -249,7 +249,7 @@ class Sampler:
         for chunk in scored_chunks(info, self._slots):
             scores = logits[start : start + len(chunk.index)]
             start += len(chunk.index)
-            own = logprobs_of(scores, chunk.targets, chunk.positions, chunk.k)
+            logprobs = logprobs_of(scores, chunk.targets, chunk.positions, chunk.k)
             if chunk.named:
-                own = of_named_tokens(scores, own, chunk.positions, chunk.named)
-            result.prompt_logprobs[chunk.row] = own
+                logprobs = of_named_tokens(scores, logprobs, chunk.positions, chunk.named)
+            result.prompt_logprobs[chunk.row] = logprobs

@@ -52,9 +52,9 @@ class DraftedModel:
 
     def bind(self, cache: KVTensors) -> None:
         """Makes the layers of both keep their keys and values in ``cache``."""
-        own = len(self.target.layouts)
-        self.target.bind(cache.layers(0, own))
-        self.draft.bind(cache.layers(own, len(self.layouts)))
+        target_layers = len(self.target.layouts)
+        self.target.bind(cache.layers(0, target_layers))
+        self.draft.bind(cache.layers(target_layers, len(self.layouts)))
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """The logits [S, V] of the tokens at ``inputs.sampled``; the cache gets all T tokens."""
@@ -75,8 +75,8 @@ class DraftedModel:
 
     def _fits(self, lengths: np.ndarray) -> bool:
         """Whether the draft model has positions for all of these requests."""
-        most = self.draft_positions
-        return most is None or int(np.max(lengths)) <= most
+        limit = self.draft_positions
+        return limit is None or int(np.max(lengths)) <= limit
 
 
 class DraftModelProposer:
@@ -166,9 +166,9 @@ class DraftModelProposer:
                 for slot, start, end in zip(slots, starts, ends, strict=True)
             ]
         )
-        found = self._run(slots, starts, ends - starts, fed)
+        drafts = self._run(slots, starts, ends - starts, fed)
         seen[slots] = ends
-        return found
+        return drafts
 
     @torch.inference_mode()
     def _run(
@@ -181,13 +181,13 @@ class DraftModelProposer:
         logits = self._model.draft.forward(inputs).float()
         highest, likeliest = logits.max(dim=-1)
         chances = (highest - logits.logsumexp(dim=-1)).exp()
-        found = likeliest.cpu().numpy().astype(np.int32), chances.cpu().numpy()
+        drafts = likeliest.cpu().numpy().astype(np.int32), chances.cpu().numpy()
         seconds = time.perf_counter() - started
         if self._cost is None:
             self._cost = StepCost.guessed(len(tokens), seconds, self._most_tokens)
         else:
             self._cost.observe(len(tokens), seconds)
-        return found
+        return drafts
 
 
 def with_draft(loaded: LoadedModel, args: EngineArgs) -> LoadedModel:
@@ -197,31 +197,31 @@ def with_draft(loaded: LoadedModel, args: EngineArgs) -> LoadedModel:
         InvalidConfig: the draft model cannot be loaded, has another vocabulary, or keeps states
             of its own.
     """
-    own = args.draft_model
-    if own is None:
+    draft_args = args.draft_model
+    if draft_args is None:
         return loaded
     threads = torch.get_num_threads()
     dtypes: dict[torch.dtype, Dtype] = {dtype: name for name, dtype in DTYPES.items()}  # type: ignore[misc]
     try:
-        draft = load(replace(own, dtype=dtypes[loaded.model.dtype]))
+        draft = load(replace(draft_args, dtype=dtypes[loaded.model.dtype]))
     except RayfinError as error:
         raise InvalidConfig(f"speculative_config model: {error}", "speculative_config") from None
     torch.set_num_threads(threads)
     why = None
     if draft.recurrent is not None:
         # They would have to go back with each wrong draft, as the model's do.
-        why = f"the layers of {own.model} keep states; a draft model has layers of attention alone"
+        why = f"the layers of {draft_args.model} keep states; a draft model has attention alone"
     elif not loaded.samples:
         why = f"{args.model} gives vectors"
     if why:
         raise InvalidConfig(
-            f"speculative_config model {own.model} cannot draft for {args.model}: {why}",
+            f"speculative_config model {draft_args.model} cannot draft for {args.model}: {why}",
             "speculative_config",
         )
     sizes = [one.config.get_text_config(decoder=True).vocab_size for one in (loaded, draft)]
     if sizes[0] != sizes[1]:
         raise InvalidConfig(
-            f"speculative_config model {own.model} has {sizes[1]} tokens in its vocabulary, "
+            f"speculative_config model {draft_args.model} has {sizes[1]} tokens in its vocabulary, "
             f"and {args.model} has {sizes[0]}: they must be of one family",
             "speculative_config",
         )

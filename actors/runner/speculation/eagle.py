@@ -55,8 +55,8 @@ class EagleHead(HeadModel):  # type: ignore[no-untyped-call]
         """The layer: embeddings and states [1, T, hidden] -> states [1, T, hidden]."""
         x = self.fc(torch.cat([embeds, states], dim=-1))
         rotary = self.rotary_emb(x, positions)
-        found: torch.Tensor = self.layers[0](x, attention_mask=None, position_embeddings=rotary)
-        return found
+        hidden: torch.Tensor = self.layers[0](x, attention_mask=None, position_embeddings=rotary)
+        return hidden
 
     def score(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits [1, S, D] of ``guess``'s states, and the states that the next draft takes."""

@@ -141,8 +141,8 @@ def with_eagle3(loaded: LoadedModel, args: EngineArgs, name: str) -> LoadedModel
     layers = settings.layers or (2, count // 2, count - 3)
     states = tap_layers(loaded.model, layers)
     embed = embedding_of(loaded.model)
-    if (own := weights.pop("embed_tokens.weight", None)) is not None:
-        weight = own.to(loaded.device, loaded.model.dtype)
+    if (embeddings := weights.pop("embed_tokens.weight", None)) is not None:
+        weight = embeddings.to(loaded.device, loaded.model.dtype)
         embed = nn.Embedding.from_pretrained(weight)  # type: ignore[no-untyped-call]
     d2t = weights.pop("d2t", None)
     if d2t is None and settings.draft_vocabulary not in (None, target.vocab_size):

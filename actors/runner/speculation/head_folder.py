@@ -28,11 +28,11 @@ def find_head(name: str, args: EngineArgs) -> Path:
             raise InvalidConfig(f"{FIELD} model: there is no folder {name}", FIELD)
         try:
             files = ["config.json", "*.safetensors", INDEX]
-            found = snapshot_download(name, allow_patterns=files, cache_dir=args.download_dir)
+            snapshot = snapshot_download(name, allow_patterns=files, cache_dir=args.download_dir)
         except (OSError, ValueError) as error:
             first = (str(error).strip().splitlines() or ["unknown error"])[0]
             raise InvalidConfig(f"{FIELD} model: cannot load {name!r}: {first}", FIELD) from None
-        folder = Path(found)
+        folder = Path(snapshot)
     return folder
 
 
@@ -76,9 +76,9 @@ def require_fitting(folder: Path, config: Any, target: Any) -> None:
         InvalidConfig: sizes differ.
     """
     for name in ("vocab_size", "hidden_size"):
-        own, other = getattr(config, name), getattr(target, name)
-        if own != other:
-            refuse(folder, f"has {name} {own}, and the model has {other}: it is another model's")
+        size, other = getattr(config, name), getattr(target, name)
+        if size != other:
+            refuse(folder, f"has {name} {size}, and the model has {other}: it is another model's")
 
 
 def refuse(folder: Path, why: str) -> NoReturn:

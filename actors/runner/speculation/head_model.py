@@ -73,15 +73,17 @@ def fill(
     head: HeadModel, weights: Mapping[str, torch.Tensor], refuse: Callable[[str], NoReturn]
 ) -> None:
     """Puts ``weights`` into the head, or calls ``refuse`` with the reason why they do not fit."""
-    expected = {name: own for name, own in head.state_dict().items() if not name.startswith(SHARED)}
+    expected = {
+        name: weight for name, weight in head.state_dict().items() if not name.startswith(SHARED)
+    }
     if missing := sorted(expected.keys() - weights.keys()):
         refuse(f"lacks {len(missing)} weights, {missing[0]} among them")
     if more := sorted(weights.keys() - expected.keys()):
         refuse(f"has {len(more)} unknown weights, {more[0]} among them")
-    for name, own in expected.items():
-        if own.shape != weights[name].shape:
+    for name, weight in expected.items():
+        if weight.shape != weights[name].shape:
             refuse(
-                f"holds {name} of shape {list(weights[name].shape)}, and {list(own.shape)} is "
+                f"holds {name} of shape {list(weights[name].shape)}, and {list(weight.shape)} is "
                 "what its config and the model want"
             )
     head.load_state_dict(weights, strict=False)

@@ -65,9 +65,9 @@ class HeadedModel:
 
     def bind(self, cache: KVTensors) -> None:
         """Makes the layers of both keep their keys and values in ``cache``."""
-        own = len(self.target.layouts)
-        self.target.bind(cache.layers(0, own))
-        self.head.bind(cache.layers(own, len(self.layouts)))
+        target_layers = len(self.target.layouts)
+        self.target.bind(cache.layers(0, target_layers))
+        self.head.bind(cache.layers(target_layers, len(self.layouts)))
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
@@ -199,15 +199,15 @@ class HeadProposer:
         tokens = np.zeros((len(slots), int(room[rows].max(initial=0))), np.int32)
         drafted, trust = np.zeros(len(slots), np.int64), np.zeros(len(slots), np.int64)
         if len(rows):
-            found, chances, states = self._catch_up(slots[rows], ends[rows])
-            tokens[rows, 0], drafted[rows] = found, 1
+            guesses, chances, states = self._catch_up(slots[rows], ends[rows])
+            tokens[rows, 0], drafted[rows] = guesses, 1
             trust[rows] = np.searchsorted(CLASSES, chances)
         for column in range(1, tokens.shape[1]):
             more = room[rows] > column
             rows, states = rows[more], states[self._index(np.flatnonzero(more))]
             starts, fed = ends[rows] + column - 1, tokens[rows, column - 1]
-            found, _, states = self._run(slots[rows], starts, np.ones_like(starts), fed, states)
-            tokens[rows, column] = found
+            guesses, _, states = self._run(slots[rows], starts, np.ones_like(starts), fed, states)
+            tokens[rows, column] = guesses
             drafted[rows] += 1
         return Drafts(tokens, drafted, trust)
 
@@ -219,17 +219,19 @@ class HeadProposer:
         Returns:
             What ``_run`` gives for the slots [N].
         """
-        found = []
+        outputs = []
         for part in self._parts(ends - self._seen[slots]):
-            own, last = slots[part], ends[part]
-            first = self._seen[own]
+            part_slots, last = slots[part], ends[part]
+            first = self._seen[part_slots]
             counts = last - first
             places = self._index(_ranges(first, counts) % RING)
-            waiting = self._ring[self._index(np.repeat(own, counts)), places]
-            fed = self._next(own, first, last)
-            found.append(self._run(own, first, counts, fed, self._model.module.narrow(waiting)))
-            self._seen[own] = last
-        tokens, chances, states = zip(*found, strict=True)
+            waiting = self._ring[self._index(np.repeat(part_slots, counts)), places]
+            fed = self._next(part_slots, first, last)
+            outputs.append(
+                self._run(part_slots, first, counts, fed, self._model.module.narrow(waiting))
+            )
+            self._seen[part_slots] = last
+        tokens, chances, states = zip(*outputs, strict=True)
         return np.concatenate(tokens), np.concatenate(chances), torch.cat(states)
 
     def _parts(self, counts: Int64Array) -> Iterator[slice]:
@@ -274,13 +276,13 @@ class HeadProposer:
         logits = logits.float()
         highest, likeliest = logits.max(dim=-1)
         chances = (highest - logits.logsumexp(dim=-1)).exp().cpu().numpy()
-        found = self._model.module.tokens_of(likeliest).cpu().numpy().astype(np.int32)
+        guesses = self._model.module.tokens_of(likeliest).cpu().numpy().astype(np.int32)
         seconds = time.perf_counter() - started
         if self._cost is None:
             self._cost = StepCost.guessed(len(tokens), seconds, self._most_tokens)
         else:
             self._cost.observe(len(tokens), seconds)
-        return found, chances, left
+        return guesses, chances, left
 
     def _index(self, values: Int64Array) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)

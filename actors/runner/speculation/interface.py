@@ -88,13 +88,13 @@ class TokenTable:
         tokens: Int32Array = self.tokens[slots[:, None], index]
         return tokens
 
-    def after(self, slots: Int64Array, places: Int64Array, most: int) -> Int32Array:
-        """The ``most`` tokens [N, most] from ``places`` [N] on, each below its slot's length.
+    def after(self, slots: Int64Array, places: Int64Array, count: int) -> Int32Array:
+        """The ``count`` tokens [N, count] from ``places`` [N] on, each below its slot's length.
 
         Where a text ends it goes on with what is from there: a loop is guessed as a loop.
         """
         period = np.maximum(self.lengths[slots] - places, 1)[:, None]
-        index = places[:, None] + np.arange(most) % period
+        index = places[:, None] + np.arange(count) % period
         drafts: Int32Array = self.tokens[slots[:, None], index]
         return drafts
 

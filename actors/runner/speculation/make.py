@@ -59,15 +59,15 @@ def make_proposer(
         return _make_stepping(config, model, slots, device)
     count, length = config.limits.max_decoding_batch, config.max_model_len
     shortest, longest = settings.prompt_lookup_min, settings.prompt_lookup_max
-    own = NGramProposer(count, length, shortest=shortest, longest=longest)
+    ngrams = NGramProposer(count, length, shortest=shortest, longest=longest)
     if settings.method == "ngram":
-        return own
+        return ngrams
     return SuffixProposer(
         count,
         length,
         most_texts=settings.suffix_decoding_max_cached_requests,
         factor=settings.suffix_decoding_max_spec_factor,
-        own=own,
+        ngrams=ngrams,
     )
 
 

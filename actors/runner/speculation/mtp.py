@@ -94,8 +94,8 @@ class MtpHead(HeadModel):  # type: ignore[no-untyped-call]
             position_ids=positions,
             use_cache=False,
         )
-        found: torch.Tensor = out[0] if isinstance(out, tuple) else out
-        return found
+        hidden: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return hidden
 
     def score(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits [1, S, D] of ``guess``'s states, and the states that the next draft takes."""
@@ -117,11 +117,11 @@ def with_mtp(loaded: LoadedModel, args: EngineArgs, version: WeightVersion = BAS
     if head_names((name for file in sent for name in read_header(file)), layers):
         files = sent
     weights, normed = read_weights(args, layers, files)
-    own = layer_config(config)
+    head_config = layer_config(config)
     like = _like(config, refuse)
     with loaded.device:
         parts = (embedding_of(loaded.model), head_of(loaded.model))
-        head: Any = MtpHead(own, like, *parts, normed=normed)
+        head: Any = MtpHead(head_config, like, *parts, normed=normed)
     if args.load_format != "dummy":
         fill(head, weights, refuse)
     head.to(loaded.device, loaded.model.dtype).eval().requires_grad_(False)
@@ -130,16 +130,16 @@ def with_mtp(loaded: LoadedModel, args: EngineArgs, version: WeightVersion = BAS
 
 def layer_config(config: Any) -> Any:
     """The configuration of the head's layer, which is the first and only one of its own."""
-    own = copy.deepcopy(config)
-    own._attn_implementation = "eager"  # until it is on pages
-    own.num_hidden_layers = 1
-    if getattr(own, "layer_types", None):
-        own.layer_types = ["full_attention"]
-    if getattr(own, "mlp_layer_types", None):
-        own.mlp_layer_types = own.mlp_layer_types[-1:]
-    if hasattr(own, "first_k_dense_replace"):
-        own.first_k_dense_replace = 0
-    return own
+    head_config = copy.deepcopy(config)
+    head_config._attn_implementation = "eager"  # until it is on pages
+    head_config.num_hidden_layers = 1
+    if getattr(head_config, "layer_types", None):
+        head_config.layer_types = ["full_attention"]
+    if getattr(head_config, "mlp_layer_types", None):
+        head_config.mlp_layer_types = head_config.mlp_layer_types[-1:]
+    if hasattr(head_config, "first_k_dense_replace"):
+        head_config.first_k_dense_replace = 0
+    return head_config
 
 
 def _like(config: Any, refuse: Callable[[str], NoReturn]) -> Any:
@@ -167,8 +167,8 @@ def _own_name(name: str, layers: int) -> tuple[str, bool] | None:
     of_first = behind.fullmatch(name) if "mtp." not in name else None
     of_second = re.fullmatch(r"(?:.*\.)?mtp\.(.+)", name)
     for match, names in ((of_second, APART), (of_first, BEHIND)):
-        if match is not None and (own := _renamed(match[1], names)) is not None:
-            return own, names is APART
+        if match is not None and (renamed := _renamed(match[1], names)) is not None:
+            return renamed, names is APART
     return None
 
 
@@ -186,7 +186,7 @@ def read_weights(
     """
     if args.load_format == "dummy":
         return {}, False
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     normed = False
     try:
         files = files or _files(args)
@@ -196,21 +196,21 @@ def read_weights(
                 for name in opened.keys():
                     if not shards.counts(name, file):
                         continue
-                    if (own := _own_name(name, layers)) is not None:
-                        found[own[0]] = opened.get_tensor(name)
-                        normed |= own[1]
+                    if (renamed := _own_name(name, layers)) is not None:
+                        weights[renamed[0]] = opened.get_tensor(name)
+                        normed |= renamed[1]
     except (OSError, ValueError, SafetensorError) as error:
         first = (str(error).strip().splitlines() or ["unknown error"])[0]
         _refuse(args.model, f"cannot be read: {first}")
-    if "fc.weight" not in found:
+    if "fc.weight" not in weights:
         _refuse(args.model, "has no layer for multi-token prediction (mtp.*, or behind the last)")
-    return _merged(found), normed
+    return _merged(weights), normed
 
 
 def _renamed(name: str, names: dict[str, str | None]) -> str | None:
-    for prefix, own in names.items():
+    for prefix, replacement in names.items():
         if name.startswith(prefix):
-            return None if own is None else own + name.removeprefix(prefix)
+            return None if replacement is None else replacement + name.removeprefix(prefix)
     return None
 
 

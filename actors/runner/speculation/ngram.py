@@ -59,37 +59,37 @@ class NGramProposer:
         texts = self.texts
         for column in range(int(counts.max(initial=0))):
             more = counts > column
-            own = slots[more]
+            accepting = slots[more]
             # Texts shorter than n leave an n-gram that is none: its place is below n.
-            self._places[self._table, self._ends[own]] = texts.lengths[own, None]
-            texts.append(own, tokens[more, column])
-            self._hash_ends(own)
+            self._places[self._table, self._ends[accepting]] = texts.lengths[accepting, None]
+            texts.append(accepting, tokens[more, column])
+            self._hash_ends(accepting)
 
     def propose(self, slots: Int64Array, room: Int64Array) -> Drafts:
         """Guesses at most ``room`` [N] next tokens of the ``slots`` [N]."""
         places = self.find(slots)
         lengths = np.where(places > 0, room, 0)
-        most = int(lengths.max(initial=0))
-        if not most:
+        longest = int(lengths.max(initial=0))
+        if not longest:
             return Drafts(np.zeros((len(slots), 0), np.int32), lengths)
         return Drafts(
-            self.texts.after(slots, places, most), lengths, trust(self.match(slots, places))
+            self.texts.after(slots, places, longest), lengths, trust(self.match(slots, places))
         )
 
     def find(self, slots: Int64Array) -> Int64Array:
         """Where [N] the last tokens of the ``slots`` [N] went on before; 0 if they are new."""
-        found = self._places[self._table, self._ends[slots]].astype(np.int64)  # [N, sizes]
+        candidates = self._places[self._table, self._ends[slots]].astype(np.int64)  # [N, sizes]
         lengths = self.texts.lengths[slots]
-        fits = (found >= self._sizes) & (found < lengths[:, None])
+        fits = (candidates >= self._sizes) & (candidates < lengths[:, None])
         places = np.zeros(len(slots), np.int64)
         if fits.any():
             for column, n in enumerate(self._sizes.tolist()):
                 rows = np.flatnonzero(fits[:, column] & (places == 0))
                 if not len(rows):
                     continue
-                own, ends = slots[rows], found[rows, column]
-                last = self.texts.before(own, lengths[rows], n)
-                equal = (self.texts.before(own, ends, n) == last).all(axis=1)
+                row_slots, ends = slots[rows], candidates[rows, column]
+                last = self.texts.before(row_slots, lengths[rows], n)
+                equal = (self.texts.before(row_slots, ends, n) == last).all(axis=1)
                 places[rows[equal]] = ends[equal]
         return places
 

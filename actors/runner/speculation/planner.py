@@ -57,7 +57,7 @@ class DraftPlanner:
     def __init__(
         self,
         num_slots: int,
-        most: int,
+        max_drafts: int,
         cost: StepCost,
         *,
         adaptive: bool = True,
@@ -65,14 +65,14 @@ class DraftPlanner:
         draft_seconds: Callable[[int], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._most = most
+        self._max_drafts = max_drafts
         self.cost = cost  # of a step, as it has turned out
         self._adaptive = adaptive
         self._follow = follow  # times: not where ranks must decide alike
         self._draft_seconds = draft_seconds
         self._clock = clock
-        self._right = np.zeros((TRUST_CLASSES, most))  # by class and place ...
-        self._tried = np.zeros((TRUST_CLASSES, most))  # ... where all before were right
+        self._right = np.zeros((TRUST_CLASSES, max_drafts))  # by class and place ...
+        self._tried = np.zeros((TRUST_CLASSES, max_drafts))  # ... where all before were right
         self._own = np.zeros((num_slots, 2))  # right drafts of a slot, and how many were expected
         self._picked: tuple[Int64Array, np.ndarray] | None = None  # classes, and expected drafts
         self._plain = self._spent = 0.0  # seconds: of plain steps for the same tokens; taken
@@ -93,20 +93,20 @@ class DraftPlanner:
         """
         if self._adaptive and self._follow and self._clock() < self._paused_until:
             return np.zeros_like(left)
-        most, rows = self._most, len(left)
+        limit, rows = self._max_drafts, len(left)
         if self._draft_seconds is not None:
-            most = min(most, max(budget // rows, 1))
+            limit = min(limit, max(budget // rows, 1))
             if self._adaptive:
-                most = self._depth(rows, most, tokens, decoding, self._draft_seconds(rows))
-        room: Int64Array = np.minimum(left, most)
+                limit = self._depth(rows, limit, tokens, decoding, self._draft_seconds(rows))
+        room: Int64Array = np.minimum(left, limit)
         return room
 
-    def _depth(self, rows: int, most: int, tokens: int, decoding: int, seconds: float) -> int:
+    def _depth(self, rows: int, limit: int, tokens: int, decoding: int, seconds: float) -> int:
         """How many drafts of each of the ``rows`` to ask for, each of which costs ``seconds``."""
         right, tried = self._right.sum(axis=0), self._tried.sum(axis=0)
         chances = (right + DRAFTED_PRIOR * PRIOR_DRAFTS) / (tried + PRIOR_DRAFTS)
-        counts = np.arange(most + 1)
-        gained = np.concatenate([[0.0], np.cumsum(np.cumprod(chances[:most]))])
+        counts = np.arange(limit + 1)
+        gained = np.concatenate([[0.0], np.cumsum(np.cumprod(chances[:limit]))])
         rates = (decoding + rows * gained) / (
             self.cost.seconds(tokens + rows * counts) + counts * seconds
         )
@@ -127,10 +127,10 @@ class DraftPlanner:
             within: Int64Array = np.clip(budget - (np.cumsum(lengths) - lengths), 0, lengths)
             return within
         classes = np.zeros(len(slots), np.int64) if drafts.trust is None else drafts.trust
-        own = (self._own[slots, 0] + 2) / (self._own[slots, 1] + 2)
-        chances = np.minimum(self._chances()[classes] * np.minimum(own, 1.2)[:, None], 0.98)
+        accuracy = (self._own[slots, 0] + 2) / (self._own[slots, 1] + 2)
+        chances = np.minimum(self._chances()[classes] * np.minimum(accuracy, 1.2)[:, None], 0.98)
         survival = np.cumprod(chances, axis=1)
-        survival[np.arange(self._most) >= lengths[:, None]] = 0
+        survival[np.arange(self._max_drafts) >= lengths[:, None]] = 0
         ranked = np.sort(survival, axis=None)[::-1][:budget]
         counts = np.arange(len(ranked) + 1)
         gains = decoding + np.concatenate([[0.0], np.cumsum(ranked)])
@@ -153,7 +153,7 @@ class DraftPlanner:
         if self._picked is None:
             return
         classes, survival = self._picked
-        place = np.arange(self._most)
+        place = np.arange(self._max_drafts)
         reached = place <= np.minimum(right, drafted - 1)[:, None]
         np.add.at(self._tried, classes, reached)
         np.add.at(self._right, classes, place < right[:, None])

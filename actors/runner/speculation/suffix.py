@@ -73,19 +73,19 @@ class Archive:
         back = np.arange(1, LONGEST_MATCH + 1)
         for n in SIZES:
             keys = hashes(last[:, n - 1 :: -1], TABLE_BITS, 0)
-            found = self._places[n][keys]
-            here = self._tokens[(found[:, None] - back) % len(self._tokens)]
-            within = found[:, None] - back >= oldest
+            candidates = self._places[n][keys]
+            here = self._tokens[(candidates[:, None] - back) % len(self._tokens)]
+            within = candidates[:, None] - back >= oldest
             same = (here == last) & within & (back <= lengths[:, None])
             better = run_length(same)
             better[better < n] = 0
-            places = np.where(better > matched, found, places)
+            places = np.where(better > matched, candidates, places)
             matched = np.maximum(matched, better)
         return places, matched
 
-    def after(self, places: Int64Array, most: int) -> tuple[Int32Array, Int64Array]:
-        """(tokens [N, most], how many of them [N] there are) from ``places`` [N] on."""
-        tokens = self._tokens[(places[:, None] + np.arange(most)) % len(self._tokens)]
+    def after(self, places: Int64Array, count: int) -> tuple[Int32Array, Int64Array]:
+        """(tokens [N, count], how many of them [N] there are) from ``places`` [N] on."""
+        tokens = self._tokens[(places[:, None] + np.arange(count)) % len(self._tokens)]
         return tokens, run_length(tokens != END)
 
 
@@ -96,9 +96,9 @@ class SuffixProposer:
     """
 
     def __init__(
-        self, num_slots: int, max_len: int, *, most_texts: int, factor: float, own: NGramProposer
+        self, num_slots: int, max_len: int, *, most_texts: int, factor: float, ngrams: NGramProposer
     ) -> None:
-        self._own = own
+        self._ngrams = ngrams
         self._factor = factor
         self._most_texts = most_texts
         self._size = min(ARCHIVE_TOKENS, max(8 * num_slots * max_len, 1024))
@@ -107,30 +107,30 @@ class SuffixProposer:
 
     @property
     def _texts(self) -> TokenTable:
-        return self._own.texts
+        return self._ngrams.texts
 
     def add(self, slot: int, request: NewRequest) -> None:
         """Starts a request with the tokens of its history."""
-        self._own.add(slot, request)
+        self._ngrams.add(slot, request)
         self._groups[slot] = (request.tenant, request.extra_keys)
 
     def remove(self, slot: int) -> None:
         """Drops the slot's request, and archives its text."""
         archive = self._archive(self._groups[slot])
         archive.add(self._texts.tokens[slot, : self._texts.lengths[slot]])
-        self._own.remove(slot)
+        self._ngrams.remove(slot)
 
     def accept(self, slots: Int64Array, tokens: Int32Array, counts: Int64Array) -> None:
         """Appends the first ``counts`` [N] of the ``tokens`` [N, W] to the ``slots`` [N]."""
-        self._own.accept(slots, tokens, counts)
+        self._ngrams.accept(slots, tokens, counts)
 
     def propose(self, slots: Int64Array, room: Int64Array) -> Drafts:
         """Guesses at most ``room`` [N] next tokens of the ``slots`` [N]."""
         texts = self._texts
-        places = self._own.find(slots)
-        matched = np.where(places > 0, self._own.match(slots, places), 0)
-        most = int(room.max())
-        tokens = texts.after(slots, places, most)
+        places = self._ngrams.find(slots)
+        matched = np.where(places > 0, self._ngrams.match(slots, places), 0)
+        longest = int(room.max())
+        tokens = texts.after(slots, places, longest)
         lengths = np.where(matched > 0, room, 0)
         last = texts.last(slots, LONGEST_MATCH)
         by_group: dict[Group, list[int]] = {}
@@ -138,11 +138,11 @@ class SuffixProposer:
             by_group.setdefault(self._groups[slot], []).append(row)
         for group, rows in by_group.items():
             archive, at = self._archive(group), np.array(rows)
-            found, length = archive.find(last[at], texts.lengths[slots[at]])
+            candidates, length = archive.find(last[at], texts.lengths[slots[at]])
             better = at[length > matched[at]]
             if len(better):
                 wins = length > matched[at]
-                tokens[better], known = archive.after(found[wins], most)
+                tokens[better], known = archive.after(candidates[wins], longest)
                 lengths[better] = np.minimum(known, room[better])
                 matched[better] = length[wins]
         allowed = np.ceil(matched * self._factor).astype(np.int64)

@@ -22,8 +22,8 @@ def tap_layers(model: Any, layers: Sequence[int]) -> States:
     if (fused := compiled_decoder(model)) is not None:
         _require_layers(layers, len(fused.layouts))
         return fused.tap(layers)
-    found = getattr(_decoder(model), "layers", ())
-    _require_layers(layers, len(found))
+    decoder_layers = getattr(_decoder(model), "layers", ())
+    _require_layers(layers, len(decoder_layers))
     kept: dict[int, torch.Tensor] = {}
 
     def keep(place: int, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -32,7 +32,7 @@ def tap_layers(model: Any, layers: Sequence[int]) -> States:
 
     for place, layer in enumerate(layers):
         hook = partial(keep, place)
-        found[layer].register_forward_pre_hook(hook, with_kwargs=True)
+        decoder_layers[layer].register_forward_pre_hook(hook, with_kwargs=True)
     return lambda: torch.cat([kept[place] for place in range(len(layers))], dim=-1)
 
 
@@ -62,16 +62,16 @@ def embedding_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """The model's embedding: tokens [..., T] -> [..., T, hidden]."""
     if (fused := compiled_decoder(model)) is not None:
         return fused.embed
-    found: Callable[[torch.Tensor], torch.Tensor] = model.transformer.get_input_embeddings()
-    return found
+    embedding: Callable[[torch.Tensor], torch.Tensor] = model.transformer.get_input_embeddings()
+    return embedding
 
 
 def head_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """The model's head: what its last norm gives [..., hidden] -> logits [..., V]."""
     if (fused := compiled_decoder(model)) is not None:
         return fused.score
-    found: Callable[[torch.Tensor], torch.Tensor] = model.transformer.get_output_embeddings()
-    return found
+    head: Callable[[torch.Tensor], torch.Tensor] = model.transformer.get_output_embeddings()
+    return head
 
 
 def _decoder(model: Any) -> Any:

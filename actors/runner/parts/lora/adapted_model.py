@@ -64,7 +64,9 @@ class AdaptedModel:
 
     def _add(self, path: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         """The module's output with the adapters' parts; a hook of torch's."""
-        groups = [(own.layers[path], rows) for own, rows in self._groups if path in own.layers]
+        groups = [
+            (adapter.layers[path], rows) for adapter, rows in self._groups if path in adapter.layers
+        ]
         if not groups:
             return output
         x = inputs[0].reshape(-1, inputs[0].shape[-1])
@@ -86,8 +88,8 @@ def group_tokens(
     tokens: dict[str, tuple[Adapter, list[int]]] = {}
     for row, adapter in enumerate(adapters):
         if adapter is not None:
-            own = tokens.setdefault(adapter.digest, (adapter, []))[1]
-            own.extend(range(starts[row], starts[row + 1]))
+            indices = tokens.setdefault(adapter.digest, (adapter, []))[1]
+            indices.extend(range(starts[row], starts[row + 1]))
     device = inputs.input_ids.device
     return [(adapter, torch.tensor(rows, device=device)) for adapter, rows in tokens.values()]
 
@@ -129,9 +131,10 @@ class AdaptedDecoder:
         """The tokens of a step by the adapters of its rows."""
         numbers: dict[str, int] = {}
         of_row = [
-            -1 if own is None else numbers.setdefault(own.digest, len(numbers)) for own in adapters
+            -1 if adapter is None else numbers.setdefault(adapter.digest, len(numbers))
+            for adapter in adapters
         ]
-        tables = [self._table(own) for own in {a.digest: a for a in adapters if a}.values()]
+        tables = [self._table(adapter) for adapter in {a.digest: a for a in adapters if a}.values()]
         lengths = np.diff(np.asarray(inputs.batch.query_start_cpu))
         of_token = np.repeat(np.array(of_row), lengths)
         sampled = of_token[inputs.sampled.numpy()]
@@ -141,9 +144,11 @@ class AdaptedDecoder:
         table = self._tables.get(adapter.digest)
         if table is None:
             kept = self._tables.items()  # those that the store has given up are freed here
-            self._tables = {digest: own for digest, own in kept if digest in self._store}
+            self._tables = {digest: parts for digest, parts in kept if digest in self._store}
             layers = {
-                path: own for path, own in adapter.layers.items() if isinstance(own, PackedLowRank)
+                path: layer
+                for path, layer in adapter.layers.items()
+                if isinstance(layer, PackedLowRank)
             }
             table = self._tables[adapter.digest] = AdapterParts(self.decoder.places, layers)
         return table

@@ -52,7 +52,7 @@ class AdaptersPart(ModelPart):
         self.store = AdapterStore(
             sizes,
             fetch,
-            most=loras_in_memory(args, device),
+            max_adapters=loras_in_memory(args, device),
             budget=budget,
             max_rank=args.max_lora_rank,
             dtype=dtype,

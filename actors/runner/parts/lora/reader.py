@@ -50,7 +50,7 @@ class Adapter:
     @property
     def bytes(self) -> int:
         """Memory that it takes."""
-        return sum(own.bytes for own in self.layers.values())
+        return sum(layer.bytes for layer in self.layers.values())
 
 
 def layer_sizes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
@@ -59,15 +59,15 @@ def layer_sizes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     Those are its head, and indexers, which choose keys.
     """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    found: dict[str, tuple[int, int]] = {}
+    by_path: dict[str, tuple[int, int]] = {}
     left_out = {head, *inside_indexers(model)}
     for path, module in model.named_modules():
         if module in left_out:
             continue
         sizes = _sizes(module)
         if sizes is not None:
-            found[path] = sizes
-    return found
+            by_path[path] = sizes
+    return by_path
 
 
 def read_adapter(

@@ -52,7 +52,7 @@ class AdapterStore(Observer):
         sizes: LayerSizes,
         fetch: Fetch,
         *,
-        most: int,
+        max_adapters: int,
         budget: int,
         max_rank: int,
         dtype: torch.dtype,
@@ -61,7 +61,7 @@ class AdapterStore(Observer):
     ) -> None:
         self.sizes = sizes
         self._fetch = fetch
-        self._most = most
+        self._max_adapters = max_adapters
         self.budget = budget
         self._max_rank = max_rank
         self._dtype = dtype
@@ -139,7 +139,7 @@ class AdapterStore(Observer):
                 why = self._failures.get(ref.digest, "it is not loaded")
                 raise AdapterUnavailable(f"The adapter {ref.name!r} cannot be used: {why}", "model")
             rows.append(None if ref is None else self._adapters[ref.digest])
-        return rows if any(own is not None for own in rows) else []
+        return rows if any(adapter is not None for adapter in rows) else []
 
     def _read(self, ref: AdapterRef) -> None:
         with self._lock:
@@ -165,12 +165,12 @@ class AdapterStore(Observer):
     def _evict(self) -> None:
         used = {ref.digest for ref in list(self._of_slot.values())}
         used.add(next(reversed(self._adapters)))  # what was just read is about to be used
-        for digest in [own for own in self._adapters if own not in used]:
-            if len(self._adapters) <= self._most and self._bytes <= self.budget:
+        for digest in [digest for digest in self._adapters if digest not in used]:
+            if len(self._adapters) <= self._max_adapters and self._bytes <= self.budget:
                 break
             del self._adapters[digest]
             self._news.evicted += 1
 
     @property
     def _bytes(self) -> int:
-        return sum(own.bytes for own in self._adapters.values())
+        return sum(adapter.bytes for adapter in self._adapters.values())

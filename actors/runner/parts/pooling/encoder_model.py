@@ -118,7 +118,9 @@ class EncoderModel:
         """[T, H] of the packed tokens [T]."""
         count = len(ids)
         if padding := -count % self._padded:
-            ids, positions = (nn.functional.pad(own, (0, padding)) for own in (ids, positions))
+            ids, positions = (
+                nn.functional.pad(tensor, (0, padding)) for tensor in (ids, positions)
+            )
             types = None if types is None else nn.functional.pad(types, (0, padding))
             starts = np.append(starts, np.int32(count + padding))
         self._segments.starts = starts

@@ -125,9 +125,9 @@ def _file(args: EngineArgs, name: str) -> Path:
         if path.is_file():
             return path
     else:
-        found = cached_file(
+        cached = cached_file(
             args.model, name, revision=args.revision, _raise_exceptions_for_missing_entries=False
         )
-        if found is not None:
-            return Path(found)
+        if cached is not None:
+            return Path(cached)
     raise InvalidConfig(f"{args.model} holds no {name}; Rayfin loads no pickled weights", "model")

@@ -20,7 +20,7 @@ def fetch(arrays: Any, what: str = "an image or clip") -> Mapping[str, np.ndarra
     import ray  # an engine inside a program has none
 
     try:
-        found: Mapping[str, np.ndarray] = ray.get(arrays, timeout=PIXELS_SECONDS)
+        fetched: Mapping[str, np.ndarray] = ray.get(arrays, timeout=PIXELS_SECONDS)
     except ray.exceptions.RayError as error:
         raise RequestFailed(f"{what} is lost: {type(error).__name__}") from error
-    return found
+    return fetched

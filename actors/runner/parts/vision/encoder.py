@@ -112,7 +112,7 @@ def _torch_threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _joined(found: Any) -> torch.Tensor:
+def _joined(embeddings: Any) -> torch.Tensor:
     """The rows [N, hidden] of an image or clip, which some models give in parts."""
-    parts = [found] if isinstance(found, torch.Tensor) else list(found)
+    parts = [embeddings] if isinstance(embeddings, torch.Tensor) else list(embeddings)
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])

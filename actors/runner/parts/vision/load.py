@@ -179,9 +179,9 @@ def require_equal_media(
     Raises:
         UnsupportedModel: the logits differ.
     """
-    name, own = type(parts.model).__name__, parts.processor
-    media = own.process(_probe(own))
-    token, place = own.media_token_id, own.place_id
+    name, processor = type(parts.model).__name__, parts.processor
+    media = processor.process(_probe(processor))
+    token, place = processor.media_token_id, processor.place_id
     ids, images = put_media([5, 6, place, 7, 8, 9], [media], token, "model", place)
     expected = _own_logits(parts, torch.tensor(ids, device=paged.device), media)
     virtual = put_virtual_ids(np.array(ids, np.int32), images, token)
@@ -190,15 +190,15 @@ def require_equal_media(
     for ahead in _sights(parts.model):
         parts.slots.ahead = ahead
         logits = _paged_logits(parts, paged, text, virtual, images)
-        most = expected.abs().max().clamp(min=1e-6)
-        differences.append(float((logits - expected).abs().max() / most))
+        largest = expected.abs().max().clamp(min=1e-6)
+        differences.append(float((logits - expected).abs().max() / largest))
         if differences[-1] <= limit:
             break
     else:
         raise UnsupportedModel(
-            f"{name} cannot be served with {WORDS[own.kind][1]}: over pages its logits differ from "
-            f"its own forward by {min(differences):.1e} of the largest one (language_model_only "
-            "serves its text)",
+            f"{name} cannot be served with {WORDS[processor.kind][1]}: over pages its logits "
+            f"differ from its own forward by {min(differences):.1e} of the largest one "
+            "(language_model_only serves its text)",
             "model",
         )
     if ahead != "nothing":
@@ -263,8 +263,8 @@ def _paged_logits(
     parts.slots.enter(request)
     middle = images[0].start + images[0].length // 2
     cuts = {0, 1, middle, len(ids) - 1, len(ids)}
-    own = [(images[0].start, images[0].start + images[0].length)]
-    for first, last in Bidirectional(parts.slots.ahead).spans(own, len(ids)):
+    image_spans = [(images[0].start, images[0].start + images[0].length)]
+    for first, last in Bidirectional(parts.slots.ahead).spans(image_spans, len(ids)):
         cuts = {cut for cut in cuts if not first < cut < last}
     tokens = torch.from_numpy(ids.astype(np.int64)).to(paged.device)
     try:

@@ -93,8 +93,8 @@ class MediaSlots(Observer):
         prompt = new.history[: new.prompt_len]
         placed = []
         for image in images:
-            own = prompt[image.start : image.start + image.length]
-            placed.append(Placed(image, image.start + np.flatnonzero(own < VIRTUAL_TOKENS)))
+            ids = prompt[image.start : image.start + image.length]
+            placed.append(Placed(image, image.start + np.flatnonzero(ids < VIRTUAL_TOKENS)))
         whole: list[tuple[int, int]] = []
         if self.ahead == "prompt":
             whole = [(0, new.prompt_len - 1)]

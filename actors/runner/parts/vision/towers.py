@@ -34,8 +34,8 @@ class Tower:
     def __call__(self, arrays: Mapping[str, np.ndarray], device: Any, dtype: torch.dtype) -> Any:
         """What ``run`` gives for an image or a clip."""
         fields = tensors(arrays, device, dtype)
-        own = {name: field for name, field in fields.items() if name in self.accepts}
-        return self.run(**own, return_dict=True)
+        accepted = {name: field for name, field in fields.items() if name in self.accepts}
+        return self.run(**accepted, return_dict=True)
 
 
 def find_tower(model: Any, kind: MediaKind) -> Tower:
@@ -57,11 +57,11 @@ def tensors(
     arrays: Mapping[str, np.ndarray], device: Any, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """The arrays as a model takes them."""
-    made = {name: torch.from_numpy(np.array(own)).to(device) for name, own in arrays.items()}
+    fields = {name: torch.from_numpy(np.array(array)).to(device) for name, array in arrays.items()}
     for name in COMPUTED:
-        if name in made:
-            made[name] = made[name].to(dtype)
-    return made
+        if name in fields:
+            fields[name] = fields[name].to(dtype)
+    return fields
 
 
 def model_class(config: PretrainedConfig, kind: MediaKind) -> Any:

@@ -65,26 +65,26 @@ class VisionModel:
         rope: Int64Array | None = None
         sees_to: Int64Array | None = None
         for row, slot in enumerate(inputs.slots.tolist()):
-            own = self.slots.get(slot)
-            if own is None:
+            media = self.slots.get(slot)
+            if media is None:
                 continue
             first, count = int(starts[row]), int(starts[row + 1] - starts[row])
             start = int(ends[row]) - count
-            for image, at in own.placed:
+            for image, at in media.placed:
                 low, high = np.searchsorted(at, (start, start + count)).tolist()
                 if low < high:
                     embeddings = self.encoder.embeddings(image, len(at), begins=low == 0)
                     index.append(at[low:high] - start + first)
                     states.append(embeddings[low:high])
-            if own.whole and own.whole[-1][1] >= start:
+            if media.whole and media.whole[-1][1] >= start:
                 if sees_to is None:
                     sees_to = _positions(starts, ends)
-                sees_to[first : first + count] = own.sees_to(start, count)
-            if own.rope is not None:
+                sees_to[first : first + count] = media.sees_to(start, count)
+            if media.rope is not None:
                 if rope is None:
                     plain = _positions(starts, ends)
                     rope = np.broadcast_to(plain, (3, len(plain))).copy()
-                rope[:, first : first + count] = own.rope_positions(start, count)
+                rope[:, first : first + count] = media.rope_positions(start, count)
         device = inputs.input_ids.device
         if index:
             places = torch.from_numpy(np.concatenate(index)).to(device)

@@ -79,14 +79,14 @@ class Aligner(Observer):
 
     def begin(self, inputs: StepInputs, step: SplitStep) -> AlignedStep | None:
         """Returns what to watch in a step; None: nothing."""
-        if not self._slots or inputs.slots is None or step.own is None or step.across is None:
+        if not self._slots or inputs.slots is None or step.text is None or step.across is None:
             return None
-        own, rows = step.own, []
+        text, rows = step.text, []
         for place, row in enumerate(step.rows.tolist()):
             aligned = self._slots.get(int(inputs.slots[row]))
             if aligned is not None:
-                first, last = (int(own.query_start_cpu[place + more]) for more in (0, 1))
-                position = int(own.kv_len_cpu[place]) - (last - first)
+                first, last = (int(text.query_start_cpu[place + more]) for more in (0, 1))
+                position = int(text.kv_len_cpu[place]) - (last - first)
                 rows.append((aligned, first, last, position))
         return AlignedStep(self._heads, rows, step.across.page_tables) if rows else None
 

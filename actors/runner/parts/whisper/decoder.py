@@ -66,7 +66,7 @@ class WhisperDecoder:
         step = split_step(inputs.batch, self._clip_tokens, self._states)
         if len(step.clips):
             self._keep_clips(inputs)
-        if step.own is None:  # no token of a transcript is in it
+        if step.text is None:  # no token of a transcript is in it
             return torch.zeros(
                 len(inputs.sampled), self.vocab_size, dtype=self.dtype, device=self.device
             )
@@ -93,10 +93,10 @@ class WhisperDecoder:
         self, tokens: torch.Tensor, step: SplitStep, aligned: AlignedStep | None = None
     ) -> torch.Tensor:
         """The last hidden states [D, hidden] of the ``tokens`` [D]."""
-        decoder, own, across = self._decoder, step.own, step.across
-        assert own is not None and across is not None
+        decoder, text, across = self._decoder, step.text, step.across
+        assert text is not None and across is not None
         # Steps that warm the model up may go behind the last position.
-        places = own.positions.clamp(max=decoder.embed_positions.weight.shape[0] - 1)
+        places = text.positions.clamp(max=decoder.embed_positions.weight.shape[0] - 1)
         x = decoder.embed_tokens(tokens) + decoder.embed_positions.weight[places]
         for number, (layer, (k_pages, v_pages)) in enumerate(
             zip(decoder.layers, self._pages, strict=True)
@@ -105,8 +105,8 @@ class WhisperDecoder:
             attention = layer.self_attn
             keys = self._by_head(attention.k_proj(normed))
             values = self._by_head(attention.v_proj(normed))
-            write_kv(keys, values, k_pages, v_pages, own.slots)
-            x = x + self._attend(attention, normed, k_pages, v_pages, own)
+            write_kv(keys, values, k_pages, v_pages, text.slots)
+            x = x + self._attend(attention, normed, k_pages, v_pages, text)
             normed = layer.encoder_attn_layer_norm(x)
             if aligned is not None:
                 query = self._by_head(layer.encoder_attn.q_proj(normed))
@@ -128,8 +128,8 @@ class WhisperDecoder:
         """The output [D, hidden] of self or cross attention; the keys are in their pages."""
         # As transformers has it: the query is scaled, not the scores.
         query = self._by_head(attention.q_proj(normed) * attention.scaling).contiguous()
-        found = self._kernel(query, k_pages, v_pages, batch, scale=1.0)
-        out: torch.Tensor = attention.out_proj(found.reshape(len(found), -1))
+        attended = self._kernel(query, k_pages, v_pages, batch, scale=1.0)
+        out: torch.Tensor = attention.out_proj(attended.reshape(len(attended), -1))
         return out
 
     def _by_head(self, rows: torch.Tensor) -> torch.Tensor:

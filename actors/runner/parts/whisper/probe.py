@@ -36,12 +36,12 @@ class Probe:
     """
 
     @torch.inference_mode()
-    def __init__(self, model: Any, own: SpeechTokens, tokens: int) -> None:
-        config, self._place = model.config, own.place
-        behind = [own.start, own.no_times, *range(5, 12)]
+    def __init__(self, model: Any, speech: SpeechTokens, tokens: int) -> None:
+        config, self._place = model.config, speech.place
+        behind = [speech.start, speech.no_times, *range(5, 12)]
         self.clip = MediaInput(b"probe", 0, tokens, {})
-        prompt = np.array([own.place] * tokens + behind, np.int32)
-        self._ids = put_virtual_ids(prompt, [self.clip], own.place)
+        prompt = np.array([speech.place] * tokens + behind, np.int32)
+        self._ids = put_virtual_ids(prompt, [self.clip], speech.place)
         drawn = torch.randn(tokens, config.d_model, generator=torch.Generator().manual_seed(0))
         self._states = drawn.to(model.device, model.dtype)
         heard = BaseModelOutput(self._states[None, : config.max_source_positions])
@@ -67,5 +67,5 @@ class Probe:
         ids = torch.from_numpy(tokens.astype(np.int64)).to(decoder.device)
         cuts = [0, first // 2 + 1, first + 3, count - 1, count]
         logits = chunked_logits(model, decoder, ids, cuts, page_size, slot=PROBE_SLOT)[first:]
-        most = self._expected.abs().max().clamp(min=1e-6)
-        return float((logits - self._expected).abs().max() / most)
+        largest = self._expected.abs().max().clamp(min=1e-6)
+        return float((logits - self._expected).abs().max() / largest)

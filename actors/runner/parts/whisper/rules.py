@@ -82,8 +82,8 @@ class TranscriptRules(Observer):
         positions: of the decoder.
     """
 
-    def __init__(self, own: RuleTokens, clip_tokens: int, positions: int) -> None:
-        self._own, self._clip_tokens, self._positions = own, clip_tokens, positions
+    def __init__(self, rules: RuleTokens, clip_tokens: int, positions: int) -> None:
+        self._rules, self._clip_tokens, self._positions = rules, clip_tokens, positions
         self._slots: dict[int, SpokenRow] = {}
 
     def before(self, info: SchedulerInfo) -> None:
@@ -102,13 +102,17 @@ class TranscriptRules(Observer):
         tokens[: len(known)] = known[: self._positions]
         begin = new.prompt_len - self._clip_tokens
         last = int(tokens[begin - 1]) if 0 < begin <= self._positions else -1
-        own = self._own.tokens
-        if own.languages and last == own.start:
-            controls = (list(own.languages.values()), [own.tasks["transcribe"]], [own.no_times])
+        speech = self._rules.tokens
+        if speech.languages and last == speech.start:
+            controls = (
+                list(speech.languages.values()),
+                [speech.tasks["transcribe"]],
+                [speech.no_times],
+            )
             row = SpokenRow(tokens, begin + len(controls), False, controls)
         else:
-            row = SpokenRow(tokens, begin, last in (own.start, *own.tasks.values()))
-        row.free = new.sampling.allowed == (own.no_speech,)
+            row = SpokenRow(tokens, begin, last in (speech.start, *speech.tasks.values()))
+        row.free = new.sampling.allowed == (speech.no_speech,)
         self._slots[new.handle] = row
 
     def close(self) -> None:
@@ -117,19 +121,19 @@ class TranscriptRules(Observer):
     def applied(self, logits: torch.Tensor, inputs: StepInputs, step: SplitStep) -> torch.Tensor:
         """The logits [S, V] after the rules, which may change them in place."""
         rows = self._rows(inputs, step)
-        controls = {index: own.control(known) for index, (own, known) in rows.items()}
+        controls = {index: row.control(known) for index, (row, known) in rows.items()}
         kept = {index: logits[index, ids].clone() for index, ids in controls.items() if ids}
-        free = {index: logits[index].clone() for index, (own, _) in rows.items() if own.free}
-        if self._own.never:
-            logits[:, self._own.never] = NEVER
-        for index, (own, known) in rows.items():
+        free = {index: logits[index].clone() for index, (row, _) in rows.items() if row.free}
+        if self._rules.never:
+            logits[:, self._rules.never] = NEVER
+        for index, (row, known) in rows.items():
             if index in free:
                 logits[index] = free[index]
             elif index in kept:
                 logits[index].fill_(NEVER)
                 logits[index, controls[index]] = kept[index]
             else:
-                self._apply(logits[index], own, known)
+                self._apply(logits[index], row, known)
         return logits
 
     def _rows(self, inputs: StepInputs, step: SplitStep) -> dict[int, tuple[SpokenRow, int]]:
@@ -137,46 +141,47 @@ class TranscriptRules(Observer):
 
         The tokens of the step become known.
         """
-        if inputs.slots is None or step.own is None:
+        if inputs.slots is None or step.text is None:
             return {}
         starts = np.asarray(inputs.batch.query_start_cpu, np.int64)
         ends = np.asarray(inputs.batch.kv_len_cpu, np.int64) - self._clip_tokens
         ids = inputs.input_ids.cpu().numpy()
         for row, slot in enumerate(inputs.slots.tolist()):
-            own = self._slots.get(slot)
-            if own is not None and ends[row] > 0:
+            spoken = self._slots.get(slot)
+            if spoken is not None and ends[row] > 0:
                 count = int(min(starts[row + 1] - starts[row], ends[row]))
                 first = int(ends[row]) - count
                 last = starts[row + 1]
-                own.tokens[first : ends[row]] = ids[last - count : last][: self._positions - first]
-        found: dict[int, tuple[SpokenRow, int]] = {}
+                step_ids = ids[last - count : last]
+                spoken.tokens[first : ends[row]] = step_ids[: self._positions - first]
+        rows: dict[int, tuple[SpokenRow, int]] = {}
         sampled = inputs.sampled.cpu().numpy()
         for index, row in enumerate((np.searchsorted(starts, sampled, side="right") - 1).tolist()):
-            own = self._slots.get(int(inputs.slots[row]))
-            if own is not None:
+            spoken = self._slots.get(int(inputs.slots[row]))
+            if spoken is not None:
                 behind = int(sampled[index]) - int(starts[row + 1])  # -1: the last one
-                found[index] = own, int(ends[row]) + behind + 1
-        return found
+                rows[index] = spoken, int(ends[row]) + behind + 1
+        return rows
 
-    def _apply(self, logits: torch.Tensor, own: SpokenRow, known: int) -> None:
+    def _apply(self, logits: torch.Tensor, row: SpokenRow, known: int) -> None:
         """Changes the logits [V] behind the first ``known`` tokens."""
-        rules = self._own
-        is_first = known == own.begin
+        rules = self._rules
+        is_first = known == row.begin
         if is_first and rules.never_first:
             logits[rules.never_first] = NEVER
-        if own.times:
-            self._apply_times(logits, own.tokens[own.begin : known], is_first=is_first)
+        if row.times:
+            self._apply_times(logits, row.tokens[row.begin : known], is_first=is_first)
 
     def _apply_times(self, logits: torch.Tensor, said: Int32Array, *, is_first: bool) -> None:
-        first_time = self._own.tokens.first_time
-        logits[self._own.tokens.no_times] = NEVER
+        first_time = self._rules.tokens.first_time
+        logits[self._rules.tokens.no_times] = NEVER
         is_time = said >= first_time
         last = bool(is_time[-1:].any())
         last_two = last and (len(said) < 2 or bool(is_time[-2]))
         if last_two:
             logits[first_time:] = NEVER
         elif last:
-            logits[: self._own.end] = NEVER
+            logits[: self._rules.end] = NEVER
         if is_time.any():
             latest = int(said[is_time][-1])
             # The end of a segment may be the start of the next one; any other time is later.
@@ -184,8 +189,8 @@ class TranscriptRules(Observer):
             logits[first_time:lowest] = NEVER
         if is_first:
             logits[:first_time] = NEVER
-            if self._own.most_first_time is not None:
-                logits[first_time + self._own.most_first_time + 1 :] = NEVER
+            if self._rules.most_first_time is not None:
+                logits[first_time + self._rules.most_first_time + 1 :] = NEVER
         log_probs = torch.log_softmax(logits.float(), -1)
         if log_probs[first_time:].logsumexp(-1) > log_probs[:first_time].max():
             logits[:first_time] = NEVER

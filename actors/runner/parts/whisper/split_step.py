@@ -15,9 +15,9 @@ class SplitStep:
 
     clips: torch.Tensor  # [C] int64, in T
     tokens: torch.Tensor  # [D] int64, in T, rising
-    own: PagedBatch | None  # the D tokens over pages behind those of clips; None: D is 0
+    text: PagedBatch | None  # the D tokens over pages behind those of clips; None: D is 0
     across: PagedBatch | None  # each of the D tokens as a row over the pages of its clip
-    rows: Int64Array  # [R'] which rows of the step those of ``own`` are
+    rows: Int64Array  # [R'] which rows of the step those of ``text`` are
 
     def rows_of(self, sampled: torch.Tensor) -> torch.Tensor:
         """Where in D the tokens at ``sampled`` [S] of T are."""
@@ -47,7 +47,7 @@ def split_step(batch: PagedBatch, clip_tokens: int, states: int) -> SplitStep:
     query_start = np.concatenate([[0], np.cumsum(own_counts[rows])]).astype(np.int32)
     kv_len = own_ends[rows].astype(np.int32)
     tables = batch.page_tables[to_device(rows, device)]
-    own = PagedBatch(
+    text = PagedBatch(
         query_start=to_device(query_start, device),
         kv_len=to_device(kv_len, device),
         page_tables=tables[:, pages:].contiguous(),
@@ -66,11 +66,11 @@ def split_step(batch: PagedBatch, clip_tokens: int, states: int) -> SplitStep:
         query_start=to_device(starts_across, device),
         kv_len=to_device(seen, device),
         page_tables=tables[:, :pages][row_of_token].contiguous(),
-        slots=own.slots,
-        positions=torch.full_like(own.positions, states - 1),
+        slots=text.slots,
+        positions=torch.full_like(text.positions, states - 1),
         query_start_cpu=starts_across,
         kv_len_cpu=seen,
         decoding=count,
         page_size=batch.page_size,
     )
-    return SplitStep(clips, tokens, own, across, rows)
+    return SplitStep(clips, tokens, text, across, rows)

@@ -10,8 +10,8 @@ TEXT = [5, 9, 3, 7, 2, 8, 6, 4, 11, 12, 13, 14]
 
 
 def proposer_of(factor: float = 8.0, most_texts: int = 100) -> SuffixProposer:
-    own = NGramProposer(4, 64)
-    return SuffixProposer(4, 64, most_texts=most_texts, factor=factor, own=own)
+    ngrams = NGramProposer(4, 64)
+    return SuffixProposer(4, 64, most_texts=most_texts, factor=factor, ngrams=ngrams)
 
 
 def add(proposer: SuffixProposer, slot: int, text: list[int], tenant: str = "", *keys: str) -> None:

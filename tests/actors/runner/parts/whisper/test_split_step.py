@@ -35,13 +35,13 @@ def test_a_mixed_step() -> None:
     step = split_step(_batch([(11, 1), (2, 3), (6, 4), (9, 3)], decoding=1), CLIP, STATES)
     assert step.clips.tolist() == [1, 2, 3, 4, 5]
     assert step.tokens.tolist() == [0, 6, 7, 8, 9, 10]
-    own, across = step.own, step.across
-    assert own is not None and across is not None
-    assert own.query_start_cpu.tolist() == own.query_start.tolist() == [0, 1, 3, 6]
-    assert own.kv_len_cpu.tolist() == own.kv_len.tolist() == [4, 2, 4]
-    assert own.positions.tolist() == [3, 0, 1, 1, 2, 3] and own.decoding == 1
-    assert own.page_tables.tolist() == [[2], [22], [32]]
-    assert own.slots.tolist() == [11, 88, 89, 129, 130, 131]
+    text, across = step.text, step.across
+    assert text is not None and across is not None
+    assert text.query_start_cpu.tolist() == text.query_start.tolist() == [0, 1, 3, 6]
+    assert text.kv_len_cpu.tolist() == text.kv_len.tolist() == [4, 2, 4]
+    assert text.positions.tolist() == [3, 0, 1, 1, 2, 3] and text.decoding == 1
+    assert text.page_tables.tolist() == [[2], [22], [32]]
+    assert text.slots.tolist() == [11, 88, 89, 129, 130, 131]
     assert across.page_tables.tolist() == [[0, 1], [20, 21], [20, 21], *[[30, 31]] * 3]
     assert across.kv_len.tolist() == [STATES] * 6 == across.kv_len_cpu.tolist()
     assert across.decoding == across.rows == 6
@@ -50,11 +50,11 @@ def test_a_mixed_step() -> None:
 
 def test_a_step_of_clips_alone() -> None:
     step = split_step(_batch([(0, 8), (0, 3)], decoding=0), CLIP, STATES)
-    assert step.own is None and step.across is None and len(step.clips) == 11
+    assert step.text is None and step.across is None and len(step.clips) == 11
 
 
 def test_a_step_that_only_decodes() -> None:
     step = split_step(_batch([(8, 1), (15, 1)], decoding=2), CLIP, STATES)
     assert len(step.clips) == 0 and step.tokens.tolist() == [0, 1]
-    assert step.own is not None and step.own.decoding == 2
-    assert step.own.kv_len_cpu.tolist() == [1, 8]
+    assert step.text is not None and step.text.decoding == 2
+    assert step.text.kv_len_cpu.tolist() == [1, 8]
