@@ -149,8 +149,9 @@ class PromptCost:
         self._tokens = np.zeros(LEVELS)  # weighed
         self._seconds = np.zeros(LEVELS)  # weighed, of all those tokens
         self._most = 1  # prompt tokens of a step
-        self._paces: list[float] = []  # seconds of a token in each level, and ...
-        self._before: list[float] = []  # ... of all tokens before it; none after a step
+        # Seconds of a token in each level, and of all tokens before it; None after a step. Other
+        # threads ask too, so it is replaced as a whole.
+        self._drawn: tuple[list[float], list[float]] | None = None
 
     def observe(self, info: SchedulerInfo, result: StepResult) -> None:
         """A step has run."""
@@ -159,7 +160,7 @@ class PromptCost:
             return
         lengths = info.chunk_len[info.decoding_batch :]
         context = float(np.dot(info.kv_len[info.decoding_batch :] + lengths / 2, lengths)) / count
-        level, self._paces = int(context).bit_length(), []
+        level, self._drawn = int(context).bit_length(), None
         if count > self._most:  # what was learned from smaller steps counts less
             for book in (self._tokens, self._seconds):
                 book *= (self._most / count) ** 2
@@ -172,22 +173,25 @@ class PromptCost:
 
     def seconds(self, first: int, last: int) -> float:
         """Seconds to compute the tokens ``first`` to ``last`` of a prompt; 0 if none has run."""
-        if not self._paces:
-            self._draw()
-        return max(self._until(last) - self._until(first), 0.0)
+        if (drawn := self._drawn) is None:
+            drawn = self._drawn = self._draw()
+        paces, before = drawn
 
-    def _until(self, tokens: int) -> float:
-        level = tokens.bit_length()
-        return self._before[level] + (tokens - (1 << level >> 1)) * self._paces[level]
+        def until(tokens: int) -> float:
+            level = tokens.bit_length()
+            return before[level] + (tokens - (1 << level >> 1)) * paces[level]
 
-    def _draw(self) -> None:
+        return max(until(last) - until(first), 0.0)
+
+    def _draw(self) -> tuple[list[float], list[float]]:
         """Draws the table that ``seconds`` reads, which is asked for each of many sessions."""
         known = np.flatnonzero(self._tokens > min(LEAST_WEIGHT, self._tokens.max() / 2))
-        self._before = [0.0]
+        paces, before = list[float](), [0.0]
         for level in range(LEVELS):
             pace = 0.0
             if len(known):
                 nearest = known[np.abs(known - level).argmin()]
                 pace = float(self._seconds[nearest] / self._tokens[nearest])
-            self._paces.append(pace)
-            self._before.append(self._before[-1] + pace * ((1 << level) - (1 << level >> 1)))
+            paces.append(pace)
+            before.append(before[-1] + pace * ((1 << level) - (1 << level >> 1)))
+        return paces, before

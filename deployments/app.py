@@ -78,12 +78,12 @@ def bind_models(
     are of Serve, for the ingress.
     """
     ingress_class: Any = IngressDeployment  # Ray's stubs lose what @serve.deployment adds
-    drain = server.shutdown_timeout
     engines = [bind_engines(model) for model in models]
+    prefill = [bind_engines(own, prefill=True) for own in models if own.server.prefill_engines]
     usual: dict[str, Any] = {
         "num_replicas": server.ingress_replicas,
         "max_surge_percent": ONE_MORE,
-        "graceful_shutdown_timeout_s": max(drain, INGRESS_DRAIN_SECONDS),
+        "graceful_shutdown_timeout_s": max(server.shutdown_timeout, INGRESS_DRAIN_SECONDS),
     }
     ingress = ingress_class.options(**serve_logs(engine_args), **(usual | dict(options or {})))
     # It imports transformers, which the command has no use for until Ray has started.
@@ -128,28 +128,37 @@ def bind_models(
             *(reply_settings(server), concurrency(server, models)),
         )
     app: Application = ingress.bind(
-        for_ingresses(server), ingress_models, edge, engines, keeper, admin, batches
+        for_ingresses(server), ingress_models, edge, engines, keeper, admin, batches, prefill
     )
     return app
 
 
-def bind_engines(model: ModelArgs) -> Application:
-    """The engines of one model, which get its ``shutdown_timeout`` to finish when they must go."""
-    drain = model.server.shutdown_timeout
+def bind_engines(model: ModelArgs, *, prefill: bool = False) -> Application:
+    """The engines of one model, or those that ``prefill`` for them.
+
+    They get its ``shutdown_timeout`` to finish when they must go.
+    """
+    server, name = model.server, model.deployments[prefill]
+    drain = server.shutdown_timeout
     engine_class: Any = EngineDeployment
-    number = number_of_engines(model.server)
+    if prefill:
+        most = server.max_prefill_engines
+        number = engine_numbers(server.prefill_engines, most, server.idle_timeout)
+    else:
+        number = number_of_engines(server)
     # The autoscaler's number is not known here; more engines than these start one by one.
-    least = number["num_replicas"] or model.server.min_engines or 0
-    if "autoscaling_config" in number:
+    least = number["num_replicas"] or (0 if prefill else server.min_engines) or 0
+    if "autoscaling_config" in number and not prefill:
         number["autoscaling_config"] |= model.autoscaling
     usual = {
-        "name": model.deployment,
-        "max_surge_percent": ONE_MORE if has_room(model.engine, model.deployment, least) else 0,
+        "name": name,
+        "max_surge_percent": ONE_MORE if has_room(model.engine, name, least) else 0,
         "graceful_shutdown_timeout_s": HANDOVER_SECONDS + drain + ENGINE_STOP_SECONDS,
     }
     options = serve_logs(model.engine) | number | usual | dict(model.options)
+    settings = (server.batch_scale, model.ongoing_requests, model.deployment if prefill else "")
     bound: Application = engine_class.options(**options).bind(
-        shipped(model.engine), drain, model.server.batch_scale, model.ongoing_requests
+        shipped(model.engine), drain, *settings
     )
     return bound
 
@@ -157,8 +166,9 @@ def bind_engines(model: ModelArgs) -> Application:
 def for_ingresses(server: ServerArgs) -> ServerArgs:
     """Without keys, and without what others have to know."""
     secrets: dict[str, Any] = dict.fromkeys(SECRETS)
-    others: dict[str, Any] = dict.fromkeys(("min_engines", "max_engines", "admin_port"))
-    return replace(server, **secrets, **others, data_parallel_size=1)
+    counts = ("min_engines", "max_engines", "max_prefill_engines", "admin_port")
+    others: dict[str, Any] = dict.fromkeys(counts)
+    return replace(server, **secrets, **others, data_parallel_size=1, prefill_engines=0)
 
 
 def privileged(tenants: list[str] | None) -> frozenset[str] | None:
@@ -168,10 +178,15 @@ def privileged(tenants: list[str] | None) -> frozenset[str] | None:
 
 def number_of_engines(server: ServerArgs) -> dict[str, Any]:
     """Deployment options: so many engines, or as many as the work wants."""
-    if server.max_engines is None:
-        return {"num_replicas": server.data_parallel_size}
     least = server.data_parallel_size if server.min_engines is None else server.min_engines
-    config = autoscaling(least, server.max_engines, server.idle_timeout)
+    return engine_numbers(least, server.max_engines, server.idle_timeout)
+
+
+def engine_numbers(least: int, most: int | None, idle_seconds: float) -> dict[str, Any]:
+    """The same, of two numbers of which the second may be none."""
+    if most is None:
+        return {"num_replicas": least}
+    config = autoscaling(least, most, idle_seconds)
     return {"num_replicas": None, "autoscaling_config": config}
 
 

@@ -198,6 +198,10 @@ class EngineStats:
     adapters: AdapterStats = field(default_factory=AdapterStats)
     # By the name of the metric, of ENGINE_HISTOGRAMS.
     histograms: dict[str, Histogram] = field(default_factory=dict)
+    # Seconds in which 1,000 tokens of a prompt are computed; 0.0 before the first ones.
+    prompt_seconds: float = 0.0
+    # And in which their pages are read from an engine, by its name; "": one not read from yet.
+    read_seconds: dict[str, float] = field(default_factory=dict)
     # Values of CACHE_LABELS.
     cache_config: tuple[str, ...] = ()
 

@@ -164,6 +164,7 @@ class SchedulerActor:
         self._failure: str | None = None
         self._ticked = time.monotonic()
         self._leaving = False
+        self._has_others = False  # whether there are other engines of the model
 
     @ray.method(concurrency_group="control")
     def start(self, start: EngineStart) -> EngineInfo:
@@ -420,6 +421,7 @@ class SchedulerActor:
             How many of the first pages of ``tokens`` are in the cache, and how many seconds the
             rest takes to be computed; 0.0 if nothing has been computed here yet.
         """
+        self._has_others = True
         arrived: Future[int] = Future()
         page_size = self._running_engine().config.page_size
         request = request_to_warm(tokens, keys, pages_at, page_size)
@@ -475,7 +477,8 @@ class SchedulerActor:
         message = TokenDeltas.only()
         message.stats = self._stats(engine := self._running_engine())
         index = engine.lifecycle.state.tables.index
-        message.held = None if index is None else index.digests(MOST_HELD)
+        if index is not None and self._has_others:
+            message.held = index.digests(MOST_HELD)
         return message
 
     def _stats(self, engine: Engine) -> EngineStats:

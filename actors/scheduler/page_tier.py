@@ -87,6 +87,11 @@ class PageTier(Beside, Protocol):
         """Seconds in which files of all ``pages`` of the index are read; None if some have none."""
         ...
 
+    def read_seconds(self, tokens: int) -> dict[str, float]:
+        """Seconds to read so many tokens' pages from each engine that was read from, and from
+        another one ("")."""
+        ...
+
     def turn(self, digest: str) -> None:
         """The weights are others from now on; their pages have files of their own."""
         ...
@@ -134,6 +139,9 @@ class NoTier:
 
     def seconds_to_read(self, pages: Sequence[int]) -> float | None:
         return None
+
+    def read_seconds(self, tokens: int) -> dict[str, float]:
+        return {}
 
 
 @dataclass(slots=True)
@@ -484,6 +492,18 @@ class SourcesTier:
         if self._folder is None or not all(page in self._stored for page in pages):
             return None
         return len(pages) * self._page_bytes / self._source(DISK).speed(self._clock())
+
+    def read_seconds(self, tokens: int) -> dict[str, float]:
+        if not self._peers:
+            return {}
+        now, size = self._clock(), tokens / self._tables.page_size * self._page_bytes
+        seconds = {"": PEER_FIRST_BYTE_SECONDS + size / ASSUMED_BYTES_PER_SECOND[False]}
+        for name, source in list(self._sources.items()):  # this may be another thread
+            if name != DISK:
+                silent = now < source.silent_until
+                taken = PEER_FIRST_BYTE_SECONDS + size / source.speed(now)
+                seconds[name] = math.inf if silent else taken
+        return seconds
 
     def _tell(self, *, write: bool = False, **what: Any) -> None:
         """Sends a transfer without pages."""

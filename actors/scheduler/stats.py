@@ -28,6 +28,9 @@ from rayfin.actors.scheduler.scheduler_state import SchedulerState
 from rayfin.actors.timing import STATUS_LINE_SECONDS
 from rayfin.cache.page_tables import PageTables
 
+COSTED_TOKENS = 1000
+"""Of the prompt whose cost engines report."""
+
 
 def take_stats(
     config: EngineConfig, lifecycle: Lifecycle, *, suspects: int, **of_engine: Any
@@ -52,6 +55,8 @@ def take_stats(
         page_size=config.page_size,
         pages_cached=state.tables.num_cached,
         evictions=state.tables.num_evicted,
+        prompt_seconds=state.prompt_cost.seconds(0, COSTED_TOKENS),
+        read_seconds=lifecycle.tier.read_seconds(COSTED_TOKENS),
         deferred=min(suspects, len(state.waiting)) + lifecycle.num_beside,
         suspects=suspects,
         cache_config=cache_config(config),

@@ -19,6 +19,11 @@ from rayfin.actors.timing import MISSED_PULSES, PULSE_ANSWER_SECONDS, PULSE_SECO
 logger = logging.getLogger(__name__)
 
 
+def numbered(prefix: str) -> list[str]:
+    """Returns the engines whose names are ``prefix`` and a number."""
+    return [name for name in engine_names(prefix) if name.removeprefix(prefix).isdecimal()]
+
+
 async def claim_engine(
     prefix: str, owner: str, args: EngineArgs
 ) -> tuple[str, Any, EngineClaim] | None:
@@ -35,7 +40,7 @@ async def claim_engine(
     missed: Counter[str] = Counter()  # answers in a row, by name
     while True:
         waiting = False
-        for name in await asyncio.to_thread(engine_names, prefix):
+        for name in await asyncio.to_thread(numbered, prefix):
             scheduler = find_actor(name)
             try:
                 claim = None if scheduler is None else await _claim(name, scheduler, owner, args)

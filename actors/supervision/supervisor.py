@@ -41,7 +41,6 @@ from rayfin.actors.processes.identity import Process, is_stopped
 from rayfin.actors.processes.registry import (
     describe,
     end_process,
-    engine_names,
     find_actor,
     kill_named,
     runner_name,
@@ -53,6 +52,7 @@ from rayfin.actors.supervision.adoption import (
     claim_engine,
     engines_without_scheduler,
     has_runners,
+    numbered,
     other_model_exists,
 )
 from rayfin.actors.supervision.placement import bundles, create_scheduler, pick_cluster_device
@@ -252,7 +252,7 @@ class Supervisor:
         return claim.info
 
     async def _adopt_runners(self) -> EngineInfo | None:
-        names = await asyncio.to_thread(engine_names, self.name)
+        names = await asyncio.to_thread(numbered, self.name)
         for name in engines_without_scheduler(names, self._args):
             try:
                 placement = get_placement_group(name)

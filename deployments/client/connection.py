@@ -49,6 +49,7 @@ from rayfin.actors.timing import (
 from rayfin.actors.transport.async_channel import AsyncChannel, open_channel
 from rayfin.cache.prefix_index import Digests
 from rayfin.deployments.client.deltas import split_deltas
+from rayfin.deployments.client.engine_names import is_prefill
 from rayfin.deployments.client.lease_renewal import Renewal
 from rayfin.deployments.client.routing import Candidate
 
@@ -265,6 +266,11 @@ class EngineConnection:
         return self.connected and not (self._suspect or stats.draining or stats.asleep)
 
     @property
+    def prefill(self) -> bool:
+        """Whether it computes prompts for the others."""
+        return is_prefill(self.name)
+
+    @property
     def asleep(self) -> bool:
         """Whether an operator has put the engine to sleep."""
         return self.connected and self.stats.asleep
@@ -287,6 +293,9 @@ class EngineConnection:
             unclaimed=stats.pages_unclaimed,
             draining=stats.draining,
             held=self.held,
+            prefill=self.prefill,
+            prompt_seconds=stats.prompt_seconds,
+            read_seconds=stats.read_seconds,
         )
 
     def open(self, request: EngineRequest) -> Deltas:

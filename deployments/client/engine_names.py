@@ -10,6 +10,9 @@ from rayfin.actors.processes.registry import NAMESPACE, engine_names
 ENGINE = "engine"
 """The Serve deployment of the engines of an application's one model; of several, a name follows."""
 
+PREFILL = "prefill-"
+"""What the last part of the name of an engine begins with that computes long prompts for others."""
+
 INGRESS = "ingress"
 """The Serve deployment of an application's ingresses."""
 
@@ -17,6 +20,11 @@ INGRESS = "ingress"
 def engine_prefix(app: str, deployment: str = ENGINE) -> str:
     """What the names of all engines of a Serve deployment begin with; a number follows."""
     return f"{app}/{deployment}/"
+
+
+def is_prefill(name: str) -> bool:
+    """Whether an engine, by its name, is one of ``--prefill-engines``."""
+    return name.rpartition("/")[2].startswith(PREFILL)
 
 
 def find_engines(app: str, deployment: str = ENGINE) -> dict[str, Any]:

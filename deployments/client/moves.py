@@ -1,6 +1,7 @@
 """Streams that leave an engine for another one: their pages go first, while it sends their tokens.
 
-    the engine drains ──► ``Router.next_home`` ──► ``warm`` there reads pages here, tokens come on
+    the engine drains, or has only computed a prompt for others and sent the first token
+                     ──► ``Router.next_home`` ──► ``warm`` there reads pages here, tokens come on
                      ──► the stream is handed back here, and replayed there: it computes its tail
 
 A move is a replay, so no engine knows of it. Where pages do not come the stream stays, unless it is
@@ -39,6 +40,12 @@ class OpenStream:
     next_home: EngineConnection | None = None  # which has its pages
 
     @property
+    def reason(self) -> str:
+        """Why it should leave its engine; empty: it should not."""
+        draining = self.connection.stats.draining
+        return "drain" if draining else "prefill" if self.connection.prefill else ""
+
+    @property
     def may_move(self) -> bool:
         """Whether its pages are worth something elsewhere."""
         computes_all = any(part.computes_all for part in self.request.parts)
@@ -70,12 +77,16 @@ class Moves:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def look(self) -> None:
-        """Begins to move the streams of engines that drain; called with each heartbeat."""
+        """Begins to move the streams that should leave; called with each heartbeat."""
         self._introduce(self._ready())
         for stream in self._streams.values():
-            if stream.connection.stats.draining and not (stream.moving or stream.next_home):
-                stream.moving = True
-                self._begin(self._move(stream))
+            self.consider(stream)
+
+    def consider(self, stream: OpenStream) -> None:
+        """Begins to move a stream if it should leave its engine, and may."""
+        if stream.reason and stream.may_move and not (stream.moving or stream.next_home):
+            stream.moving = True
+            self._begin(self._move(stream, stream.reason))
 
     def close(self) -> None:
         """Ends all that has begun."""
@@ -96,13 +107,13 @@ class Moves:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _move(self, stream: OpenStream) -> None:
+    async def _move(self, stream: OpenStream, reason: str) -> None:
         try:
             async with self._turns:
-                if stream.may_move and (home := self._next_home(stream)) is not None:
+                if (home := self._next_home(stream)) is not None:
                     warm = await self._warm(stream, home)
                     if self._streams.get(stream.request.key) is stream:  # it has not ended
-                        self._moved("drain", "moved" if warm else "stayed")
+                        self._moved(reason, "moved" if warm else "stayed")
                         if warm:
                             stream.next_home = home
                             stream.connection.hand_over(stream.key)

@@ -46,6 +46,7 @@ from rayfin.actors.timing import (
 )
 from rayfin.deployments.client.connection import Deltas, EngineConnection
 from rayfin.deployments.client.engine_client import EngineReport
+from rayfin.deployments.client.engine_names import PREFILL
 from rayfin.deployments.client.moves import Moves, OpenStream
 from rayfin.deployments.client.replay import Replay
 from rayfin.deployments.client.routing import PrefixAware, Router
@@ -112,13 +113,14 @@ class _Labels:
         self._labels: dict[str, str] = {}
 
     def get(self, name: str, present: Container[str]) -> str:
-        """The end of the engine's name if it is a number, else the first free number."""
+        """The end of the engine's name if it has a number, else the first free number."""
         if name not in self._labels:
             self._labels = {engine: n for engine, n in self._labels.items() if engine in present}
             last = name.rpartition("/")[2]
             used = set(self._labels.values())
             free = next(str(n) for n in range(len(used) + 1) if str(n) not in used)
-            self._labels[name] = last if last.isdecimal() else free
+            numbered = last.removeprefix(PREFILL).isdecimal()
+            self._labels[name] = last if numbered else free
         return self._labels[name]
 
 
@@ -223,7 +225,10 @@ class EnginePool:
                     connection = await self._place(request, replay, refused)
                     attempt = replay.attempt(_now())
                     key = attempt.key
-                    self._streams[request.key] = OpenStream(request, replay, connection, key)
+                    if connection.prefill:  # its session is at home where it goes on
+                        attempt.session = None
+                    stream = OpenStream(request, replay, connection, key)
+                    self._streams[request.key] = stream
                     deltas, overhead = connection.open(attempt), RequestOverheadTimer(_now())
                     try:
                         while True:
@@ -234,6 +239,8 @@ class EnginePool:
                             failures = 0
                             refused.clear()
                             observe(delta)
+                            if connection.prefill:
+                                self._moves.consider(stream)
                             yield delta
                             if delta.finish_reason is not None:
                                 return

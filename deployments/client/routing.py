@@ -3,7 +3,7 @@
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Protocol
@@ -40,6 +40,9 @@ class Candidate:
     sessions: frozenset[bytes] = frozenset()  # digests of those whose pages it keeps
     unclaimed: int | None = None  # free pages that it keeps for no session; None: it has not said
     draining: bool = False
+    prefill: bool = False  # it computes long prompts for the others, to which their streams move
+    prompt_seconds: float = 0.0  # of 1,000 tokens of a prompt; 0.0: it has computed none
+    read_seconds: Mapping[str, float] = field(default_factory=dict, compare=False)  # EngineStats'
     # Of all pages in its cache at its last heartbeat; None: it has not said.
     held: Digests | None = field(default=None, compare=False)
 
@@ -74,7 +77,10 @@ class Router(Protocol):
         Args:
             request: the tokens so far are its prompt.
         """
-        return self.pick(request, candidates) if at.draining and candidates else None
+        homes = [own for own in candidates if not own.prefill]
+        if at.draining:
+            homes = homes or list(candidates)
+        return self.pick(request, homes) if homes and (at.draining or at.prefill) else None
 
 
 class LeastLoaded(Router):
@@ -187,10 +193,17 @@ class PrefixAware(Router):
             taken = 0 if engine.unclaimed is None else max(missing - engine.unclaimed, 0)
             return engine.work_for(request) + page_size * (taken - CACHED_WEIGHT * cached)
 
+        homes = [own for own in candidates if not own.prefill] or candidates
         if digest is None:
-            chosen = cheapest(candidates, cost, self._last)
+            chosen = cheapest(homes, cost, self._last)
         else:
-            chosen = min(candidates, key=lambda engine: (cost(engine), _draw(digest, engine)))
+            chosen = min(homes, key=lambda engine: (cost(engine), _draw(digest, engine)))
+        if len(homes) < len(candidates) and may_part(request):
+            away = cheapest([own for own in candidates if own.prefill], cost, self._last)
+            size = len(request.prompt)
+            missing = [size - page_size * matched[own.name] for own in (chosen, away)]
+            if pays_apart(chosen, away, *missing):
+                chosen = away
         self._last = chosen.name
         most = max(matched, key=lambda name: matched[name])
         if matched[most] > matched[chosen.name]:
@@ -200,6 +213,35 @@ class PrefixAware(Router):
 
     def _of(self, candidate: Candidate) -> SentPages:
         return self._sent.setdefault(candidate.name, SentPages())
+
+
+MOVED_TOKENS = 32
+"""Of a stream that moves, about two pages: its new home computes what has no name yet."""
+
+
+def may_part(request: EngineRequest) -> bool:
+    """Whether a request may begin at one engine and go on at another one."""
+    whole = request.beams is not None or request.background or not request.samples
+    whole = whole or request.sampling.prompt_logprobs is not None
+    return not (whole or any(part.computes_all for part in request.parts))
+
+
+def pays_apart(home: Candidate, away: Candidate, missing: int, missing_away: int) -> bool:
+    """Whether to compute a prompt ``away`` and to read it from there costs less than at ``home``.
+
+    At home each stream waits while it is computed, so its seconds count for each of them too.
+
+    Args:
+        missing, missing_away: tokens of the prompt that the two have not in their caches.
+    """
+    pace = home.prompt_seconds or away.prompt_seconds
+    reading = home.read_seconds.get(away.name, home.read_seconds.get("", math.inf))
+    if not pace or (home.unclaimed or 0) * home.page_size < missing:
+        return False
+    stalled = 1 + home.running
+    together = pace * (home.waiting_tokens + home.sent_tokens + missing * stalled)
+    apart = (away.prompt_seconds or pace) * (away.waiting_tokens + away.sent_tokens + missing_away)
+    return apart + reading * missing + pace * MOVED_TOKENS * stalled < together
 
 
 def _draw(digest: bytes, candidate: Candidate) -> bytes:

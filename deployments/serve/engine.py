@@ -18,7 +18,7 @@ from rayfin.actors.timing import (
     SERVE_HEALTH_PERIOD_SECONDS,
     SERVE_HEALTH_TIMEOUT_SECONDS,
 )
-from rayfin.deployments.client.engine_names import ENGINE, INGRESS, engine_prefix
+from rayfin.deployments.client.engine_names import ENGINE, INGRESS, PREFILL, engine_prefix
 from rayfin.deployments.serve.autoscaling import AutoscalingReport
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class EngineDeployment:
         drain_seconds: float,
         batches_scale: bool = False,
         ongoing_requests: float | None = None,
+        prefills_for: str = "",
     ) -> None:
         set_up(args.log_format, args.log_level)
         self._drain_seconds = drain_seconds
@@ -51,6 +52,8 @@ class EngineDeployment:
         own = serve.get_replica_context()
         self._app = own.app_name
         prefix = engine_prefix(own.app_name, own.deployment)
+        if prefills_for:  # another deployment, as one of whose engines it is found
+            prefix = engine_prefix(own.app_name, prefills_for) + PREFILL
         self._supervisor = Supervisor(args, prefix, detached=True)
         await self._supervisor.start()
 

@@ -1,7 +1,7 @@
 """The Serve deployment that speaks HTTP: text at the edge, tokens over plain actor handles."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -42,8 +42,8 @@ Replies = AsyncGenerator[Any, None]
 class IngressDeployment:
     """One HTTP replica. ``engines`` are the deployments of the models' engines.
 
-    They, ``admin`` and ``batches`` are bound so that Serve deploys them with this one; they are
-    called only to have an engine started.
+    They, ``prefill`` (engines that only do that), ``admin`` and ``batches`` are bound so that Serve
+    deploys them with this one; they are called only to have an engine started.
 
     ``keeper`` holds the responses that several replicas share.
     """
@@ -57,6 +57,7 @@ class IngressDeployment:
         keeper: DeploymentHandle[Any] | None = None,
         admin: DeploymentHandle[Any] | None = None,
         batches: DeploymentHandle[Any] | None = None,
+        prefill: Sequence[DeploymentHandle[Any]] = (),
     ) -> None:
         # Here, for they take a second to import, and the command that deploys this needs none.
         from rayfin.deployments.api.responses.store import ResponseStore

@@ -36,6 +36,17 @@ class ModelArgs:
     def __post_init__(self) -> None:
         if self.server.adapter_flags().any and not self.engine.enable_lora:
             object.__setattr__(self, "engine", replace(self.engine, enable_lora=True))
+        if self.server.prefill_engines and not self.engine.kv_peers:
+            raise InvalidConfig(
+                "prefill_engines needs kv_peers: other engines read what they have computed",
+                "prefill_engines",
+            )
+
+    @property
+    def deployments(self) -> list[str]:
+        """The Serve deployments of its engines; the second is of those that only prefill."""
+        own = [self.deployment, f"{self.deployment}-prefill"]
+        return own if self.server.prefill_engines else own[:1]
 
     @property
     def adapters(self) -> AdapterFlags | None:
@@ -154,7 +165,7 @@ def _check_apart(models: Sequence[ModelArgs]) -> None:
     if not models:
         raise InvalidConfig("models must not be empty", "models")
     names = [name for model in models for name in model.names]
-    deployments = [model.deployment for model in models]
+    deployments = [name for model in models for name in model.deployments]
     for kind, values in (("name", names), ("name, but for signs,", deployments)):
         for value in values:
             if values.count(value) > 1:

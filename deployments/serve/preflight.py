@@ -328,7 +328,7 @@ def require_room(models: "Sequence[ModelArgs]", cores: float) -> None:
     for model in models:
         least = model.server.min_engines
         engines = model.server.data_parallel_size if least is None else least
-        runners += engines * group_size(model.engine)
+        runners += (engines + model.server.prefill_engines) * group_size(model.engine)
     if runners > cores:
         raise InvalidConfig(
             f"{runners} runners need a core each and there are {cores:g}: lower "

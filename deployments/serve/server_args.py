@@ -236,10 +236,19 @@ class ServerArgs:
         "maximum number of engines; starts and stops engines with the load; default: a "
         "fixed number",
     )
+    prefill_engines: int = _model_flag(
+        0,
+        "number of further engines that compute long prompts for the others, where the streams of "
+        "those would wait for longer than reading the pages takes",
+    )
+    max_prefill_engines: int | None = _model_flag(
+        None,
+        "maximum number of them; starts and stops them with the load; default: a fixed number",
+    )
     idle_timeout: float = _model_flag(
         300.0,
-        "with --max-engines: seconds of low load before an engine stops; for the last one "
-        "(--min-engines 0), seconds without a request",
+        "with --max-engines or --max-prefill-engines: seconds of low load before an engine stops; "
+        "for the last one (--min-engines 0), seconds without a request",
     )
     cold_start_timeout: float = _model_flag(
         300.0, "with --min-engines 0: seconds that a request waits for an engine to start"
@@ -399,6 +408,17 @@ class ServerArgs:
                 f"max_engines must be at least {max(1, least)}, got {self.max_engines}",
                 "max_engines",
             )
+        prefill, most = self.prefill_engines, self.max_prefill_engines
+        if prefill < 0:
+            raise InvalidConfig(
+                f"prefill_engines must not be negative, got {prefill}", "prefill_engines"
+            )
+        if most is not None and most < max(1, prefill):
+            name = "max_prefill_engines"
+            raise InvalidConfig(f"{name} must be at least {max(1, prefill)}, got {most}", name)
+        if most is not None and not prefill:
+            name = "max_prefill_engines"
+            raise InvalidConfig(f"{name} needs prefill_engines", name)
 
     def batch_limits(self) -> FolderLimits:
         """What tenants may store for batches.

@@ -26,7 +26,7 @@ MOST_IMAGES = 1000  # of a request; one may have more than the last bucket
 CHOICES_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 REPLAY_REASONS = ("lost", "moved")
-MOVES = (("drain", "moved"), ("drain", "stayed"))  # reasons and results
+MOVES = tuple(itertools.product(("drain", "prefill"), ("moved", "stayed")))  # reasons and results
 HANDLERS = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
     *("/v1/embeddings", "/v2/embed", "/score", "/v1/score", "/classify", "/pooling"),

@@ -25,11 +25,13 @@ from rayfin.actors.messages import (
     EngineRequest,
     Receipt,
     Sampling,
+    SessionRef,
     StopRules,
     TokenDelta,
 )
 from rayfin.deployments.client import connection as engine_link
 from rayfin.deployments.client import pool as ray_client
+from rayfin.deployments.client import routing
 from rayfin.deployments.client.moves import MOST_COMPUTED_TOKENS
 from rayfin.deployments.client.pool import EnginePool, Patience
 
@@ -310,12 +312,11 @@ async def test_streams_leave_an_engine_that_drains(world: Any, client: EnginePoo
     """Each token comes once, and only the last pages are computed again."""
     moves: list[tuple[str, str]] = []
     client.events.moved = lambda reason, result: moves.append((reason, result))
-    peers = {"kv_peers": True, "page_bytes": 1 << 20, "num_pages": 300, "max_decoding_batch": 16}
-    first = world.start("app/engine/0", **peers)
+    first = world.start("app/engine/0", **PEERS)
     readers = [Reader(client, source) for source in mixed(100)]
     await until(lambda: all(len(own.tokens) > 40 or own.task.done() for own in readers))
     first.steps_left = 0
-    second = world.start("app/engine/1", **peers)
+    second = world.start("app/engine/1", **PEERS)
     await until(lambda: len(client._ready()) == 2)
     first.engine.drain()
     await until(lambda: not first.engine.lifecycle.state.live)
@@ -330,6 +331,67 @@ async def test_streams_leave_an_engine_that_drains(world: Any, client: EnginePoo
     for engine in (first.engine, second.engine):
         await until(lambda engine=engine: not engine.has_work)
         engine.check_integrity()
+
+
+PEERS = {"kv_peers": True, "page_bytes": 1 << 20, "num_pages": 300, "max_decoding_batch": 16}
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It pays to compute any prompt apart."""
+    monkeypatch.setattr(routing, "pays_apart", lambda *_: True)
+
+
+async def test_prompts_that_another_engine_computes(
+    world: Any, client: EnginePool, apart: None
+) -> None:
+    """Their streams begin there, and go on where their pages are read."""
+    moves: list[tuple[str, str]] = []
+    client.events.moved = lambda reason, result: moves.append((reason, result))
+    home, away = world.start("app/engine/0", **PEERS), world.start("app/engine/prefill-0", **PEERS)
+    await until(lambda: len(client._ready()) == 2)
+    session = SessionRef("s")
+    readers = [Reader(client, source) for source in (*mixed(100), request(100, session=session))]
+    for reader in readers:
+        await reader.check()
+    assert len(away.taken) >= 10 and not any(own.session for own in away.taken)
+    assert set(moves) >= {("prefill", "moved")} and home.engine.stats().peer_pages_read > 0
+    assert any(own.session == session for own in home.taken)
+    for engine in (home.engine, away.engine):
+        await until(lambda engine=engine: not engine.has_work)
+        engine.check_integrity()
+    assert [own.engine for own in await client.engines()] == ["0", "prefill-0"]
+
+
+@pytest.mark.parametrize("which", ["home", "away"])
+@pytest.mark.parametrize("after", [0, 1, 7])
+async def test_death_of_an_engine_that_computes_or_reads_prompts(
+    world: Any, client: EnginePool, apart: None, which: str, after: int
+) -> None:
+    names = {"home": "app/engine/0", "away": "app/engine/prefill-0"}
+    engines = {own: world.start(name, **PEERS) for own, name in names.items()}
+    await until(lambda: len(client._ready()) == 2)
+    readers = [Reader(client, source) for source in mixed(60)]
+    await until(lambda: engines["away"].taken)
+    await until(lambda: sum(len(reader.tokens) > after for reader in readers) > 2)
+    world.kill(names[which])
+    for reader in readers:
+        await reader.check()
+
+
+async def test_a_prompt_s_pages_that_do_not_come(
+    world: Any, client: EnginePool, apart: None
+) -> None:
+    """The stream stays where it began."""
+    moves: list[tuple[str, str]] = []
+    client.events.moved = lambda reason, result: moves.append((reason, result))
+    home, away = world.start("app/engine/0"), world.start("app/engine/prefill-0")
+    await until(lambda: len(client._ready()) == 2)
+    source = request(60)
+    source.prompt = np.arange(MOST_COMPUTED_TOKENS + 10, dtype=np.int32) % VOCABULARY
+    reader = Reader(client, source)
+    await reader.check()
+    assert away.taken and not home.taken and set(moves) == {("prefill", "stayed")}
 
 
 @pytest.mark.parametrize(("seconds", "result"), [(9.0, "stayed"), (0.1, "moved")])

@@ -10,10 +10,17 @@ import numpy as np
 import pytest
 
 from rayfin.actors.adapters.part import AdapterRef, short
-from rayfin.actors.messages import EngineRequest, PagesAt, Sampling, SessionRef, StopRules
+from rayfin.actors.messages import (
+    BeamParams,
+    EngineRequest,
+    PagesAt,
+    Sampling,
+    SessionRef,
+    StopRules,
+)
 from rayfin.actors.timing import SENT_SECONDS
 from rayfin.cache.page_tables import PageTables
-from rayfin.cache.prefix_index import HashChain
+from rayfin.cache.prefix_index import HashChain, digests_of
 from rayfin.deployments.client.routing import (
     ADAPTER_TOKENS,
     CACHED_WEIGHT,
@@ -192,6 +199,72 @@ def test_new_sessions_go_where_there_is_room() -> None:
         assert PrefixAware().pick(request([number] * 40), engines).name == "a"
     late = [engines[0], replace(engines[1], waiting_tokens=30)]
     assert PrefixAware().pick(asked, late).name == "a"
+
+
+HOME = replace(
+    Candidate("a", page_size=PAGE, num_pages=1000, unclaimed=900, running=8, prompt_seconds=3.0),
+    read_seconds={"": 0.1},
+)
+AWAY = Candidate("prefill-0", page_size=PAGE, num_pages=1000, prefill=True, prompt_seconds=3.0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "home", "away", "apart"),
+    [
+        (1000, {}, {}, True),
+        (100, {}, {}, True),
+        (36, {}, {}, False),  # it takes as long to compute what a stream that moves has not
+        (1000, {"running": 0}, {}, False),  # no stream waits meanwhile
+        (1000, {}, {"waiting_tokens": 9000}, False),
+        (1000, {"waiting_tokens": 9000}, {"waiting_tokens": 9000}, True),
+        (1000, {"read_seconds": {"": 99.0}}, {}, False),  # a slow network
+        (1000, {"read_seconds": {"": 99.0, "prefill-0": 0.1}}, {}, True),
+        (1000, {"read_seconds": {"": 0.1, "prefill-0": np.inf}}, {}, False),  # it gave nothing
+        (1000, {"read_seconds": {}}, {}, False),  # it reads from none
+        (1000, {"unclaimed": 100}, {}, False),  # no pages are free
+        (1000, {"unclaimed": None}, {}, False),
+        (1000, {"prompt_seconds": 0.0}, {}, True),
+        (1000, {"prompt_seconds": 0.0}, {"prompt_seconds": 0.0}, False),  # neither knows
+        (1000, {}, {"prompt_seconds": 90.0}, False),  # a slow machine
+    ],
+)
+def test_prompts_are_computed_where_it_costs_least(
+    tokens: int, home: dict[str, Any], away: dict[str, Any], apart: bool
+) -> None:
+    engines = [replace(HOME, **home), replace(AWAY, **away)]
+    asked = request(range(tokens))
+    assert PrefixAware().pick(asked, engines).name == ("prefill-0" if apart else "a")
+
+
+def test_only_what_is_not_cached_is_computed_apart() -> None:
+    chain = HashChain(PAGE)
+    chain.extend(np.arange(1000, dtype=np.int32))
+    warm = replace(HOME, held=np.sort(digests_of(chain.hashes)))
+    assert PrefixAware().pick(request(range(1010)), [warm, AWAY]).name == "a"
+    longer = request(range(2000))
+    assert PrefixAware().pick(longer, [warm, AWAY]).name == "prefill-0"
+    assert longer.pages_at == PagesAt("a", 250), "it reads what is there"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"beams": BeamParams(2)}, {"background": True}, {"sampling": Sampling(prompt_logprobs=1)}],
+)
+def test_some_requests_stay_in_one_place(more: dict[str, Any]) -> None:
+    asked = replace(request(range(1000)), **more)
+    assert PrefixAware().pick(asked, [HOME, AWAY]).name == "a"
+
+
+def test_roles_are_soft() -> None:
+    """Without the others those that prefill do all; streams that run there go on elsewhere."""
+    router, asked = PrefixAware(), request(range(9))
+    two = [AWAY, replace(AWAY, name="prefill-1")]
+    assert router.pick(asked, two).prefill
+    assert router.next_home(asked, AWAY, [two[1]]) is None
+    assert router.next_home(asked, replace(AWAY, draining=True), [two[1]]) == two[1]
+    assert router.next_home(request(range(1000)), AWAY, [HOME, two[1]]) == HOME
+    assert router.next_home(request(range(1000)), replace(HOME, draining=True), [two[1]]) == two[1]
+    assert router.next_home(asked, HOME, [replace(HOME, name="b")]) is None
 
 
 class Cache:

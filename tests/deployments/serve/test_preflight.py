@@ -125,6 +125,7 @@ def test_architecture_that_is_not_served(folder: Path) -> None:
     [
         ({}, {}, 1),
         ({"data_parallel_size": 3}, {}, 3),
+        ({"data_parallel_size": 3, "prefill_engines": 2}, {}, 5),
         ({"min_engines": 0, "max_engines": 9}, {}, 0),
         ({"min_engines": 2, "max_engines": 9}, {"pipeline_parallel_size": 2}, 4),
         ({}, {"tensor_parallel_size": 3, "pipeline_parallel_size": 2}, 6),

@@ -90,7 +90,7 @@ def test_commands_find_it(
 
 def test_it_is_deployed_with_the_digests_of_its_keys() -> None:
     args = AppArgs(admin_port=9401, admin_host="0.0.0.0", admin_api_key="canary-key")
-    server, _, edge, _, _, admin, _ = build_app(args)._bound_deployment.init_args
+    server, _, edge, _, _, admin, *_ = build_app(args)._bound_deployment.init_args
     host, port, keys, models = admin._bound_deployment.init_args
     ((names, deployment, settings),) = models
     assert (names, deployment, settings["model"]) == (["demo"], "engine", "demo")
