@@ -1,0 +1,340 @@
+"""What it costs to have pages of another engine, beside computing them.
+
+    python benchmarks/pages.py miss [--streams 8] [--prompt-tokens 2000] [--shape 135m]
+    python benchmarks/pages.py drain [--streams 8] [--prompt-tokens 2000]
+    python benchmarks/pages.py apart [--seconds 60] [--prompt-tokens 1000] [--every 10]
+
+miss: seconds to the first token of a prompt that another engine has: read from it, and computed.
+That engine is idle, and has so many streams.
+drain: the longest gap of streams whose engine drains while another one is there, how many of their
+tokens are computed again, and the seconds until the engine has no request left. Computed: the
+engine hands them back, and pages are not asked for.
+apart: one engine and one for prompts, beside two that do both, with the same requests: streams
+without a pause, and a long prompt every few seconds. Then short prompts only.
+
+Each starts a Ray of its own, engines with one thread each, and a model of random weights of a size
+in shapes.py. Rounds of the two sides alternate, in one run.
+"""
+
+import argparse
+import asyncio
+import itertools
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray import serve
+from sections import run
+from server import free_ports
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.messages import Command, EngineRequest, PagesAt, Sampling, StopRules
+from rayfin.actors.metrics.engine_stats import EngineStats
+from rayfin.actors.processes.environment import set_ray_environment
+from rayfin.deployments.app import bind_app
+from rayfin.deployments.client.engine_names import find_engines
+from rayfin.deployments.client.pool import EnginePool
+from rayfin.deployments.client.routing import Candidate, PrefixAware
+from rayfin.deployments.serve.server_args import ServerArgs
+
+LONG, SHORT, LENGTH = 1000, 24, 200
+VOCABULARY = 2000
+NUMBERS = itertools.count(1)
+DRAW = random.Random(0)
+
+
+class Pinned(PrefixAware):
+    """Sends requests where it is told to, if that engine takes any, with a hint or without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.home: str | None = None
+        self.hint: PagesAt | None = None
+
+    def pick(self, request: EngineRequest, candidates: Sequence[Candidate]) -> Candidate:
+        chosen = next((own for own in candidates if own.name == self.home), candidates[0])
+        request.pages_at = self.hint
+        return chosen
+
+
+@dataclass
+class Stream:
+    """A request and when its tokens came, in seconds of this process."""
+
+    request: EngineRequest
+    sent: float = 0.0
+    times: list[float] = field(default_factory=list)
+    tokens: int = 0
+
+    async def run(self, pool: EnginePool) -> None:
+        self.sent = time.perf_counter()
+        async for delta in pool.stream(self.request):
+            if delta.tokens:
+                self.times.append(time.perf_counter())
+                self.tokens += len(delta.tokens)
+
+    @property
+    def ttft(self) -> float:
+        return self.times[0] - self.sent
+
+    def gaps(self, since: float = 0.0) -> list[float]:
+        times = [at for at in self.times if at >= since]
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+
+def stream(prompt_tokens: int, length: int, prompt: Sequence[int] = ()) -> Stream:
+    tokens = prompt or [DRAW.randrange(VOCABULARY) for _ in range(prompt_tokens)]
+    number = next(NUMBERS)
+    settings = Sampling(temperature=1.0, seed=number), StopRules(length)
+    return Stream(EngineRequest(str(number), np.array(tokens, np.int32), *settings, key=number))
+
+
+@contextmanager
+def engines(options: argparse.Namespace, *layouts: dict[str, Any]) -> Iterator[list[str]]:
+    """Applications of these settings of the server; yields their names."""
+    import engines as models  # imports torch
+
+    with tempfile.TemporaryDirectory(prefix="rf-", ignore_cleanup_errors=True) as folder:
+        models.make_model(Path(folder, "model"), options.shape, "float32")
+        args = EngineArgs(
+            model=str(Path(folder, "model")),
+            dtype="float32",
+            threads=1,
+            max_model_len=4096,
+            kv_cache_memory=options.gib << 30,
+            spare_runners=0,
+        )
+        set_ray_environment()
+        ray.init(
+            address="local",
+            _temp_dir=folder,
+            include_dashboard=False,
+            num_cpus=8,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+        (port,) = free_ports(1)
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        try:
+            names = [f"app{number}" for number in range(len(layouts))]
+            for name, layout in zip(names, layouts, strict=True):
+                serve.run(bind_app(ServerArgs(**layout), args), name=name, route_prefix=f"/{name}")
+            yield names
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+
+
+async def pool_of(app: str, count: int, router: PrefixAware) -> EnginePool:
+    pool = EnginePool(f"bench-{app}", partial(find_engines, app), router)
+    while len(pool._ready()) < count:
+        await asyncio.sleep(0.1)
+    return pool
+
+
+def stats_of(name: str, app: str) -> EngineStats:
+    stats: EngineStats = ray.get(find_engines(app)[name].stats.remote())
+    return stats
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+async def measure_misses(options: argparse.Namespace, app: str) -> None:
+    router = Pinned()
+    pool = await pool_of(app, 2, router)
+    first, second = sorted(find_engines(app))
+    pages = options.prompt_tokens // 16 - 1
+    print("| the other engine | computed, s | read, s | share |\n|---|---|---|---|")
+    await stream(options.prompt_tokens, 2).run(pool)  # each computes once, and meets the other
+    router.home = second
+    await stream(options.prompt_tokens, 2).run(pool)
+    for streams in (0, options.streams):
+        taken: dict[bool, list[float]] = {False: [], True: []}
+        router.home, router.hint = first, None
+        busy = [stream(SHORT, 3000) for _ in range(streams)]
+        tasks = [asyncio.create_task(own.run(pool)) for own in busy]
+        while not all(own.times for own in busy):
+            await asyncio.sleep(0.01)
+        for _ in range(options.rounds):
+            for reads in (False, True):
+                asked = stream(options.prompt_tokens, 2)
+                if reads:
+                    router.home, router.hint = first, None
+                    await asked.run(pool)
+                router.home, router.hint = second, PagesAt(first, pages) if reads else None
+                again = stream(0, 2, asked.request.prompt.tolist())
+                await again.run(pool)
+                taken[reads].append(again.ttft)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        computed, read = median(taken[False]), median(taken[True])
+        what = f"has {streams} streams" if streams else "is idle"
+        print(f"| {what} | {computed:.2f} | {read:.3f} | {read / computed:.3f} |", flush=True)
+    pool.close()
+
+
+async def measure_drains(options: argparse.Namespace, app: str) -> None:
+    router = Pinned()
+    pool = await pool_of(app, 2, router)
+    names = sorted(find_engines(app))
+    handles = find_engines(app)
+    print(
+        "| | longest gap, s | tokens computed again, of a stream | engine empty after, s |\n"
+        "|---|---|---|---|"
+    )
+    for name in names:
+        router.home = name
+        await stream(options.prompt_tokens, 2).run(pool)
+    found: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
+    for round_ in range(options.rounds):
+        for moves in (False, True):
+            source, home = names if (round_ + moves) % 2 else names[::-1]
+            router.home, router.hint = source, None
+            streams = [
+                stream(options.prompt_tokens, options.length) for _ in range(options.streams)
+            ]
+            tasks = [asyncio.create_task(own.run(pool)) for own in streams]
+            while not all(own.tokens > 20 for own in streams):
+                await asyncio.sleep(0.01)
+            before, began = stats_of(home, app), time.perf_counter()
+            router.home = home
+            if moves:
+                await pool.manage(Command.DRAIN, source.rpartition("/")[2])
+            else:
+                await handles[source].evict.remote()
+            while (left := stats_of(source, app)).running + left.waiting:
+                await asyncio.sleep(0.05)
+            empty = time.perf_counter() - began
+            await asyncio.gather(*tasks)
+            after = stats_of(home, app)
+            again = (after.prefix_queries - before.prefix_queries) - (
+                after.prefix_hits - before.prefix_hits
+            )
+            gap = max(max(own.gaps(began - 1.0)) for own in streams)
+            found[moves].append((gap, again / options.streams, empty))
+            await handles[source].manage.remote(Command.ADMIT)
+            while len(pool._ready()) < 2:
+                await asyncio.sleep(0.1)
+    for moves, what in ((False, "computed"), (True, "moved")):
+        gap, again, empty = (median(column) for column in zip(*found[moves], strict=True))
+        print(f"| {what} | {gap:.2f} | {again:.0f} | {empty:.1f} |", flush=True)
+    pool.close()
+
+
+@dataclass
+class Load:
+    """What the streams and the long prompts of one side saw."""
+
+    gaps: list[float] = field(default_factory=list)
+    ttfts: list[float] = field(default_factory=list)
+    tokens: int = 0
+    apart: int = 0
+
+
+async def load(
+    pool: EnginePool, seconds: float, streams: int, every: float, prompt_tokens: int
+) -> Load:
+    """Streams one after the other in so many seats, and a long prompt ``every`` seconds."""
+    found, until = Load(), time.perf_counter() + seconds
+
+    async def seat() -> None:
+        while time.perf_counter() < until:
+            own = stream(SHORT, LENGTH)
+            await own.run(pool)
+            found.gaps += own.gaps()
+            found.tokens += own.tokens
+
+    async def long() -> None:
+        own = stream(prompt_tokens, 50)
+        await own.run(pool)
+        found.ttfts.append(own.ttft)
+        found.gaps += own.gaps()
+        found.tokens += own.tokens
+
+    def moved(reason: str, result: str) -> None:
+        found.apart += reason == "prefill"
+
+    pool.events.moved = moved
+    work: list[Awaitable[None]] = [asyncio.create_task(seat()) for _ in range(streams)]
+    while every and time.perf_counter() + every < until:
+        await asyncio.sleep(every)
+        work.append(asyncio.create_task(long()))
+    await asyncio.gather(*work)
+    return found
+
+
+async def measure_apart(options: argparse.Namespace, mixed: str, apart: str) -> None:
+    pools = {name: await pool_of(name, 2, PrefixAware()) for name in (mixed, apart)}
+    for pool in pools.values():  # all engines compute a prompt, so that they know what one takes
+        await asyncio.gather(*(stream(options.prompt_tokens, 2).run(pool) for _ in range(3)))
+        await asyncio.sleep(2.0)
+    print("| | | gaps p99, ms | TTFT of long prompts, s | tokens/s | apart |")
+    print("|---|---|---|---|---|---|")
+    for what, every in (("with long prompts", options.every), ("short prompts only", 0.0)):
+        for name, title in ((mixed, "two that do both"), (apart, "one, and one for prompts")):
+            found = await load(
+                pools[name], options.seconds, options.streams, every, options.prompt_tokens
+            )
+            p99 = 1e3 * float(np.quantile(found.gaps, 0.99))
+            ttft = f"{median(found.ttfts):.2f}" if found.ttfts else "-"
+            rate = found.tokens / options.seconds
+            print(
+                f"| {what} | {title} | {p99:.0f} | {ttft} | {rate:.1f} | {found.apart} |",
+                flush=True,
+            )
+    for pool in pools.values():
+        pool.close()
+
+
+def _options(**more: tuple[type, Any]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    settings: dict[str, tuple[type, Any]] = {
+        "shape": (str, "135m"),
+        "gib": (int, 2),
+        "streams": (int, 8),
+        "rounds": (int, 3),
+        **more,
+    }
+    for name, (kind, default) in settings.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default)
+    return parser.parse_args()
+
+
+def _measure(
+    options: argparse.Namespace,
+    measurement: Callable[..., Awaitable[None]],
+    *layouts: dict[str, Any],
+) -> None:
+    with engines(options, *layouts) as apps:
+        asyncio.run(measurement(options, *apps))  # type: ignore[arg-type]
+
+
+def miss() -> None:
+    _measure(_options(prompt_tokens=(int, 2000)), measure_misses, {"data_parallel_size": 2})
+
+
+def drain() -> None:
+    options = _options(prompt_tokens=(int, 2000), length=(int, 400))
+    _measure(options, measure_drains, {"data_parallel_size": 2})
+
+
+def apart() -> None:
+    options = _options(prompt_tokens=(int, LONG), seconds=(float, 60.0), every=(float, 10.0))
+    layouts = {"data_parallel_size": 2}, {"prefill_engines": 1}
+    _measure(options, measure_apart, *layouts)
+
+
+if __name__ == "__main__":
+    run(__doc__, miss, drain, apart)
