@@ -40,6 +40,7 @@ from rayfin.actors.settings.choices import (
 )
 from rayfin.actors.settings.kv_disk import page_folder, require_disk, resolve_host_pages
 from rayfin.actors.settings.kv_events import read_kv_events
+from rayfin.actors.settings.kv_transfer import read_kv_transfer
 from rayfin.actors.settings.lora_limits import require_one_device
 from rayfin.actors.settings.spare_runners import require_spares
 from rayfin.actors.settings.state_snapshots import draft_states, resolve_snapshots
@@ -244,6 +245,11 @@ class EngineArgs:
         "tell readers which pages the engine has, as JSON with vLLM's keys, such as "
         "'{\"enable_kv_cache_events\": true}'; needs the extra events",
     )
+    kv_transfer_config: dict[str, Any] | None = _flag(
+        None,
+        "vLLM's connectors as JSON: their tiers become --kv-disk-path and --kv-port, any other "
+        "connector --kv-peers; default: none",
+    )
     kv_peers: bool = _flag(
         True, "read pages of a prompt from another engine of the model that has computed them"
     )
@@ -328,6 +334,9 @@ class EngineArgs:
     mm_encoder_cache_gb: float = _flag(1.0, "memory for the embeddings of media seen last, GiB")
 
     def __post_init__(self) -> None:
+        for name, value in read_kv_transfer(self.kv_transfer_config).items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "kv_transfer_config", None)
         for name, literal in CHOICES.items():
             value = getattr(self, name)
             if not (value in get_args(literal) or (value is None and name in OPTIONAL_CHOICES)):

@@ -79,7 +79,7 @@ enable-force-include-usage? enable-log-outputs? enable-log-requests? enable-lora
 enable-per-request-metrics? enable-prompt-embeds? enable-prompt-tokens-details?
 enable-ssl-refresh? enable-tokenizer-info-endpoint? enforce-eager?
 exclude-tools-when-tool-choice-none? generation-config hf-overrides= hf-token host kv-cache-dtype
-kv-events-config=
+kv-events-config= kv-transfer-config=
 language-model-only? limit-mm-per-prompt= load-format log-error-stack? log-level logprobs-mode
 long-prefill-token-threshold lora-dtype lora-modules* max-cpu-loras max-log-len max-logprobs
 max-lora-rank max-loras max-model-len middleware mm-processor-cache-gb mm-processor-kwargs= model
@@ -188,7 +188,7 @@ figures of drafts in answers [none]: per-request-spec-decode-metrics
 buckets as a setting: custom-histogram-buckets=
 such setting; --profile-dir is it: profiler-config=
 server of tokens alone: tokens-only?
-transfer of KV caches between servers: enable-scale-out? kv-transfer-config= ec-transfer-config=
+transfer of KV caches between servers: enable-scale-out? ec-transfer-config=
 tokenizers but Hugging Face's [auto hf slow]: tokenizer-mode
 other place of it: hf-config-path
 revision of the code alone: code-revision

@@ -227,7 +227,7 @@ def test_ids_with_colons_and_slashes() -> None:
         ({"engine_kwargs": {"max_num_seq": 3}}, "near it is max_num_seqs"),
         ({"engine_kwargs": {"model": "x"}}, "model_loading_config.model_source"),
         ({"engine_kwargs": {"port": 80}}, "http_options"),
-        ({"engine_kwargs": {"kv_transfer_config": {"kv_connector": "Nixl"}}}, "transfer of KV"),
+        ({"engine_kwargs": {"kv_transfer_config": {"kv_connector": "Nixl"}}}, "kv_role must be"),
         ({"engine_kwargs": {"max_model_len": "many"}}, "max_model_len"),
         ({"llm_engine": "SGLang"}, "llm_engine must be 'vLLM'"),
         ({"accelerator_config": {"kind": "tpu"}}, "not on TPUs"),
