@@ -53,7 +53,7 @@ DRAW = random.Random(0)
 
 
 class Pinned(PrefixAware):
-    """Sends requests where it is told to, if that engine takes any, with a hint or without one."""
+    """Sends requests to ``home``, if that engine takes any, with a hint or without one."""
 
     def __init__(self) -> None:
         super().__init__()

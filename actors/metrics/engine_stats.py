@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, Literal
 
 from rayfin.actors.adapters.part import (
@@ -35,6 +36,7 @@ FAILURES = (
 )
 LAPSES = ("price", "pages")
 CARRIED = ("recomputed", "kept")
+PAGE_SOURCES = ("disk", "p2p")
 GRAMMAR_FAILURES = ("compile", "failed", "too_slow")
 DRAFT_POSITIONS = tuple(str(place) for place in range(MOST_TOKENS))
 
@@ -84,11 +86,23 @@ class EngineStats:
     )
     swapped_out: int = counter("swapped_out_pages", "KV pages that went to host memory.")
     swapped_in: int = counter("swapped_in_pages", "KV pages that came back from it.")
-    disk_pages_read: int = counter("disk_pages_read", "KV pages read from files.")
+    pages_read: dict[tuple[str, str], int] = counter(
+        "pages_read",
+        "KV pages asked for on the disk (disk) or at other engines (p2p), and whether they came.",
+        labels=("source", "result"),
+        words=tuple(product(PAGE_SOURCES, ("arrived", "missing", "late"))),
+    )
+    page_bytes: dict[tuple[str, str], int] = counter(
+        "page_bytes",
+        "Bytes of KV pages read and written there.",
+        labels=("source", "direction"),
+        words=(("disk", "read"), ("disk", "written"), ("p2p", "read")),
+    )
+    page_read_seconds: dict[str, float] = counter(
+        "page_read_seconds", "Time of these reads.", "source", PAGE_SOURCES
+    )
+    requests_reading: int = gauge("requests_reading", "Requests that wait for pages.")
     disk_pages_written: int = counter("disk_pages_written", "KV pages written to files.")
-    disk_pages_unreadable: int = counter("disk_pages_unreadable", "Missing or broken.")
-    peer_pages_read: int = counter("peer_pages_read", "KV pages read from other engines.")
-    peer_pages_missing: int = counter("peer_pages_missing", "Asked for, and missing or late.")
     requeued_by_restart: int = counter(
         "num_requests_requeued", "Requests put back because the runners were replaced."
     )
@@ -204,6 +218,11 @@ class EngineStats:
     read_seconds: dict[str, float] = field(default_factory=dict)
     # Values of CACHE_LABELS.
     cache_config: tuple[str, ...] = ()
+
+    @property
+    def pages_arrived(self) -> int:
+        """Of ``pages_read``, those of any source that came."""
+        return sum(self.pages_read.get((source, "arrived"), 0) for source in PAGE_SOURCES)
 
 
 def _histogram(
@@ -417,14 +436,29 @@ DERIVED: tuple[tuple[Family, Read], ...] = (
     *(
         _derived(
             "counter",
-            f"{cache}_cache_{what}",
+            f"mm_cache_{what}",
             "Always 0: there is no such cache.",
             lambda s: 0,
             alias=True,
             alias_only=True,
         )
-        for cache in ("external_prefix", "mm")
         for what in ("queries", "hits")
+    ),
+    _derived(
+        "counter",
+        "external_prefix_cache_queries",
+        "Tokens whose pages were asked for on the disk or at other engines.",
+        lambda s: s.page_size * sum(s.pages_read.values()),
+        alias=True,
+        alias_only=True,
+    ),
+    _derived(
+        "counter",
+        "external_prefix_cache_hits",
+        "Of those, tokens whose pages came.",
+        lambda s: s.page_size * s.pages_arrived,
+        alias=True,
+        alias_only=True,
     ),
     (
         Family(

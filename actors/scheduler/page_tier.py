@@ -420,12 +420,12 @@ class SourcesTier:
                 if self._tables.index.add(page, page_hash, tokens, parent, transfer.keys):
                     self._stored[page] = page_hash
                 parent = page_hash
-        if what.source == DISK:
-            self._counters.disk_pages_read += arrived
-            self._counters.disk_pages_unreadable += len(what.pages) - arrived
-        else:
-            self._counters.peer_pages_read += arrived
-            self._counters.peer_pages_missing += len(what.pages) - arrived
+        counters, source_word = self._counters, "disk" if what.source == DISK else "p2p"
+        result = "late" if now - transfer.begun > transfer.patience else "missing"
+        counters.pages_read[source_word, "arrived"] += arrived
+        counters.pages_read[source_word, result] += len(what.pages) - arrived
+        counters.page_bytes[source_word, "read"] += moved
+        counters.page_read_seconds[source_word] += now - transfer.begun
         self._tables.give_back(transfer.lent)
 
     def _end_write(self, transfer: _Transfer) -> None:
@@ -434,6 +434,7 @@ class SourcesTier:
             for page in what.pages[written:]:
                 del self._stored[page]
         self._counters.disk_pages_written += written
+        self._counters.page_bytes["disk", "written"] += written * self._page_bytes
         self._tables.give_back(transfer.lent)
 
     def discard(self, request: Request) -> bool:

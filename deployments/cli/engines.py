@@ -18,7 +18,7 @@ STYLES = {"ready": "green", "draining": "yellow", "asleep": "dim", "lost": "red"
 COLUMNS = (
     *("engine", "state", "running", "waiting", "waiting tokens", "pages"),
     *("prompt tokens/s", "output tokens/s", "requests/s", "prefix hits", "preempted"),
-    *("sessions", "parked", "recomputed"),
+    *("sessions", "parked", "recomputed", "pages read", "pages missed"),
     "model",
 )
 
@@ -50,10 +50,13 @@ class Row:
     sessions: int  # that keep their pages over their pauses
     parked: int  # turns that wait until their session may
     tokens_recomputed: int  # that sessions had and lost, since the engine's start
+    pages_read: dict[str, int]  # by where they were: disk, p2p; since then
+    pages_missed: int  # asked for there, and missing or late
     model: str
 
     def cells(self) -> list[str]:
         hits = "-" if self.prefix_hit_rate is None else f"{self.prefix_hit_rate:.0%}"
+        sources = " ".join(f"{count} {name}" for name, count in self.pages_read.items())
         return [
             *(self.engine, self.state, str(self.running), str(self.waiting)),
             *(str(self.waiting_tokens), f"{self.pages_held}/{self.pages_total}"),
@@ -61,7 +64,7 @@ class Row:
             f"{self.output_tokens_per_second:.1f}",
             f"{self.requests_per_second:.1f}",
             *(hits, str(self.preemptions), str(self.sessions), str(self.parked)),
-            *(str(self.tokens_recomputed), self.model),
+            *(str(self.tokens_recomputed), sources or "0", str(self.pages_missed), self.model),
         ]
 
 
@@ -176,7 +179,7 @@ def _row(engine: dict[str, Any], before: dict[str, Any] | None, seconds: float) 
         return int(stats[name] - since[name])
 
     finished = sum(stats["finished"].values()) - sum(since["finished"].values())
-    queries = grown("prefix_queries")
+    queries, pages = grown("prefix_queries"), stats["pages_read"]
     return Row(
         engine=engine["engine"],
         state=engine["state"],
@@ -193,5 +196,7 @@ def _row(engine: dict[str, Any], before: dict[str, Any] | None, seconds: float) 
         sessions=stats["sessions_seated"],
         parked=stats["parked"],
         tokens_recomputed=stats["session_tokens_again"],
+        pages_read={name.split()[0]: own for name, own in pages.items() if "arrived" in name},
+        pages_missed=sum(own for name, own in pages.items() if "arrived" not in name),
         model=engine["model"],
     )

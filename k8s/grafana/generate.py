@@ -201,19 +201,23 @@ CACHE = [
         "ops",
     ),
     Panel(
-        "Pages of other engines",
-        {"read": rate("peer_pages_read_total"), "missing": rate("peer_pages_missing_total")},
-        "ops",
-    ),
-    Panel(
-        "Pages of the disk",
+        "Pages of other engines (p2p) and of the disk",
         {
-            "read": rate("disk_pages_read_total"),
-            "written": rate("disk_pages_written_total"),
-            "unreadable": rate("disk_pages_unreadable_total"),
+            "{{source}} {{result}}": rate("pages_read_total", by="source, result"),
+            "disk written": rate("disk_pages_written_total"),
         },
         "ops",
     ),
+    Panel(
+        "Speed of these reads",
+        {
+            "{{source}}": f"sum by (source) (rate(rayfin_page_bytes_total{{{ENGINE},"
+            'direction="read"}[$__rate_interval])) / '
+            + rate("page_read_seconds_total", by="source")
+        },
+        "Bps",
+    ),
+    Panel("Requests that wait for pages", {BY_ENGINE: f"rayfin_requests_reading{{{ENGINE}}}"}),
 ]
 
 SCHEDULER = [
@@ -280,7 +284,11 @@ RELIABILITY = [
     ),
     Panel("Epoch", {BY_ENGINE: f"rayfin_engine_epoch{{{ENGINE}}}"}),
     Panel("Replays", each("request_replays_total", "reason", MODEL), "reqps"),
-    Panel("Moves to another engine", each("moves_total", "result", MODEL), "reqps"),
+    Panel(
+        "Moves to another engine",
+        {"{{reason}} {{result}}": rate("moves_total", MODEL, "reason, result")},
+        "reqps",
+    ),
     Panel(
         "Requeued and handed back",
         {

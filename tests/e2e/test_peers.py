@@ -67,7 +67,7 @@ def test_a_prompt_that_another_engine_has(source: Scheduler, reader: Scheduler) 
     expected, cached = source.answer(PROMPT)
     assert cached == 0
     assert reader.answer(PROMPT, PagesAt("peers/engine/0", 8)) == (expected, 8 * PAGE)
-    assert reader.engine.stats().peer_pages_read == 8
+    assert reader.engine.stats().pages_read["p2p", "arrived"] == 8
     turn = [*PROMPT, *expected, 5, 6]
     assert source.answer(turn)[0] == reader.answer(turn)[0]
 

@@ -141,7 +141,7 @@ def test_an_engine_reports_every_series_though_it_is_zero() -> None:
     report = engine_report("3", stats, 7.5)
     assert report.engine == "3" and report.incarnation == "x"
     expected = {
-        (metric.name, (word,) if word else ())
+        (metric.name, word if isinstance(word, tuple) else (word,) if word else ())
         for metric in ENGINE_METRICS
         if metric.kind != "histogram" and metric not in (RESTARTS, ADAPTERS_INFO)
         for word in metric.words or ("",)

@@ -45,9 +45,10 @@ def test_a_prompt_is_read(h: Any) -> None:
     h.check()
     assert stream.ended.cached_tokens == FULL
     stats = h.engine.stats()
-    assert (stats.disk_pages_written, stats.disk_pages_read, stats.disk_pages_unreadable) == (
-        *(6, 5, 0),
-    )
+    assert stats.disk_pages_written == 6
+    assert stats.pages_read == {("disk", "arrived"): 5, ("disk", "missing"): 0}
+    page = h.engine.config.page_bytes
+    assert stats.page_bytes == {("disk", "read"): 5 * page, ("disk", "written"): 6 * page}
     turn = h.add([*PROMPT, *stream.tokens, 3, 4], 3)
     h.run()
     h.check()
@@ -57,11 +58,12 @@ def test_a_prompt_is_read(h: Any) -> None:
 def test_what_the_device_has_is_not_read(h: Any) -> None:
     h.add(PROMPT[:13], 2)
     h.run()
-    read = h.engine.stats().disk_pages_read
+    read = h.engine.stats().pages_read["disk", "arrived"]
     stream = h.add(PROMPT, 3)
     h.run()
     h.check()
-    assert (read, stream.ended.cached_tokens, h.engine.stats().disk_pages_read) == (3, FULL, 5)
+    assert (read, stream.ended.cached_tokens) == (3, FULL)
+    assert h.engine.stats().pages_read["disk", "arrived"] == 5
 
 
 def test_requests_with_one_prompt_share_a_read(h: Any) -> None:
@@ -118,7 +120,7 @@ def test_a_lost_page_is_computed(h: Any, lost: int) -> None:
     h.run()
     h.check()
     assert stream.ended.cached_tokens == min(4 * lost, FULL)
-    assert h.engine.stats().disk_pages_unreadable == max(5 - lost, 0)
+    assert h.engine.stats().pages_read["disk", "missing"] == max(5 - lost, 0)
 
 
 def test_it_is_stored_again(h: Any) -> None:
@@ -310,7 +312,7 @@ def test_after_a_death_the_prompt_is_read(harness: Make, steps_in_flight: int) -
     h.run()
     h.check()
     stats = h.engine.stats()
-    assert (stats.disk_pages_read, stats.disk_pages_unreadable) == (5, 0)
+    assert (stats.pages_read["disk", "arrived"], stats.pages_read["disk", "missing"]) == (5, 0)
     assert not any(stream.open for stream in streams)
 
 
@@ -327,7 +329,7 @@ def test_what_killed_a_runner_while_it_was_read_is_computed(harness: Make) -> No
     assert _waits(h) == 0
     h.run()
     h.check()
-    assert h.engine.stats().disk_pages_read == 0
+    assert h.engine.stats().pages_read["disk", "arrived"] == 0
 
 
 def test_after_a_sleep_the_prompt_is_read(harness: Make) -> None:
@@ -342,7 +344,7 @@ def test_after_a_sleep_the_prompt_is_read(harness: Make) -> None:
     assert _waits(h) == 1
     h.run()
     h.check()
-    assert h.engine.stats().disk_pages_read == 5
+    assert h.engine.stats().pages_read["disk", "arrived"] == 5
 
 
 def test_new_requests_do_not_overtake_those_that_ran(harness: Make) -> None:

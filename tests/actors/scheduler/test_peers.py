@@ -38,7 +38,7 @@ def _pages(h: Any) -> dict[bytes, Any]:
 
 def _read(h: Any) -> tuple[int, int]:
     stats = h.engine.stats()
-    return stats.peer_pages_read, stats.peer_pages_missing
+    return stats.pages_read["p2p", "arrived"], stats.pages_read["p2p", "missing"]
 
 
 def test_a_prompt_is_read(h: Any) -> None:
@@ -157,7 +157,7 @@ def test_the_disk_is_asked_first(harness: Make) -> None:
     h.add(PROMPT, 3, pages_at=THERE)
     h.run()
     h.check()
-    assert h.engine.stats().disk_pages_read == 5 and _read(h) == (0, 0)
+    assert h.engine.stats().pages_read["disk", "arrived"] == 5 and _read(h) == (0, 0)
 
 
 def test_without_peers_no_hint_counts(harness: Make) -> None:

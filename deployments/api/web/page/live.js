@@ -162,6 +162,8 @@ export class Live {
     const grown = (name) => engine.totals[name] - before.totals[name];
     if (engine.epoch !== before.epoch) this.event(`${where}runners replaced, epoch ${engine.epoch}`, "bad");
     if (grown("requeued") > 0) this.event(`${where}${grown("requeued")} requests replayed from their tokens`);
+    if (grown("pages_read") > 0) this.event(`${where}${grown("pages_read")} pages read from elsewhere`);
+    if (grown("moved") > 0) this.event(`${where}${grown("moved")} requests moved to another engine`);
     if (grown("preemptions") > 0) this.event(`${where}${grown("preemptions")} requests preempted for pages`);
     for (const [reason, count] of Object.entries(engine.totals.finished)) {
       const more = count - (before.totals.finished[reason] ?? 0);

@@ -45,6 +45,7 @@ def test_status_tells_rates(run: Run, engine: Any, monkeypatch: pytest.MonkeyPat
         stats = replace(
             own.stats, generation_tokens=60, prefix_queries=120, prefix_hits=50, prompt_tokens=150,
             finished={"stop": 8, "length": 1}, sessions_seated=4, parked=2, session_tokens_again=70,
+            pages_read={("p2p", "arrived"): 5, ("p2p", "late"): 1, ("disk", "missing"): 2},
         )  # fmt: skip
         engine.reports[0] = EngineReport.of(own.engine, own.name, stats)
 
@@ -57,6 +58,7 @@ def test_status_tells_rates(run: Run, engine: Any, monkeypatch: pytest.MonkeyPat
     assert busy["requests_per_second"] == 1.5 and busy["prefix_hit_rate"] == 0.75
     assert idle["prefix_hit_rate"] is None
     assert (busy["sessions"], busy["parked"], busy["tokens_recomputed"]) == (4, 2, 70)
+    assert (busy["pages_read"], busy["pages_missed"]) == ({"p2p": 5}, 3)
 
 
 def test_status_as_lines(run: Run) -> None:
@@ -70,7 +72,8 @@ def test_an_engine_that_began_anew_has_no_rates_below_nothing() -> None:
         report = EngineReport.of("0", "x", None)
         own = {"engine": "0", "state": "ready", "name": "x", "model": "m"}
         stats = {name: 0 for name in report.stats.__slots__}
-        return engines.Sample(at, [own | {"stats": stats | {"steps": steps, "finished": {}}}])
+        words: dict[str, dict[str, int]] = {"finished": {}, "pages_read": {}}
+        return engines.Sample(at, [own | {"stats": stats | words | {"steps": steps}}])
 
     (row,) = engines.Status.between(sample(1.0, 9), sample(2.0, 2)).rows
     assert row.output_tokens_per_second == 0

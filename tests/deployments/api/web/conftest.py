@@ -58,6 +58,8 @@ def shown() -> EngineSnapshot:
             "prompt_tokens": 60,
             "generation_tokens": 3,
             "preemptions": 0,
+            "pages_read": 0,
+            "moved": 0,
             "requeued": 0,
             "finished": {"stop": 4},
         },
