@@ -31,6 +31,7 @@ TIGHT = Layout(pages=96)  # about 1.2 of the longest requests
 SMALL_DISK = Layout(temp_bytes=48 * 1024**2, object_store=80 * 1024**2)
 MODEL = Layout(runner="model")
 MODELS = Layout(engines=2, runner="model")
+PREFILL = Layout(runner="model", prefill=1)
 MODEL_NODES = replace(NODES, runner="model")
 WEIGHTS = Layout(engines=2, runner="model", server=(("admin_api_key", KEY),))
 CHECKED = Layout(runner="model", engine=(("check_pages", True),))
@@ -426,6 +427,15 @@ CASES = [
         faults.run_out_of_files,
         may_fail=BREAKS_OFF + REFUSED,
         after=6,
+    ),
+    Case("move-drain", "65", "engines drain in turn, streams move", faults.drain_in_turn, MODELS),
+    Case("move-killed", "65", "runner killed amid moves", faults.drain_and_kill, MODELS),
+    Case(
+        "move-prefill",
+        "65",
+        "runner killed that computes prompts for others, then that of the others",
+        faults.kill_engine_with_prompts_of_others,
+        PREFILL,
     ),
     Case("straggler", "36", "runner 5 times slower", faults.slow_runner),
     Case(

@@ -64,6 +64,7 @@ class Layout:
     """The cluster that a case needs. Cases with equal layouts share one."""
 
     engines: int = 1
+    prefill: int = 0  # further engines that compute prompts for these
     spare: int = 0  # room for this many more engines
     ranks: int = 1  # tensor-parallel runners per engine
     ingresses: int = 1
@@ -177,6 +178,7 @@ class Cluster:
             engine["enable_lora"] = True
         if (number := engines or layout.engines) > 1:
             server["data_parallel_size"] = number
+        server["prefill_engines"] = layout.prefill
         engine.setdefault("tensor_parallel_size", layout.ranks)
         engine.setdefault("spare_runners", 0)  # a row kills runners, and means one that serves
         if layout.runner == "hash":  # its pages are no tensors, which peers could read
@@ -291,13 +293,15 @@ class Cluster:
         """Whether a process fails calls."""
         return Path(self.folder, f"rpc-{pid}").exists()
 
+    def engines(self) -> dict[str, Any]:
+        """Handles of the engines' schedulers, by name."""
+        names = [row["Name"] for row in self._table(CLASSES["scheduler"])]
+        own = [name for name in names if name.startswith(APP)]
+        return {name: ray.get_actor(name, namespace=NAMESPACE) for name in own}
+
     def schedulers(self) -> list[Any]:
-        """Handles of the engines' schedulers."""
-        return [
-            ray.get_actor(row["Name"], namespace=NAMESPACE)
-            for row in self._table(CLASSES["scheduler"])
-            if row["Name"].startswith(APP)
-        ]
+        """The same without names."""
+        return list(self.engines().values())
 
     def stats(self) -> list[EngineStats]:
         """Statistics of the engines that answer."""
@@ -312,7 +316,8 @@ class Cluster:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             stats = self.stats()
-            if len(stats) == self.layout.engines and not any(s.running + s.waiting for s in stats):
+            count = self.layout.engines + self.layout.prefill
+            if len(stats) == count and not any(s.running + s.waiting for s in stats):
                 held = sum(each.pages_held for each in stats)
                 if not held:
                     for scheduler in self.schedulers():

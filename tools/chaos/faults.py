@@ -5,8 +5,11 @@ import resource
 import signal
 import time
 
+import ray
 from cluster import suppressed
 from nemesis import Nemesis
+
+from rayfin.actors.messages import Command
 
 POISON = 100
 """A token that is in no other prompt and that the hash runner never generates."""
@@ -394,6 +397,37 @@ async def update_to_a_bad_version(nemesis: Nemesis) -> None:
         await asyncio.wait_for(asyncio.to_thread(nemesis.cluster.deploy, max_decoding_batch=50), 40)
     nemesis.plant("")
     await asyncio.to_thread(nemesis.cluster.deploy)
+
+
+async def drain_in_turn(nemesis: Nemesis, *, kill: bool = False) -> None:
+    """Drains one engine after the other, whose streams move; or kills it amid that."""
+    for _ in range(4):
+        scheduler = nemesis.random.choice(nemesis.cluster.schedulers())
+        pids = [own.pid for own in ray.get(scheduler.runners.remote(), timeout=30)]
+        nemesis.strike()
+        await scheduler.manage.remote(Command.DRAIN)
+        if kill:
+            await asyncio.sleep(nemesis.random.uniform(0.0, 1.5))
+            nemesis.signal(pids, signal.SIGKILL)
+        await asyncio.sleep(5)
+        await scheduler.manage.remote(Command.ADMIT)
+
+
+async def drain_and_kill(nemesis: Nemesis) -> None:
+    await drain_in_turn(nemesis, kill=True)
+
+
+async def kill_engine_with_prompts_of_others(nemesis: Nemesis) -> None:
+    """Kills the runner that computes long prompts for another engine, then that one's."""
+    for name in ("prefill-0", "0"):
+        for _ in range(6):
+            nemesis.load.start(nemesis.load.asks.long_prompt(2000))
+        await asyncio.sleep(nemesis.random.uniform(0.2, 1.0))
+        engines = nemesis.cluster.engines()
+        (scheduler,) = (own for found, own in engines.items() if found.endswith(f"/{name}"))
+        pids = [own.pid for own in ray.get(scheduler.runners.remote(), timeout=30)]
+        nemesis.signal(pids, signal.SIGKILL)
+        await asyncio.sleep(6)
 
 
 async def turn_clocks(nemesis: Nemesis) -> None:
