@@ -105,8 +105,8 @@ def bind_models(
         admin = admin_deployment(
             server.admin_host,
             server.admin_port,
-            server.admin_keys(),
-            [(model.names, model.deployment, model.shown()) for model in models],
+            *(server.admin_keys(), server.api_keys()),
+            [(own.names, own.deployment, own.shown(), own.engine) for own in models],
         )
     keeper = None
     if server.ingress_replicas > 1:

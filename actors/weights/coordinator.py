@@ -128,8 +128,12 @@ class WeightCoordinator:
         pages: KeptPages = "recompute",
         new: NewRequests = "wait",
         order: EngineOrder = "together",
+        timeout: float | None = None,
     ) -> UpdateReport:
         """Makes all engines serve a version, whose file they can read or get by ``chunks``.
+
+        Args:
+            timeout: seconds after which it is abandoned unless it is decided.
 
         Raises:
             EngineBusy: another update is amid, or this one was abandoned.
@@ -138,6 +142,7 @@ class WeightCoordinator:
         """
         began = self._begin(f"update {version.label!r}")
         self._undecided = task = asyncio.current_task()
+        timer = timeout and asyncio.get_running_loop().call_later(timeout, self.abandon)
         try:
             states = await self._each(WeightOrder("state"))
             if not states:
@@ -159,8 +164,10 @@ class WeightCoordinator:
             if self._undecided is task:
                 raise
             self.updates["refused"] += 1
-            raise EngineBusy("the update was abandoned", "weights") from None
+            raise EngineBusy("the update was abandoned, or took too long", "weights") from None
         finally:
+            if timer:
+                timer.cancel()
             self._busy = self._undecided = None
 
     def abandon(self) -> None:

@@ -16,7 +16,7 @@ from rayfin.actors.errors import EngineBusy, EngineUnavailable, InvalidRequest
 from rayfin.actors.timing import WEIGHTS_BUCKET_SECONDS, WEIGHTS_PAUSE_SECONDS
 from rayfin.actors.weights.begun import BegunUpdate
 from rayfin.actors.weights.store import WeightStore
-from rayfin.actors.weights.tensors import NAMES, add_tensor
+from rayfin.actors.weights.tensors import NAMES, add_tensor, plain_name
 from rayfin.actors.weights.version import WeightVersion
 from rayfin.actors.weights.writer import TensorWriter
 
@@ -35,6 +35,7 @@ class WeightReceiver:
     def __init__(self, store: WeightStore, seconds: float = WEIGHTS_BUCKET_SECONDS) -> None:
         self._store, self._seconds = store, seconds
         self._writer: TensorWriter | None = None
+        self._prefix = ""
         self._called = time.monotonic()
 
     def join(self, address: str, port: int, rank: int) -> None:
@@ -58,8 +59,11 @@ class WeightReceiver:
                 f"init_info: {address}:{port} has no group: {first}", "init_info"
             ) from None
 
-    def begin(self) -> None:
+    def begin(self, prefix: str = "") -> None:
         """Begins a version.
+
+        Args:
+            prefix: in front of the names that come.
 
         Raises:
             EngineBusy: there is no group, or an update is begun.
@@ -68,7 +72,7 @@ class WeightReceiver:
             raise EngineBusy("no group is joined: /init_weight_transfer_engine comes first")
         BegunUpdate(self._store).check_free()
         self._drop()
-        self._writer = self._store.writer()
+        self._writer, self._prefix = self._store.writer(), prefix
 
     def receive(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
@@ -93,7 +97,7 @@ class WeightReceiver:
             for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
                 tensor = torch.empty(*shape, dtype=DTYPES[dtype])
                 dist.broadcast(tensor, SOURCE)
-                add_tensor(self._writer, name, tensor)
+                add_tensor(self._writer, self._prefix + plain_name(name), tensor)
         except RuntimeError as error:
             self.leave()
             raise EngineUnavailable(f"the trainer does not send: {error}"[:300]) from None

@@ -5,14 +5,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, InvalidRequest, StorageFull
-from rayfin.actors.model_files.digests import tensors_digest
+from rayfin.actors.model_files.digests import tensors_digest, weight_files
+from rayfin.actors.model_files.files import find_file
 from rayfin.actors.weights.store import WeightStore
 from rayfin.actors.weights.version import WeightVersion
 from rayfin.actors.weights.writer import PART_SUFFIX
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, InvalidConfig)
 """What paths, indexes and files raise that somebody else has written."""
+
+
+def base_files(args: EngineArgs) -> list[Path]:
+    """The safetensors files of the model's own weights; none where it has no such files."""
+    config = find_file(args.model, "config.json", **args.hub)
+    return [] if config is None or args.load_format == "dummy" else weight_files(config.parent)
 
 
 def folder_version(path: str, label: str = "") -> WeightVersion:

@@ -1,13 +1,21 @@
 """A trainer's tensors, as a file of the store."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
+from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.model_files.digests import tensors_digest
+from rayfin.actors.model_files.shards import SINGLE
+from rayfin.actors.weights.drafts import PREFIX, DraftNames
+from rayfin.actors.weights.sources import base_files
 from rayfin.actors.weights.store import WeightStore
 from rayfin.actors.weights.version import WeightVersion
 from rayfin.actors.weights.writer import TensorWriter
@@ -49,11 +57,13 @@ def add_tensor(
         raise InvalidRequest(f"weights: {name} is {kind}, not float32, float16 or bfloat16", name)
     own = own.to("cpu").contiguous()
     content = memoryview(own.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-    writer.add(plain_name(name), NAMES[own.dtype], tuple(own.shape), content)
+    writer.add(name, NAMES[own.dtype], tuple(own.shape), content)
 
 
-def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors of safetensors files, one at a time.
+def read_tensors(
+    files: Iterable[Path], wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors of safetensors files whose names are wanted, one at a time.
 
     Raises:
         InvalidRequest: a file cannot be read.
@@ -61,10 +71,42 @@ def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     for path in files:
         try:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():
+                for name in filter(wanted, file.keys()):
                     yield name, file.get_tensor(name)
         except (OSError, SafetensorError, ValueError) as error:
             raise InvalidRequest(f"weights: {path} cannot be read: {error}", "path") from None
+
+
+def draft_tensors(version: WeightVersion) -> dict[str, torch.Tensor]:
+    """A version's tensors of a draft model or head that has a folder, by the names in there.
+
+    Raises:
+        InvalidRequest: a file cannot be read.
+    """
+    files = [] if version.is_base else version.files
+    found = read_tensors(files, lambda name: name.startswith(PREFIX))
+    return {name.removeprefix(PREFIX): own for name, own in found}
+
+
+@contextmanager
+def draft_version(args: EngineArgs, version: WeightVersion) -> Iterator[WeightVersion]:
+    """The draft model of ``args`` as a version of its own, which is gone afterwards.
+
+    Args:
+        version: of the model that it drafts for; without tensors of the draft model, those of its
+            folder are meant.
+
+    Raises:
+        InvalidRequest: a file cannot be read.
+    """
+    tensors = draft_tensors(version)
+    if not tensors:
+        yield WeightVersion()
+        return
+    with tempfile.TemporaryDirectory(prefix="rayfin-draft-") as folder:
+        path = Path(folder) / SINGLE
+        save_file({**dict(read_tensors(base_files(args))), **tensors}, path, {"format": "pt"})
+        yield WeightVersion(1, version.label, tensors_digest([path]), str(path))
 
 
 def tensors_version(
@@ -73,13 +115,17 @@ def tensors_version(
     label: str = "",
     *,
     dtype: torch.dtype | None = None,
+    names: DraftNames | None = None,
     rest: Iterable[Path] = (),
+    partial: bool = False,
 ) -> WeightVersion:
     """Writes a trainer's tensors into the store.
 
     Args:
         label: the trainer's name of the version.
-        rest: files whose tensors stand for those that are left out.
+        names: of tensors of what drafts; None: there are none.
+        rest: files of a version, whose tensors of what drafts stand for those that are left out.
+        partial: all of them do; so they do where only tensors of what drafts come.
 
     Raises:
         InvalidRequest: one of them is no tensor of floating-point numbers, or comes twice.
@@ -87,12 +133,23 @@ def tensors_version(
     """
     named: Any = tensors.items() if isinstance(tensors, Mapping) else tensors
     writer = store.writer()
+    drafted: set[bool] = set()
     try:
         for name, tensor in named:
-            add_tensor(writer, name, tensor, dtype)
-        for name, tensor in read_tensors(rest):
-            if name not in writer:
-                add_tensor(writer, name, tensor)
+            own = plain_name(name)
+            if names is not None:
+                drafted.add(names.is_draft(own))
+                if names.is_draft(own) and not tensor.is_floating_point():
+                    continue  # EAGLE-3's table of tokens stays
+                own = names.stored(own)
+            add_tensor(writer, own, tensor, dtype)
+        whole = partial or drafted == {True}
+
+        def stays(name: str) -> bool:
+            return name not in writer and (whole or name.startswith(PREFIX))
+
+        for name, tensor in read_tensors(rest, stays):
+            add_tensor(writer, name, tensor)
         path, digest = writer.finish()
     except BaseException:
         writer.abandon()

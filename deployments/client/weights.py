@@ -17,11 +17,13 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, get_type_hints
 
+from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, InvalidRequest, RayfinError
 from rayfin.actors.messages import Command
 from rayfin.actors.timing import WEIGHTS_CALL_SECONDS, WEIGHTS_PAUSE_SECONDS
 from rayfin.actors.weights.begun import BegunUpdate
-from rayfin.actors.weights.sources import folder_version
+from rayfin.actors.weights.drafts import DraftNames
+from rayfin.actors.weights.sources import base_files, folder_version
 from rayfin.actors.weights.store import WeightStore
 from rayfin.actors.weights.version import (
     EngineOrder,
@@ -56,9 +58,17 @@ class UpdateOptions:
     partial: bool = False  # tensors that are left out stay as they are
     dtype: Literal["bfloat16", "float16", "float32"] | None = None  # tensors are rounded to it
     order: EngineOrder = "together"  # all engines pause, or one after the other
+    target: Literal["model", "draft"] = "model"  # whose tensors come: of what drafts, by its names
+    timeout: float | None = None  # seconds until it is decided; else all stays as it is
 
     def __post_init__(self) -> None:
+        seconds, longest = self.timeout, WEIGHTS_CALL_SECONDS
+        is_number = isinstance(seconds, int | float)
+        if seconds is not None and not (is_number and 0 < seconds <= longest):
+            raise InvalidRequest(f"timeout must be over 0 and at most {longest:.0f} s", "timeout")
         for name, kind in get_type_hints(UpdateOptions).items():
+            if name == "timeout":
+                continue
             own, known = getattr(self, name), [*_values(kind)]
             if not any(own is value or (own == value and type(own) is str) for value in known):
                 shown = ", ".join(str(value) for value in known if value is not None)
@@ -141,64 +151,104 @@ class WeightsClient(Protocol):
         """What each engine says of its weights, by its name."""
         ...
 
+    async def rename(self, version: str) -> dict[str, Any]:
+        """Gives the weights that are served another name, by an update to the same tensors."""
+        ...
+
+    async def numbers(self, name: str, count: int) -> list[Any]:
+        """The first ``count`` rows of a tensor of the weights that are served.
+
+        Raises:
+            InvalidRequest: there is no such tensor.
+        """
+        ...
+
 
 def write_version(
     store: WeightStore,
     weights: "Weights",
     label: str,
-    base: Iterable[Path] | None,
+    args: EngineArgs,
     options: UpdateOptions = DEFAULTS,
 ) -> WeightVersion:
     """Writes a version into a store, unless it is a folder that can stay where it is.
 
     Args:
-        base: files of the model's own weights; None where they are not known.
+        args: of the engines.
 
     Raises:
         InvalidRequest: they cannot be read.
         StorageFull: there is no room.
     """
-    partial, dtype = options.partial, options.dtype
+    partial, dtype, current = options.partial, options.dtype, store.current
+    draft = options.target == "draft"
+    names = DraftNames(args, draft=draft)
+    found: WeightVersion | None = None
     if weights is None:
-        begun = BegunUpdate(store).of(label)
-        weights, label = begun.place, label or begun.label
-        if not partial and dtype is None:
-            return begun
-    if isinstance(weights, str | Path) and not partial and dtype is None:
-        return folder_version(str(weights), label)
+        found = BegunUpdate(store).of(label)
+        weights = found.place
+    elif isinstance(weights, str | Path):
+        found = folder_version(str(weights), label)
+    if found is not None:
+        label = label or found.label
+        beside = names.apart and (
+            names.among(found.files) or not current.is_base and names.among(current.files)
+        )
+        if not (partial or dtype or draft or beside):
+            return found
     import torch
 
     from rayfin.actors.weights.tensors import read_tensors, tensors_version
 
-    rest: list[Path] = []
-    if partial:
-        current = store.current
-        if current.is_base and base is None:
-            raise InvalidRequest("partial: the model's own tensors are not known here", "partial")
-        rest = list(base or ()) if current.is_base else current.files
-    if isinstance(weights, str | Path):
-        weights = read_tensors(folder_version(str(weights)).files)
-    rounded = None if dtype is None else getattr(torch, dtype)
-    return tensors_version(store, weights, label, dtype=rounded, rest=rest)
+    tensors: Any = weights if found is None else read_tensors(found.files)
+    return tensors_version(
+        store,
+        tensors,
+        label,
+        dtype=None if dtype is None else getattr(torch, dtype),
+        names=names if names.apart else None,
+        rest=(base_files(args) if current.is_base else current.files)
+        if partial or names.apart
+        else (),
+        partial=partial,
+    )
+
+
+def served_place(store: WeightStore, args: EngineArgs) -> str:
+    """The file or folder with the weights that are served.
+
+    Raises:
+        InvalidRequest: the model's own weights are no files.
+    """
+    current = store.current
+    if not current.is_base:
+        return current.place
+    files = base_files(args)
+    if not files:
+        raise InvalidRequest("the model's own weights are no safetensors files", "model")
+    return str(files[0].parent)
+
+
+def read_numbers(store: WeightStore, args: EngineArgs, name: str, count: int) -> list[Any]:
+    """See ``WeightsClient.numbers``."""
+    from rayfin.actors.weights.tensors import read_tensors
+
+    files = WeightVersion(place=served_place(store, args)).files
+    for _, tensor in read_tensors(files, lambda own: own == name):
+        rows: list[Any] = tensor[:count].float().tolist() if tensor.ndim else [float(tensor)]
+        return rows
+    raise InvalidRequest(f"the model has no {name}", "name")
 
 
 class RemoteWeights:
     """The engines of a Serve deployment, by their coordinator.
 
     Args:
-        weight_dir: the deployment's setting.
-        base: files of the model's own weights; None where they are not known.
+        args: of the engines.
     """
 
-    def __init__(
-        self,
-        app: str,
-        deployment: str,
-        weight_dir: str | None = None,
-        base: Iterable[Path] | None = None,
-    ) -> None:
-        self._app, self._deployment = app, deployment
-        self._weight_dir, self._base = weight_dir, base
+    def __init__(self, app: str, deployment: str, args: EngineArgs) -> None:
+        self._app, self._deployment, self._args = app, deployment, args
 
     async def update(
         self, weights: "Weights", version: str = "", options: UpdateOptions = DEFAULTS
@@ -211,10 +261,10 @@ class RemoteWeights:
     async def _update(
         self, store: WeightStore, weights: "Weights", version: str, options: UpdateOptions
     ) -> dict[str, Any]:
-        made = await asyncio.to_thread(write_version, store, weights, version, self._base, options)
+        made = await asyncio.to_thread(write_version, store, weights, version, self._args, options)
         here = Path(made.place).parent == store.folder
-        orders: dict[str, str] = {"mode": options.mode, "pages": options.kv}
-        orders |= {"new": options.new, "order": options.order}
+        orders: dict[str, Any] = {"mode": options.mode, "pages": options.kv}
+        orders |= {"new": options.new, "order": options.order, "timeout": options.timeout}
         try:
             chunks = await asyncio.to_thread(_chunks, made) if here else []
             report: dict[str, Any] = await self._call("update", made, chunks, orders)
@@ -236,14 +286,14 @@ class RemoteWeights:
         """See ``WeightsClient``."""
         from rayfin.actors.weights.coordinator_actor import start_receiver
 
-        start = partial(start_receiver, self._weight_dir, f"{self._app}/{self._deployment}/")
+        start = partial(start_receiver, self._args.weight_dir, f"{self._app}/{self._deployment}/")
         return await _call(start, "call", method, *arguments)
 
     async def _store(self) -> WeightStore:
         from rayfin.actors.weights.coordinator_actor import store_here  # imports Ray
 
         engine = f"{self._app}/{self._deployment}/"
-        return await asyncio.to_thread(store_here, self._weight_dir, engine)
+        return await asyncio.to_thread(store_here, self._args.weight_dir, engine)
 
     async def pause(
         self,
@@ -262,6 +312,14 @@ class RemoteWeights:
         """See ``WeightsClient``."""
         states: dict[str, EngineWeights] = await self._call("states")
         return states
+
+    async def rename(self, version: str) -> dict[str, Any]:
+        """See ``WeightsClient``."""
+        return await self.update(served_place(await self._store(), self._args), version)
+
+    async def numbers(self, name: str, count: int) -> list[Any]:
+        """See ``WeightsClient``."""
+        return await asyncio.to_thread(read_numbers, await self._store(), self._args, name, count)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         from rayfin.actors.weights.coordinator_actor import SUFFIX, start_coordinator

@@ -374,19 +374,22 @@ class AsyncLLM:
         partial: bool = False,
         dtype: Literal["bfloat16", "float16", "float32"] | None = None,
         order: EngineOrder = "together",
+        target: Literal["model", "draft"] = "model",
+        timeout: float | None = None,
     ) -> dict[str, Any]:
         """Makes all engines compute by other weights, or none; requests go on.
 
         Args:
-            weights, version, partial, dtype: those of ``LLM.update_weights``.
+            weights, version, partial, dtype, target: those of ``LLM.update_weights``.
             mode, kv, new: what requests do meanwhile (docs/rollouts.md).
             order: all engines pause together, or "in_turn", while the others serve.
+            timeout: seconds after which it is given up, unless it is decided.
 
         Raises:
             InvalidRequest: the tensors are not those of this model; nothing has changed.
-            EngineBusy: another update is amid.
+            EngineBusy: another update is amid, or this one took longer than its ``timeout``.
         """
-        options = UpdateOptions(mode, kv, new, partial, dtype, order)
+        options = UpdateOptions(mode, kv, new, partial, dtype, order, target, timeout)
         return await (await self._weights()).update(weights, version, options)
 
     async def collective_rpc(

@@ -32,7 +32,7 @@ class ServedModel(ModelSource):
         engines = serve.get_deployment_handle(model.deployment, app)
         self._client = client = engine_pool(caller, model, engines, app)
         self._adapters = await adapter_names(app, model, client)
-        weights = RemoteWeights(app, model.deployment, model.engine.weight_dir)
+        weights = RemoteWeights(app, model.deployment, model.engine)
         return await service_over(model, client, self._adapters, weights)
 
     async def _find(self) -> ModelArgs:

@@ -548,6 +548,7 @@ class LLM:
         *,
         partial: bool = False,
         dtype: Literal["bfloat16", "float16", "float32"] | None = None,
+        target: Literal["model", "draft"] = "model",
     ) -> dict[str, Any]:
         """Computes by other weights from now on, as if the model had been loaded with them.
 
@@ -556,6 +557,7 @@ class LLM:
             version: its name, for outputs; its number if empty.
             partial: tensors that are left out stay as they are.
             dtype: "bfloat16", "float16" or "float32", which tensors are rounded to.
+            target: "draft" if they are those of the draft model or head, by its own names.
 
         Returns:
             serial, version, digest; how ("in place", or "restart" where a model is loaded anew);
@@ -566,7 +568,7 @@ class LLM:
                 nothing has changed.
             StorageFull: there is no room for them.
         """
-        options = UpdateOptions(partial=partial, dtype=dtype)
+        options = UpdateOptions(partial=partial, dtype=dtype, target=target)
         return self._engine.update_weights(weights, version, options)
 
     def check_integrity(self) -> None:

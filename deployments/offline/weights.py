@@ -25,7 +25,13 @@ from rayfin.actors.weights.version import (
     Vote,
     WeightVersion,
 )
-from rayfin.deployments.client.weights import DEFAULTS, UpdateOptions, write_version
+from rayfin.deployments.client.weights import (
+    DEFAULTS,
+    UpdateOptions,
+    read_numbers,
+    served_place,
+    write_version,
+)
 
 if TYPE_CHECKING:
     from rayfin.actors.runner.inline import InlineExecutor
@@ -65,7 +71,7 @@ class LocalWeights:
     """
 
     def __init__(self, args: EngineArgs, executor: "InlineExecutor") -> None:
-        self._args, self._executor = args, executor
+        self.args, self._executor = args, executor
         self._store: WeightStore | None = None
 
     @property
@@ -77,7 +83,7 @@ class LocalWeights:
         """
         if self._store is None:
             name = f"{os.getpid()}-{next(_numbers)}"
-            self._store = store_of(self._args.weight_dir, ROOM, name)
+            self._store = store_of(self.args.weight_dir, ROOM, name)
             weakref.finalize(self, self._store.remove)  # of a program that ends without close()
             _remove_abandoned(self._store.folder.parent)
         return self._store
@@ -92,10 +98,7 @@ class LocalWeights:
             StorageFull: there is no room.
         """
         store = self.store
-        from rayfin.actors.runner.weights.check import base_files  # imports torch
-
-        base = base_files(self._args) if options.partial else None
-        version = write_version(store, weights, label, base, options)
+        version = write_version(store, weights, label, self.args, options)
         version = propose(store, version)
         try:
             return Staged(version, self._executor.vote(version))
@@ -157,8 +160,11 @@ class InlineWeights:
             staged = await asyncio.to_thread(local.stage, weights, version, options)
             paused = time.monotonic()
             if not self._by_hand:
-                await self._pause(options.mode, options.new)
+                async with asyncio.timeout(options.timeout):
+                    await self._pause(options.mode, options.new)
             await self._call(lambda engine: local.commit(engine, staged, options.kv))
+        except TimeoutError:
+            raise EngineBusy("the update took too long: its timeout is over", "timeout") from None
         finally:
             self._busy = False
             if not self._by_hand:
@@ -186,6 +192,15 @@ class InlineWeights:
         """See ``WeightsClient``."""
         self._by_hand = False
         await self._call(lambda engine: engine.updates.resume())
+
+    async def rename(self, version: str) -> dict[str, Any]:
+        """See ``WeightsClient``."""
+        return await self.update(served_place(self._local.store, self._local.args), version)
+
+    async def numbers(self, name: str, count: int) -> list[Any]:
+        """See ``WeightsClient``."""
+        local = self._local
+        return await asyncio.to_thread(read_numbers, local.store, local.args, name, count)
 
     async def states(self) -> dict[str, EngineWeights]:
         """See ``WeightsClient``."""

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from rayfin import __version__
+from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig
 from rayfin.actors.metrics.hub import HEAD
 from rayfin.actors.timing import ADMIN_BIND_PAUSE_SECONDS, ADMIN_BIND_SECONDS, ADMIN_STOP_SECONDS
@@ -29,9 +30,16 @@ from rayfin.deployments.http.layers import HttpSettings, arrange, settings_layer
 logger = logging.getLogger("rayfin.admin")
 
 
-def build_admin_api(models: Sequence[Operated], keys: ApiKeys) -> FastAPI:
-    """The routes behind the limits that all have, and behind the operators' keys."""
-    layers = settings_layers(HttpSettings(admin_keys=keys, web=False))
+def build_admin_api(
+    models: Sequence[Operated], keys: ApiKeys, clients: ApiKeys | None = None
+) -> FastAPI:
+    """The routes behind the limits that all have, and behind the operators' keys.
+
+    Args:
+        clients: keys of the API, which open nothing here.
+    """
+    layers = settings_layers(HttpSettings(keys=clients, admin_keys=keys, web=False))
+    layers["auth"] = None
     app = FastAPI(
         title="Rayfin's operators",
         version=__version__,
@@ -63,8 +71,8 @@ def bind(host: str, port: int) -> socket.socket:
     return own
 
 
-AdminModel = tuple[list[str], str, dict[str, Any]]
-"""A model's names, the deployment of its engines, and its settings."""
+AdminModel = tuple[list[str], str, dict[str, Any], EngineArgs]
+"""A model's names, the deployment of its engines, and its settings: all, and those of engines."""
 
 
 @serve.deployment(
@@ -83,27 +91,32 @@ class AdminDeployment:
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, host: str, port: int, keys: ApiKeys, models: Sequence[AdminModel]
+        self,
+        host: str,
+        port: int,
+        keys: ApiKeys,
+        clients: ApiKeys | None,
+        models: Sequence[AdminModel],
     ) -> None:
         address = await _bind_in_time(host, port)
         context = serve.get_replica_context()
         name = f"admin-{context.replica_id.unique_id}-{os.getpid()}"
         self._clients = {
             deployment: EnginePool(name, partial(find_engines, context.app_name, deployment))
-            for _, deployment, _ in models
+            for _, deployment, *_ in models
         }
         operated = [
             Operated(
                 names,
                 self._clients[deployment],
                 settings,
-                RemoteWeights(context.app_name, deployment, settings.get("weight_dir")),
+                RemoteWeights(context.app_name, deployment, engine),
             )
-            for names, deployment, settings in models
+            for names, deployment, settings, engine in models
         ]
         limit_heads()
         config = uvicorn.Config(
-            build_admin_api(operated, keys), log_level="warning", lifespan="off"
+            build_admin_api(operated, keys, clients), log_level="warning", lifespan="off"
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[address]))
@@ -144,9 +157,16 @@ async def _bind_in_time(host: str, port: int) -> socket.socket:
 
 
 def admin_deployment(
-    host: str, port: int, keys: ApiKeys | None, models: Sequence[AdminModel]
+    host: str,
+    port: int,
+    keys: ApiKeys | None,
+    clients: ApiKeys | None,
+    models: Sequence[AdminModel],
 ) -> Any:
-    """The bound deployment; ``models`` are names and the deployments of engines.
+    """The bound deployment.
+
+    Args:
+        clients: keys of the API.
 
     Raises:
         InvalidConfig: no admin key is set, so the port would be open to everyone.
@@ -154,4 +174,4 @@ def admin_deployment(
     if keys is None:
         raise InvalidConfig("admin_port needs admin_api_key", "admin_port")
     deployment: Any = AdminDeployment  # Ray's stubs lose what @serve.deployment adds
-    return deployment.bind(host, port, keys, models)
+    return deployment.bind(host, port, keys, clients, models)

@@ -136,7 +136,7 @@ async def model_service(
         checker=checker,
         settings=model.shown(),
         request_log=_request_log(server, text.tokenizer),
-        weights=RemoteWeights(context.app_name, model.deployment, model.engine.weight_dir),
+        weights=RemoteWeights(context.app_name, model.deployment, model.engine),
         **shared,
     )
 

@@ -17,13 +17,15 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, RayfinError
 from rayfin.actors.messages import Int32Array, Int64Array, NewRequest, SchedulerInfo
 from rayfin.actors.runner.batch import StepInputs, build_inputs
-from rayfin.actors.runner.loading import LoadedModel, load
+from rayfin.actors.runner.loading import BASE, LoadedModel, load
 from rayfin.actors.runner.models.dtypes import DTYPES
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.speculation.interface import DraftPart, Drafts, TokenTable
 from rayfin.actors.settings.choices import Dtype
 from rayfin.actors.step_cost import StepCost
+from rayfin.actors.weights.tensors import draft_version
+from rayfin.actors.weights.version import WeightVersion
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.shapes import PagedBatch
 
@@ -190,8 +192,11 @@ class DraftModelProposer:
         return drafts
 
 
-def with_draft(loaded: LoadedModel, args: EngineArgs) -> LoadedModel:
+def with_draft(loaded: LoadedModel, args: EngineArgs, version: WeightVersion = BASE) -> LoadedModel:
     """The model with the layers of the draft model that ``args`` names, if any.
+
+    Args:
+        version: of the weights, whose tensors of the draft model count before those of its folder.
 
     Raises:
         InvalidConfig: the draft model cannot be loaded, has another vocabulary, or keeps states
@@ -203,7 +208,9 @@ def with_draft(loaded: LoadedModel, args: EngineArgs) -> LoadedModel:
     threads = torch.get_num_threads()
     dtypes: dict[torch.dtype, Dtype] = {dtype: name for name, dtype in DTYPES.items()}  # type: ignore[misc]
     try:
-        draft = load(replace(draft_args, dtype=dtypes[loaded.model.dtype]))
+        with draft_version(draft_args, version) as drafted:
+            draft_args = replace(draft_args, dtype=dtypes[loaded.model.dtype])
+            draft = load(draft_args, None, drafted)
     except RayfinError as error:
         raise InvalidConfig(f"speculative_config model: {error}", "speculative_config") from None
     torch.set_num_threads(threads)

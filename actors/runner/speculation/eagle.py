@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.runner.loading import LoadedModel
+from rayfin.actors.runner.loading import BASE, LoadedModel
 from rayfin.actors.runner.speculation.head_folder import (
     find_head,
     read_json,
@@ -26,6 +26,8 @@ from rayfin.actors.runner.speculation.head_folder import (
 from rayfin.actors.runner.speculation.head_model import HeadModel, fill
 from rayfin.actors.runner.speculation.heads import require_states, with_head
 from rayfin.actors.runner.speculation.taps import embedding_of, head_of, tap_last
+from rayfin.actors.weights.tensors import draft_tensors
+from rayfin.actors.weights.version import WeightVersion
 
 SHARED = ("embed_tokens.weight", "lm_head.weight")
 """Weights that checkpoints repeat, and that are the model's."""
@@ -63,8 +65,13 @@ class EagleHead(HeadModel):  # type: ignore[no-untyped-call]
         return self.unembed(states), states
 
 
-def with_eagle(loaded: LoadedModel, args: EngineArgs, name: str) -> LoadedModel:
+def with_eagle(
+    loaded: LoadedModel, args: EngineArgs, name: str, version: WeightVersion = BASE
+) -> LoadedModel:
     """The model with the EAGLE head ``name``, a folder or a Hugging Face name.
+
+    Args:
+        version: of the weights, whose tensors of the head count before those of the folder.
 
     Raises:
         InvalidConfig: the head cannot be read, or is of another model.
@@ -73,7 +80,7 @@ def with_eagle(loaded: LoadedModel, args: EngineArgs, name: str) -> LoadedModel:
     folder = find_head(name, args)
     config = read_eagle(folder)
     require_fitting(folder, config, loaded.config.get_text_config(decoder=True))
-    weights = read_tensors(folder)
+    weights = read_tensors(folder) | draft_tensors(version)
     weights = {name: weight for name, weight in weights.items() if name not in SHARED}
     config._attn_implementation = "eager"  # until it is on pages
     parts = (embedding_of(loaded.model), head_of(loaded.model))

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.runner.loading import LoadedModel
+from rayfin.actors.runner.loading import BASE, LoadedModel
 from rayfin.actors.runner.speculation.head_folder import (
     find_head,
     read_json,
@@ -33,6 +33,8 @@ from rayfin.actors.runner.speculation.head_folder import (
 from rayfin.actors.runner.speculation.head_model import HeadModel, fill
 from rayfin.actors.runner.speculation.heads import require_states, with_head
 from rayfin.actors.runner.speculation.taps import embedding_of, tap_layers
+from rayfin.actors.weights.tensors import draft_tensors
+from rayfin.actors.weights.version import WeightVersion
 
 UNUSED = ("t2d", "mask_hidden")
 """Weights that drafting does not need."""
@@ -125,8 +127,13 @@ class Eagle3Head(HeadModel):  # type: ignore[no-untyped-call]
         return self.lm_head(normed), normed if self._norm_output else states
 
 
-def with_eagle3(loaded: LoadedModel, args: EngineArgs, name: str) -> LoadedModel:
+def with_eagle3(
+    loaded: LoadedModel, args: EngineArgs, name: str, version: WeightVersion = BASE
+) -> LoadedModel:
     """The model with the EAGLE-3 head ``name``, a folder or a Hugging Face name.
+
+    Args:
+        version: of the weights, whose tensors of the head count before those of the folder.
 
     Raises:
         InvalidConfig: the head cannot be read, or is of another model.
@@ -134,7 +141,7 @@ def with_eagle3(loaded: LoadedModel, args: EngineArgs, name: str) -> LoadedModel
     require_states(loaded, args)
     folder = find_head(name, args)
     settings = read_settings(folder)
-    weights = _named(read_tensors(folder))
+    weights = _named(read_tensors(folder) | draft_tensors(version))
     target: Any = loaded.config.get_text_config(decoder=True)
     require_fitting(folder, settings.config, target)
     count = target.num_hidden_layers

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.model_files.shards import INDEX, Shards
+from rayfin.actors.weights.sources import base_files
 
 FIELD = "speculative_config"
 
@@ -34,6 +35,20 @@ def find_head(name: str, args: EngineArgs) -> Path:
             raise InvalidConfig(f"{FIELD} model: cannot load {name!r}: {first}", FIELD) from None
         folder = Path(snapshot)
     return folder
+
+
+def draft_files(args: EngineArgs) -> list[Path]:
+    """The safetensors files of the draft model or head that has a folder; none if none has.
+
+    Raises:
+        InvalidConfig: there is no such folder.
+    """
+    settings = args.speculation
+    if args.draft_model is not None:
+        return base_files(args.draft_model)
+    if settings is None or settings.model is None:
+        return []
+    return sorted(find_head(settings.model, args).glob("*.safetensors"))
 
 
 def read_json(folder: Path) -> dict[str, Any]:

@@ -38,11 +38,11 @@ def with_speculation(
     from rayfin.actors.runner.speculation import draft_model, eagle, eagle3, mtp
 
     if not settings.reads_states:
-        return draft_model.with_draft(loaded, args)
+        return draft_model.with_draft(loaded, args, version)
     if settings.method == "mtp":
         return mtp.with_mtp(loaded, args, version)
     with_head = eagle.with_eagle if settings.method == "eagle" else eagle3.with_eagle3
-    return with_head(loaded, args, str(settings.model))
+    return with_head(loaded, args, str(settings.model), version)
 
 
 def make_proposer(

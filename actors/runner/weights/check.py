@@ -10,9 +10,9 @@ from safetensors import SafetensorError, safe_open
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.model_files.digests import weight_files
-from rayfin.actors.model_files.files import find_file
 from rayfin.actors.model_files.shards import Shards, read_header
+from rayfin.actors.runner.speculation.head_folder import draft_files
+from rayfin.actors.weights.drafts import PREFIX, DraftNames
 from rayfin.actors.weights.writer import FILLER, SIZES
 
 CHUNK = 1 << 20
@@ -20,12 +20,6 @@ CHUNK = 1 << 20
 
 Wanted = Iterator[tuple[str, str, Sequence[int]]]
 """The model's name of a tensor, the version's, and its shape."""
-
-
-def base_files(args: EngineArgs) -> list[Path]:
-    """The safetensors files of the model's own weights; none where it has no such files."""
-    config = find_file(args.model, "config.json", **args.hub)
-    return [] if config is None or args.load_format == "dummy" else weight_files(config.parent)
 
 
 def headers_of(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
@@ -78,6 +72,30 @@ def check_names(
             kind = entry["dtype"]
             raise InvalidRequest(f"weights: {name} is {kind}, not F32, F16 or BF16", name)
     return sorted(base.keys() - given.keys() - used)
+
+
+def check_drafts(given: Mapping[str, Mapping[str, Any]], args: EngineArgs) -> list[str]:
+    """Compares tensors of a draft model or head, which are behind ``PREFIX``, with its folder.
+
+    Returns:
+        Those that stay as they are.
+
+    Raises:
+        InvalidRequest: one is unknown, or of another shape or dtype.
+    """
+    names = DraftNames(args)
+    own = headers_of(draft_files(args)) if names.apart else {}
+    known = {PREFIX + name: entry for name, entry in own.items()}
+    for name, entry in given.items():
+        if name not in known:
+            raise InvalidRequest(f"weights: nothing that drafts here has a {name}", name)
+        if list(entry["shape"]) != list(known[name]["shape"]):
+            raise InvalidRequest(
+                f"weights: {name} is {entry['shape']}, not {known[name]['shape']}", name
+            )
+        if entry["dtype"] not in SIZES and entry["dtype"] != known[name]["dtype"]:
+            raise InvalidRequest(f"weights: {name} is {entry['dtype']}, not F32, F16 or BF16", name)
+    return sorted(known.keys() - given.keys())
 
 
 def check_finite(files: Sequence[Path]) -> None:

@@ -41,14 +41,11 @@ from rayfin.actors.runner.parallel.shard_model import (
 )
 from rayfin.actors.runner.quantized.config import source_config
 from rayfin.actors.runner.quantized.linear import inside_head
-from rayfin.actors.runner.weights.check import (
-    base_files,
-    check_finite,
-    check_names,
-    headers_of,
-)
+from rayfin.actors.runner.weights.check import check_drafts, check_finite, check_names, headers_of
 from rayfin.actors.runner.weights.skeleton import Skeleton
 from rayfin.actors.settings.choices import Quantization
+from rayfin.actors.weights.drafts import PREFIX
+from rayfin.actors.weights.sources import base_files
 from rayfin.actors.weights.version import Vote, WeightVersion
 from rayfin.kernels.cpu.decoder import DecoderLayer
 
@@ -86,6 +83,8 @@ class Refiller:
         loaded, args = self._loaded, self._args
         config, files = load_config(args), version.files
         given, base = headers_of(files), headers_of(base_files(args))
+        drafts = {name: given.pop(name) for name in sorted(given) if name.startswith(PREFIX)}
+        kept = check_drafts(drafts, args)
         in_place = can_refill(loaded, args)
         plain = not base or all(name in given for name in base)
         if in_place or source_config(config) is None and not plain:
@@ -106,7 +105,7 @@ class Refiller:
         check_finite(files)
         if in_place and isinstance(loaded.decoder, CpuDecoder) and not args.quantization:
             self._check_memory(given, files)
-        return Vote(in_place, left)
+        return Vote(in_place, [*left, *kept])
 
     def _check_memory(self, given: Tensors, files: Sequence[Path]) -> None:
         """Numbers of 32 bits that 16 do not hold make a matrix twice as large."""

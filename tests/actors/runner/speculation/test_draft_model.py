@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from loaded_once import make_runner
@@ -20,6 +21,9 @@ from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.speculation.draft_model import DraftedModel
 from rayfin.actors.scheduler.engine import Engine
+from rayfin.actors.weights.sources import propose
+from rayfin.actors.weights.store import WeightStore
+from rayfin.deployments.client.weights import UpdateOptions, write_version
 from tiers import few
 
 Make = Callable[..., Any]
@@ -78,6 +82,33 @@ def other_folder(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("other")
     tiny_models.make_tiny_model("llama", folder, seed=1)
     return Path(folder)
+
+
+def test_new_weights_of_the_draft_model(
+    tiny_model: Make, engine_args: Make, other_folder: Path, tmp_path: Path
+) -> None:
+    """The model's own weights as those of its draft model: then all drafts are right."""
+    tiny = tiny_model("llama")
+    args = drafted(engine_args(tiny.folder), other_folder)
+    store, draft = WeightStore(tmp_path / "a" / "b"), UpdateOptions(target="draft")
+    runner = ModelRunner(args)
+
+    def right() -> float:
+        config = resolve(args, *runner.profile())
+        engine = Engine(config, InlineExecutor(runner, config))
+        finish(engine, requests_of(Sampling()))
+        return share_right(engine)
+
+    assert right() < 0.5
+    name = "model.layers.0.mlp.up_proj.weight"
+    sent = load_file(tiny.folder / "model.safetensors")
+    part = propose(store, write_version(store, {name: sent[name]}, "", args, draft))
+    vote = runner.vote(part)
+    assert not vote.in_place and f"draft.{name}" not in vote.kept and len(vote.kept) > 5
+    version = propose(store, write_version(store, sent, "", args, draft))
+    assert runner.vote(version).kept == []
+    runner.reload(version)
+    assert right() == 1.0
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,9 @@ def test_commands_find_it(
 def test_it_is_deployed_with_the_digests_of_its_keys() -> None:
     args = AppArgs(admin_port=9401, admin_host="0.0.0.0", admin_api_key="canary-key")
     server, _, edge, _, _, admin, *_ = build_app(args)._bound_deployment.init_args
-    host, port, keys, models = admin._bound_deployment.init_args
-    ((names, deployment, settings),) = models
+    host, port, keys, clients, models = admin._bound_deployment.init_args
+    ((names, deployment, settings, engine),) = models
+    assert engine.model == "demo" and clients is None
     assert (names, deployment, settings["model"]) == (["demo"], "engine", "demo")
     assert "canary-key" not in str(settings)
     assert (host, port) == ("0.0.0.0", 9401) and keys.tenant("Bearer canary-key") is not None
