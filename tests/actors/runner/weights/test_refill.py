@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from rank_groups import Group
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
@@ -30,6 +31,7 @@ IN_PLACE = [*DENSE, *MORE, "gpt_neo", "llama4_text"]
 ANEW = [
     *("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v32", "qwen2_moe", "glm4_moe"),
     *("olmoe", "qwen3_next", "qwen3_5_text", "lfm2", "mamba", "mamba2"),
+    *("deepseek_v2", "phimoe", "hy_v4", "glm_moe_dsa"),
 ]
 CASES = [(family, how) for how in (None, "int8", "int4") for family in IN_PLACE]
 
@@ -115,6 +117,28 @@ def test_in_place(
     assert same(load(args, None, second), fresh)  # as a successor does
     Refiller(loaded, args).refill(first)
     assert same(loaded, load(engine_args(tmp_path / "1", quantization=quantization)))
+
+
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)])
+def test_ranks_in_place(tensor: int, stages: int, tiny_models: ModuleType, tmp_path: Path) -> None:
+    """Each rank takes its share of a version."""
+    for seed in range(2):
+        tiny_models.make_tiny_model("qwen3", tmp_path / str(seed), seed=seed)
+    settings = {"num_pages": 64, "max_decoding_batch": 4}
+    group, fresh = (
+        Group(engine_args(tmp_path / str(seed), **settings), tensor, stages) for seed in range(2)
+    )
+    try:
+        version = folder_version(str(tmp_path / "1"))
+        pairs = list(zip(group.runners, fresh.runners, strict=True))
+        assert not all(same(one.loaded, other.loaded) for one, other in pairs)
+        votes = group._all(lambda runner: runner.vote(version), group.runners)
+        assert all(vote.in_place for vote in votes)
+        group._all(lambda runner: runner.turn(group.epoch + 1, version), group.runners)
+        assert all(same(one.loaded, other.loaded) for one, other in pairs)
+    finally:
+        group.close()
+        fresh.close()
 
 
 @pytest.mark.parametrize("family", few(ANEW, 4))
