@@ -315,6 +315,7 @@ class Logprobs:
     rank: Int32Array  # [N] of the token itself; 1 is the likeliest
     ids: Int32Array  # [N, K] the likeliest tokens, likeliest first
     values: Float32Array  # [N, K]
+    kept_mass: Float32Array | None = None  # [N] that filters left, of what is processed; else NaN
 
     def renumbered(self, to: Int64Array) -> "Logprobs":
         """Those whose number ``to`` maps to one that is not negative, under that number."""
@@ -326,14 +327,20 @@ class Logprobs:
             self.rank[kept],
             self.ids[kept],
             self.values[kept],
+            None if self.kept_mass is None else self.kept_mass[kept],
         )
 
     def entries(self) -> "Iterator[tuple[int, TokenLogprob]]":
         """(number, what it says) of every token; what is padding is left out."""
-        columns = (self.at, self.chosen, self.rank, self.ids, self.values)
-        for at, chosen, rank, ids, values in zip(*(c.tolist() for c in columns), strict=True):
+        columns = (self.at, self.chosen, self.rank, self.ids, self.values, self._masses())
+        for at, chosen, rank, ids, values, mass in zip(*(c.tolist() for c in columns), strict=True):
             top = tuple(pair for pair in zip(ids, values, strict=True) if pair[0] != NO_TOKEN)
-            yield at, TokenLogprob(chosen, rank, top)
+            yield at, TokenLogprob(chosen, rank, top, mass if mass == mass else None)
+
+    def _masses(self) -> Float32Array:
+        if self.kept_mass is None:
+            return np.full(len(self.at), np.nan, np.float32)
+        return self.kept_mass
 
     @classmethod
     def joined(cls, parts: "Sequence[Logprobs]") -> "Logprobs":
@@ -349,6 +356,9 @@ class Logprobs:
             np.concatenate([part.rank for part in parts]),
             np.concatenate([np.pad(p.ids, w, constant_values=NO_TOKEN) for p, w in pairs]),
             np.concatenate([np.pad(p.values, w, constant_values=-np.inf) for p, w in pairs]),
+            None
+            if all(part.kept_mass is None for part in parts)
+            else np.concatenate([part._masses() for part in parts]),
         )
 
 
@@ -449,6 +459,7 @@ class TokenLogprob:
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...] = ()  # (token id, log probability), likeliest first
+    kept_mass: float | None = None  # of what filters left; None: it is of raw logits
 
 
 @dataclass(slots=True)

@@ -26,9 +26,12 @@ FORM = Member(instead="text.format")
 ANYWHERE: dict[str, Member] = {
     "prompt_embeds": REFUSED,
     "logprob_token_ids": REFUSED,
-    "prompt_logprob_token_ids": REFUSED,
     "flat_logprobs": Member(harmless=(False,)),
     "thinking_token_budget": Member(harmless=(-1,)),
+    **dict.fromkeys(
+        ("return_sampling_mask", "prompt_logprob_token_ids", "prompt_logprob_start"),
+        Member(harmless=(False, 0), instead="/inference/v1/generate"),
+    ),
     "watermarking": Member(harmless=(False,)),
     "mm_payload": REFUSED,
     "media_io_kwargs": REFUSED,

@@ -17,6 +17,7 @@ from rayfin.deployments.text.logprobs import (
     Logprob,
     by_token,
     given_scores,
+    kept_masses,
     of_prompt,
     sampling_mask,
     total,
@@ -47,6 +48,7 @@ class CompletionOutput:
     tool_calls: list[dict[str, Any]] = field(default_factory=list)  # in OpenAI's form
     lora_request: LoRARequest | None = None
     sampling_mask: SamplingMask | None = None  # if ``return_sampling_mask`` is set
+    kept_mass: list[float] | None = None  # for each token, if ``logprobs`` are processed
     # Which weights made which tokens, at the end of an ``AsyncLLM``'s output (docs/rollouts.md)
     weight_versions: list[dict[str, Any]] | None = None
 
@@ -139,6 +141,8 @@ class OfflineChoice:
             ]
         if output.sampling_mask is not None:
             output.sampling_mask.token_ids += sampling_mask(new.logprobs, self._top_k)
+        if self.request.sampling.processed and new.logprobs:
+            output.kept_mass = [*(output.kept_mass or []), *(kept_masses(new.logprobs) or [])]
         self._prompt_logprobs |= new.prompt_logprobs
         if sampling.prompt_logprobs is None or output.finish_reason is None:
             return
@@ -216,6 +220,7 @@ class OutputWriter:
         if output.logprobs is not None:
             output.logprobs = self._by_token(choice, new.token_ids, new.logprobs)
         output.sampling_mask = self._mask(new.logprobs)
+        output.kept_mass = kept_masses(new.logprobs) if new.logprobs else None
         return self._of([output], [choice], finished)
 
     def so_far(self, choice: Choice, new: TextDelta, finished: bool) -> RequestOutput:
@@ -236,6 +241,7 @@ class OutputWriter:
             known += self._by_token(choice, choice.token_ids[place:], choice.logprobs[place:])
             output.logprobs = [*known]
         output.sampling_mask = self._mask(choice.logprobs)
+        output.kept_mass = kept_masses(choice.logprobs) if choice.logprobs else None
         return output
 
     def _mask(self, entries: Sequence[TokenLogprob]) -> SamplingMask | None:

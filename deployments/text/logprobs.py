@@ -69,6 +69,13 @@ def sampling_mask(entries: Iterable[TokenLogprob], top_k: int) -> list[list[int]
     return masks
 
 
+def kept_masses(entries: Iterable[TokenLogprob]) -> list[float] | None:
+    """Returns for each token what filters left of the probabilities; None of raw logits."""
+    masses = [entry.kept_mass for entry in entries]
+    known = [mass for mass in masses if mass is not None]
+    return known if len(known) == len(masses) else None
+
+
 def given_scores(
     given: Sequence[Any], entries: Mapping[int, TokenLogprob], prompt_len: int
 ) -> Float32Array:

@@ -30,7 +30,7 @@ from rayfin.actors.runner.sampling.logprobs import (
 )
 from rayfin.actors.runner.sampling.processor import ProcessorFactory
 from rayfin.actors.runner.sampling.processor_chain import ProcessorChain
-from rayfin.kernels.sampling.filters import allow_bits
+from rayfin.kernels.sampling.filters import allow_bits, apply_temperature
 from rayfin.kernels.sampling.sample import NOTHING, filtered, find_bad_rows
 from rayfin.kernels.sampling.select import SampleTokens
 
@@ -217,21 +217,30 @@ class Sampler:
         if masks is not None:
             result.errors |= {int(rows[index]): error for index, error in masks.errors.items()}
         if self._slots.asking:
-            shown = raw
+            shown, mass = raw, None
             if self._slots.processed:
                 drawn_from = processed if allowed is None else allow_bits(processed, allowed)
-                shown = self._with_processed(at, raw, drawn_from)
-            result.logprobs = self._logprobs(at, shown, tokens)
+                shown, mass = self._with_processed(at, raw, drawn_from)
+            result.logprobs = scores = self._logprobs(at, shown, tokens)
+            if scores is not None and mass is not None:
+                scores.kept_mass = mass[np.searchsorted(rows, scores.at)]
         self._processors.accept(slots, tokens)
 
     def _with_processed(
         self, at: SampledRows, raw: torch.Tensor, drawn_from: torch.Tensor
-    ) -> torch.Tensor:
-        """The raw logits [S, V], but what tokens are drawn from in the rows that ask for that."""
+    ) -> tuple[torch.Tensor, Float32Array | None]:
+        """The raw logits [S, V], but what tokens are drawn from in the rows that ask for that.
+
+        With the mass [S] that filters left of these, NaN of the others; None if no row asks.
+        """
         asked = torch.from_numpy(np.isin(at.slots, list(self._slots.processed))).to(raw.device)
         if not bool(asked.any()):
-            return raw
-        return torch.where(asked.unsqueeze(1), filtered(drawn_from, at.settings), raw.float())
+            return raw, None
+        left = filtered(drawn_from, at.settings)
+        whole = apply_temperature(drawn_from, at.settings.temperature).logsumexp(-1)
+        mass = (left.logsumexp(-1) - whole).exp().where(asked, torch.nan)
+        shown = torch.where(asked.unsqueeze(1), left, raw.float())
+        return shown, mass.cpu().numpy()
 
     def _logprobs(self, at: SampledRows, raw: torch.Tensor, tokens: Int32Array) -> Logprobs | None:
         """Those of the rows that ask for any."""

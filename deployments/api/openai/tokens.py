@@ -24,7 +24,7 @@ from rayfin.deployments.generation.usage import Usage
 from rayfin.deployments.http.json_body import rename_error_params, validate
 from rayfin.deployments.http.request_id import LABEL
 from rayfin.deployments.text.checks import missing
-from rayfin.deployments.text.logprobs import as_npy, given_scores, sampling_mask
+from rayfin.deployments.text.logprobs import as_npy, given_scores, kept_masses, sampling_mask
 from rayfin.deployments.text.output import TextDelta
 
 IDS = "token_ids"
@@ -118,6 +118,7 @@ class TokenChoice(BaseModel):
     text: str | None = None
     logprobs: ChatLogprobs | None = None
     sampling_mask: list[list[int] | None] | None = None
+    kept_mass: list[float] | None = None  # of processed log probabilities
     weight_versions: list[dict[str, Any]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -208,6 +209,7 @@ class TokensAdapter(TextAdapter):
             text=text if self._as_text else None,
             logprobs=self._scores.chat(ids, entries) if scored else None,
             sampling_mask=sampling_mask(entries, self._asked.top_k or 0) if masked else None,
+            kept_mass=kept_masses(entries) if scored or masked else None,
             weight_versions=self._versions(choice) if choice.last.finish_reason else None,
             finish_reason=choice.last.finish_reason,
             stop_reason=choice.last.stop_reason,

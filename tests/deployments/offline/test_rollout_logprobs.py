@@ -52,6 +52,7 @@ def test_processed_ones_are_what_tokens_are_drawn_from(llm: LLM) -> None:
     drawn = run(llm, PROMPT, **settings, logprobs_mode=PROCESSED, return_sampling_mask=True)
     output = drawn.outputs[0]
     assert output.token_ids == plain.token_ids and plain.sampling_mask is None
+    assert plain.kept_mass is None and len(output.kept_mass) == len(output.token_ids)
     rows = raw_rows(llm, PROMPT + output.token_ids)[len(PROMPT) - 1 :]
     masks = output.sampling_mask.token_ids
     assert len(masks) == len(output.token_ids) and any(1 < len(mask) < 9 for mask in masks)
@@ -61,6 +62,12 @@ def test_processed_ones_are_what_tokens_are_drawn_from(llm: LLM) -> None:
         assert token in mask and len(own) <= 2
         assert own[token].logprob == pytest.approx(float(kept.log_softmax(0)[token]), abs=1e-5)
         assert own[token].logprob > float(row[token]) or len(mask) == 1
+    for row, token, own, mass in zip(
+        rows, output.token_ids, output.logprobs, output.kept_mass, strict=True
+    ):  # without filters
+        unfiltered = (row / 0.7).log_softmax(0)[token]
+        assert own[token].logprob + np.log(mass) == pytest.approx(float(unfiltered), abs=1e-5)
+    assert min(output.kept_mass) < 0.95 and max(output.kept_mass) <= 1 + 1e-6
 
 
 def test_greedy_ones_ignore_filters(llm: LLM) -> None:
@@ -69,6 +76,7 @@ def test_greedy_ones_ignore_filters(llm: LLM) -> None:
         run(llm, PROMPT, **settings, logprobs_mode=mode).outputs[0]
         for mode in ("raw_logprobs", PROCESSED)
     )
+    assert processed.kept_mass == pytest.approx([1.0] * 8) and raw.kept_mass is None
     assert processed.cumulative_logprob == pytest.approx(raw.cumulative_logprob, abs=1e-4)
 
 
