@@ -1,19 +1,27 @@
-"""The operators' routes of new weights, with vLLM's and SGLang's names for them.
+"""The operators' routes of new weights, with vLLM's names for them; SGLang's are beside this.
 
 Bodies name files that every node sees. Nothing is unpickled, and no caller's function runs.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from rayfin.actors.errors import InvalidRequest, ModelNotFound
+from rayfin.actors.errors import EngineBusy, InvalidRequest, ModelNotFound
 from rayfin.actors.messages import Command
-from rayfin.actors.timing import WEIGHTS_PAUSE_SECONDS
-from rayfin.actors.weights.version import EngineOrder, KeptPages, NewRequests, PauseMode
+from rayfin.actors.timing import WEIGHTS_CALL_SECONDS, WEIGHTS_PAUSE_SECONDS
+from rayfin.actors.weights.drafts import PREFIX
+from rayfin.actors.weights.version import (
+    BASE_LABEL,
+    EngineOrder,
+    KeptPages,
+    NewRequests,
+    PauseMode,
+)
+from rayfin.deployments.api.sglang_weights import add_sglang_routes
 from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.client.weights import (
     UpdateOptions,
@@ -22,24 +30,12 @@ from rayfin.deployments.client.weights import (
     states_as_json,
 )
 from rayfin.deployments.http.auth import require_operator
-from rayfin.deployments.http.json_body import read_body
+from rayfin.deployments.http.json_body import read_body, read_optional
 
 logger = logging.getLogger("rayfin.admin")
 
 Answer = dict[str, Any]
 Operator = Annotated[str, Depends(require_operator)]
-
-SGLANG_MODES: Mapping[str, tuple[PauseMode, KeptPages]] = {
-    "abort": ("abort", "recompute"),
-    "retract": ("keep", "recompute"),
-    "in_place": ("keep", "keep"),
-}
-
-ELSEWHERE = (
-    "its tensors come by NCCL or pickled, which this server reads not: give safetensors to "
-    "/admin/weights, tensors to rayfin.connect(...).update_weights, or send them in a gloo group "
-    "by /init_weight_transfer_engine"
-)
 
 
 class Managed(Protocol):
@@ -74,25 +70,8 @@ class WeightsRequest(BaseModel):
     partial: bool = False
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
     order: EngineOrder = "together"
-
-
-class DiskWeightsRequest(BaseModel):
-    """The body of SGLang's /update_weights_from_disk."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-    model_path: str = Field(min_length=1, max_length=4096)
-    weight_version: str | None = Field(None, max_length=256)
-    abort_all_requests: bool = False
-    flush_cache: bool = True
-
-
-class PauseRequest(BaseModel):
-    """The body of SGLang's /pause_generation."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-    mode: Literal["abort", "retract", "in_place"] = "abort"
+    target: Literal["model", "draft"] = "model"
+    timeout: float | None = Field(None, gt=0, le=WEIGHTS_CALL_SECONDS)
 
 
 class RpcRequest(BaseModel):
@@ -152,11 +131,28 @@ class FinishRequest(BaseModel):
     order: EngineOrder = "together"
 
 
+class LabelRequest(BaseModel):
+    """The body of /update_weight_version."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    new_version: str = Field(min_length=1, max_length=256)
+
+
+class CheckRequest(BaseModel):
+    """The body of vLLM's /weight_checker and SGLang's /weights_checker, which may be empty."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    action: Literal["checksum", "snapshot", "compare"] = "checksum"
+
+
 class WeightRoutes:
     """What the routes do with the models of the server."""
 
     def __init__(self, models: Sequence[WeightedModel]) -> None:
         self._models = models
+        self._snapshot = ""  # digest of the weights that others are compared with
 
     def of(self, name: str | None) -> WeightsClient:
         """The weights of a model; None names the only one.
@@ -180,9 +176,45 @@ class WeightRoutes:
 
     async def load(self, name: str | None, operator: str, body: WeightsRequest) -> Answer:
         """Makes all engines of a model serve what lies at a path, or what was sent."""
-        logger.warning("%s gives new weights: %r", operator, body.path or body.version)
         options = UpdateOptions(**body.model_dump(exclude={"path", "version"}))
-        return await self.of(name).update(body.path, body.version, options)
+        return await self.update(operator, body.path, body.version, options, name)
+
+    async def update(
+        self,
+        operator: str,
+        path: str | None,
+        version: str,
+        options: UpdateOptions,
+        name: str | None = None,
+    ) -> Answer:
+        """See ``WeightsClient.update``; it is logged."""
+        logger.warning("%s gives new weights: %r", operator, path or version)
+        return await self.of(name).update(path, version, options)
+
+    async def rename(self, operator: str, body: LabelRequest) -> Answer:
+        """Gives the weights that are served another name; requests go on."""
+        logger.warning("%s names the weights %r", operator, body.new_version)
+        return await self.of(None).rename(body.new_version)
+
+    async def check(self, body: CheckRequest) -> Answer:
+        """The digest of the weights; compared with that of the last snapshot, if asked.
+
+        Raises:
+            EngineBusy: there was no snapshot here.
+        """
+        digest = (await self.state(None))["digest"]
+        if body.action == "compare" and not self._snapshot:
+            raise EngineBusy("no snapshot was made here", "action")
+        if body.action == "snapshot":
+            self._snapshot = digest or BASE_LABEL
+        same = body.action != "compare" or self._snapshot == (digest or BASE_LABEL)
+        return {"success": same, "digest": digest}
+
+    async def finish(self, operator: str, body: FinishRequest) -> Answer:
+        """Commits the tensors that the receiver has got since the update was begun."""
+        await self.of(None).ask_receiver("finish", body.version)
+        options = UpdateOptions(**body.model_dump(exclude={"version"}))
+        return await self.update(operator, None, body.version, options)
 
     async def manage(self, command: Command) -> None:
         """Sends a command to all engines."""
@@ -203,7 +235,7 @@ def add_weight_routes(app: FastAPI, models: Sequence[WeightedModel]) -> None:
     router, routes = APIRouter(dependencies=[Depends(require_operator)]), WeightRoutes(models)
     _add_native(router, routes)
     _add_vllm(router, routes)
-    _add_sglang(router, routes)
+    add_sglang_routes(router, routes)
     app.include_router(router)
 
 
@@ -279,6 +311,12 @@ def _add_vllm(router: APIRouter, routes: WeightRoutes) -> None:
         await routes.of(None).ask_receiver("begin")
         return {"message": "Weight update started"}
 
+    @router.post("/start_draft_weight_update")
+    async def begin_draft() -> Answer:
+        """Of the tensors of a draft model or head alone, by its names."""
+        await routes.of(None).ask_receiver("begin", PREFIX)
+        return {"message": "Draft weight update started"}
+
     @router.post("/update_weights")
     async def receive(request: Request) -> Answer:
         own = (await read_body(request, BucketRequest)).update_info
@@ -287,11 +325,7 @@ def _add_vllm(router: APIRouter, routes: WeightRoutes) -> None:
 
     @router.post("/finish_weight_update")
     async def finish(request: Request, operator: Operator) -> Answer:
-        empty = not await request.body()
-        body = FinishRequest(version="") if empty else await read_body(request, FinishRequest)
-        await routes.of(None).ask_receiver("finish", body.version)
-        own = WeightsRequest(path=None, partial=False, dtype=None, **body.model_dump())
-        return await routes.load(None, operator, own)
+        return await routes.finish(operator, await read_optional(request, FinishRequest))
 
     @router.post("/shutdown_weight_transfer_engine")
     async def leave() -> Answer:
@@ -302,61 +336,12 @@ def _add_vllm(router: APIRouter, routes: WeightRoutes) -> None:
     async def weight_info(model: Model = None) -> Answer:
         return await routes.state(model)
 
-    async def refuse() -> Answer:
-        raise InvalidRequest(ELSEWHERE, None, "unsupported")
+    @router.post("/update_weight_version")
+    async def rename(request: Request, operator: Operator) -> Answer:
+        report = await routes.rename(operator, await read_body(request, LabelRequest))
+        return {"success": True, "new_version": report["version"], **report}
 
-    for path in TRANSFERS:
-        router.post(path)(refuse)
-
-
-def _add_sglang(router: APIRouter, routes: WeightRoutes) -> None:
-    @router.post("/pause_generation")
-    async def pause(request: Request) -> Answer:
-        body = await read_body(request, PauseRequest)
-        mode, _ = SGLANG_MODES[body.mode]
-        await routes.of(None).pause(mode)
-        return {"message": "Generation paused successfully.", "status": "ok"}
-
-    @router.post("/continue_generation")
-    async def resume() -> Answer:
-        await routes.of(None).resume()
-        return {"message": "Generation continued successfully.", "status": "ok"}
-
-    @router.post("/update_weights_from_disk")
-    async def from_disk(request: Request, operator: Operator) -> Answer:
-        body = await read_body(request, DiskWeightsRequest)
-        mode: PauseMode = "abort" if body.abort_all_requests else "keep"
-        own = WeightsRequest(
-            path=body.model_path,
-            version=body.weight_version or "",
-            mode=mode,
-            kv="recompute" if body.flush_cache else "keep",
-        )
-        report = await routes.load(None, operator, own)
-        return {"success": True, "message": "Weights are updated.", **report}
-
-    @router.get("/get_weight_version")
-    @router.get("/weight_version")
-    async def version(model: Model = None) -> Answer:
-        return {"weight_version": (await routes.state(model))["version"]}
-
+    @router.post("/weight_checker")
     @router.post("/weights_checker")
-    async def checker() -> Answer:
-        return {"success": True, "digest": (await routes.state(None))["digest"]}
-
-    @router.post("/release_memory_occupation")
-    async def release() -> Answer:
-        await routes.manage(Command.SLEEP)
-        return {}
-
-    @router.post("/resume_memory_occupation")
-    async def occupy() -> Answer:
-        await routes.manage(Command.WAKE)
-        return {}
-
-
-TRANSFERS = (
-    *("/start_draft_weight_update", "/init_weights_update_group", "/destroy_weights_update_group"),
-    *("/update_weights_from_distributed", "/update_weights_from_tensor"),
-)
-"""Routes of vLLM's and SGLang's by which trainers send tensors: each says what works instead."""
+    async def check(request: Request) -> Answer:
+        return await routes.check(await read_optional(request, CheckRequest))

@@ -56,23 +56,39 @@ class AdminAuth:
 
     Operators' keys are separate from API keys: neither opens what the other does.
 
+    Args:
+        clients: API keys, which get 403: they are known, and do not open these paths.
+
     Raises:
-        HTTPException: 401 no key or a wrong one.
+        HTTPException: 401 no key or a wrong one, 403 an API key.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, paths: frozenset[str] = ADMIN_PATHS) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        paths: frozenset[str] = ADMIN_PATHS,
+        clients: ApiKeys | None = None,
+    ) -> None:
         self._app = app
         self._keys = keys
         self._paths = paths
+        self._clients = clients
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket") and get_route_path(scope) in self._paths:
             written = Headers(scope=scope).getlist("authorization")
             operator = self._keys.tenant(written[0]) if len(written) == 1 else None
             if operator is None:
+                if self._is_client(written):
+                    raise HTTPException(403, "An API key opens no operators' routes.")
                 raise _refusal()
             scope["state"] = {**scope.get("state", {}), "operator": operator}
         await self._app(scope, receive, send)
+
+    def _is_client(self, written: list[str]) -> bool:
+        known = self._clients
+        return known is not None and len(written) == 1 and known.tenant(written[0]) is not None
 
 
 def require_operator(request: Request) -> str:

@@ -158,6 +158,11 @@ async def read_body(request: Request, kind: type[Body], *, any_type: bool = Fals
     return validate(await read_json(request, any_type=any_type), kind)
 
 
+async def read_optional(request: Request, kind: type[Body]) -> Body:
+    """Returns the body as a ``kind``, all of whose fields have defaults if there is none."""
+    return await read_body(request, kind) if await request.body() else kind()
+
+
 def validate(value: dict[str, Any], kind: type[Body]) -> Body:
     """A JSON object as a ``kind``.
 

@@ -195,7 +195,7 @@ def settings_layers(settings: HttpSettings) -> dict[str, Middleware | None]:
         "errors": Middleware(ErrorResponses, log_stack=settings.log_error_stack),
         "admin_auth": None
         if admin_keys is None
-        else Middleware(AdminAuth, keys=admin_keys, paths=operators),
+        else Middleware(AdminAuth, keys=admin_keys, paths=operators, clients=keys),
         "auth": None if keys is None else Middleware(BearerAuth, keys=keys, open_paths=open_paths),
         "plain": Middleware(PlainRequests),
         "transport_limits": Middleware(TransportLimits),

@@ -3,6 +3,9 @@
 import asyncio
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,14 @@ from safetensors.torch import load_file, save_file
 from demo_model.evaluate import MODEL_DIR
 from rayfin import LLM, SamplingParams
 
+TRAINER = """
+import sys, torch.distributed as dist
+from safetensors.torch import load_file
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[1]}", rank=0, world_size=2)
+for tensor in load_file(sys.argv[2]).values():
+    dist.broadcast(tensor, 0)
+sys.stdin.read()
+"""
 LENGTH = 600
 PROMPTS = ["The weights change, and it says: " * 2, "One ", "To be or not to be, "]
 ADMIN = {"Authorization": "Bearer operator"}
@@ -159,6 +170,49 @@ def test_a_sleep_of_level_2(app: Any, steps: list[Path], restored: None) -> None
     answers = asyncio.run(streams(app, sleep))
     for _, tokens, _, versions in answers:
         assert len(tokens) == LENGTH and versions[-1]["version"] == "asleep"
+    app.idle()
+
+
+def test_a_group_by_sglangs_calls(app: Any, steps: list[Path], restored: None) -> None:
+    """The calls that slime's trainer makes, of which nothing before the last changes anything."""
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", 0))
+        port = own.getsockname()[1]
+    command = [sys.executable, "-c", TRAINER, str(port), str(steps[1])]
+    trainer = subprocess.Popen(command, stdin=subprocess.PIPE)
+    before = state(app)
+
+    def post(path: str, **body: Any) -> Any:
+        with app.client() as http:
+            answer = http.post(path, json=body or None, headers=ADMIN)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def act() -> None:
+        post("/pause_generation", mode="retract")
+        place = {"master_address": "127.0.0.1", "master_port": port, "backend": "gloo"}
+        post("/init_weights_update_group", **place, group_name="slime", world_size=2)
+        post("/begin_weight_update")
+        tensors = load_file(steps[1])
+        bucket: dict[str, Any] = {"names": list(tensors), "group_name": "slime"}
+        bucket["dtypes"] = [str(one.dtype).removeprefix("torch.") for one in tensors.values()]
+        bucket["shapes"] = [list(one.shape) for one in tensors.values()]
+        post("/update_weights_from_distributed", **bucket)
+        assert state(app)["version"] == before["version"]
+        assert post("/end_weight_update", weight_version="group", flush_cache=True)["success"]
+        post("/destroy_weights_update_group")
+        post("/continue_generation")
+
+    try:
+        answers = asyncio.run(streams(app, act))
+    finally:
+        trainer.kill()
+        trainer.wait()
+    for _, tokens, _, versions in answers:
+        assert len(tokens) == LENGTH and versions[-1]["version"] == "group"
+    name, own = next(iter(load_file(steps[1]).items()))
+    read = post("/get_weights_by_name", name=name, truncate_size=2)
+    assert read == own[:2].float().tolist()
     app.idle()
 
 

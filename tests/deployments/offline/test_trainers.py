@@ -26,6 +26,7 @@ PROMPT = list(range(20, 34))
 LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 1.0, "logprobs": True}
 KEY = {"authorization": "Bearer operator"}
 UPDATE = "/admin/weights/update"
+GROUP = {"master_address": "127.0.0.1", "master_port": 29500, "world_size": 2}
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +203,9 @@ async def converse(remote: Remote, trained: Path) -> None:
     await remote.post("/wake_up", {"tags": ["kv_cache"]})
     assert len((await remote.generate(tokens, {"max_tokens": 2, "logprobs": 0}))[1]) <= 2
     for path, body, says in (
-        ("/init_weights_update_group", {}, "safetensors"),
+        ("/update_weights_from_tensor", {}, "safetensors"),
+        ("/init_weights_update_group", {**GROUP, "backend": "nccl"}, "gloo"),
+        ("/begin_weight_update", None, "joins no group"),
         ("/init_weight_transfer_engine", {"init_info": {"backend": "nccl"}}, "gloo"),
         ("/start_weight_update", None, "joins no group"),
     ):
