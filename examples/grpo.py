@@ -1,6 +1,6 @@
 """GRPO on Ray: the demo model, with noise in its weights, learns to add again.
 
-    python examples/grpo.py --seed 1              # an engine of its own, as Ray actors
+    python examples/grpo.py --seed 1              # two engines of its own, as Ray actors
     python examples/grpo.py --app rayfin          # the engines of `rayfin serve demo`
     python examples/grpo.py --kills 5             # runners die amid rollouts
 
@@ -120,7 +120,8 @@ async def rollouts(
 
 def kill_runner() -> None:
     """Kills a runner of an engine of this cluster; its requests go on."""
-    for name in engine_names(""):
+    names = engine_names("")
+    for name in random.sample(names, len(names)):
         if not name.rpartition("/")[2].isdigit():  # it updates weights
             continue
         scheduler = find_actor(name)
@@ -135,7 +136,8 @@ async def train(options: argparse.Namespace) -> list[float]:
     if options.app:
         llm = await connect(options.app)
     else:
-        args = AsyncEngineArgs("demo", dtype="float32", threads=1, kv_cache_memory=64 << 20)
+        engine = {"dtype": "float32", "threads": 1, "kv_cache_memory": 64 << 20}
+        args = AsyncEngineArgs("demo", data_parallel_size=options.engines, **engine)
         llm = AsyncLLM.from_engine_args(args, executor="ray")
     draw, means = random.Random(options.seed), list[float]()
     kills = draw.sample(range(options.steps), min(options.kills, options.steps))
@@ -161,6 +163,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     """Trains as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--app", help="an application of `rayfin serve demo` on this cluster")
+    parser.add_argument("--engines", type=int, default=2, help="of its own")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--sums", type=int, default=16, help="questions of a step")
     parser.add_argument("--group", type=int, default=8, help="answers to each")

@@ -52,15 +52,11 @@ class ModelSource(ABC):
 
 
 def own_model(model: ModelArgs) -> ModelArgs:
-    """The model of an engine whose only client is this process: no queue protects it.
+    """The model of engines whose only client is this process: no queue protects them.
 
     Raises:
-        InvalidConfig: it needs several engines, or cannot be served.
+        InvalidConfig: it cannot be served.
     """
-    if model.server.data_parallel_size > 1:
-        raise InvalidConfig(
-            "data_parallel_size over 1 needs a server: see --url", "data_parallel_size"
-        )
     check_model(model.engine)
     return replace(model, engine=replace(model.engine, **UNLIMITED))  # type: ignore[arg-type]
 
@@ -112,9 +108,18 @@ async def own_adapters(model: ModelArgs, client: "LocalClient | EnginePool") -> 
 
 
 class InlineModel(ModelSource):
-    """A model whose engine is in this process, where a thread steps it."""
+    """A model whose engine is in this process, where a thread steps it.
+
+    Raises:
+        InvalidConfig: it needs several engines, or cannot be served.
+    """
 
     def __init__(self, model: ModelArgs) -> None:
+        if model.server.data_parallel_size > 1:
+            raise InvalidConfig(
+                "data_parallel_size over 1 needs executor='ray', or a server: see --url",
+                "data_parallel_size",
+            )
         self._model = own_model(model)
 
     async def open(self) -> OpenAIService:
@@ -124,14 +129,14 @@ class InlineModel(ModelSource):
 
 
 class ActorModel(ModelSource):
-    """A model whose engine is Ray actors, which are replaced when they die.
+    """A model whose engines are Ray actors, which are replaced when they die.
 
     They end with this process. Ray is started if it does not run, and then stopped with the engine.
     """
 
     def __init__(self, model: ModelArgs) -> None:
         self._model = own_model(model)
-        self._supervisor: Supervisor | None = None
+        self._supervisors: list[Supervisor] = []
         self._started_ray = False
 
     async def open(self) -> OpenAIService:
@@ -142,21 +147,22 @@ class ActorModel(ModelSource):
         self._started_ray = await asyncio.to_thread(start_ray)
         name = f"async-{uuid.uuid4().hex[:12]}"
         # Detached: they outlive a scheduler's death, and leave when their leases run out.
-        supervisor = Supervisor(shipped(self._model.engine), f"{name}/engine/", detached=True)
-        await supervisor.start()
-        self._supervisor = supervisor
+        args, engines = shipped(self._model.engine), self._model.server.data_parallel_size
+        own = [Supervisor(args, f"{name}/engine/", detached=True) for _ in range(engines)]
+        self._supervisors = own
+        await asyncio.gather(*(supervisor.start() for supervisor in own))
         self._client = client = EnginePool(
-            f"{name}-{os.getpid()}", lambda: {supervisor.name: supervisor.scheduler}
+            f"{name}-{os.getpid()}", lambda: {each.name: each.scheduler for each in own}
         )
         self._adapters = await own_adapters(self._model, client)
-        weights = RemoteWeights(name, "engine", self._model.engine.weight_dir)
+        weights = RemoteWeights(name, "engine", self._model.engine)
         return await service_over(self._model, client, self._adapters, weights)
 
     def close(self) -> None:
         super().close()
-        if self._supervisor is not None:
-            self._supervisor.stop()
-            self._supervisor = None
+        for supervisor in self._supervisors:
+            supervisor.stop()
+        self._supervisors = []
         if self._started_ray:
             import ray
 
