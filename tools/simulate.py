@@ -29,7 +29,14 @@ from fake_disk import FakeFolder, fake_folder
 from fake_stream import Stream
 from harness import make_harness
 from rayfin.actors.adapters.part import AdapterRef
-from rayfin.actors.errors import EnginePaused, InvalidRequest, Overloaded, RequestQuarantined
+from rayfin.actors.errors import (
+    EnginePaused,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    RequestHandedBack,
+    RequestQuarantined,
+)
 from rayfin.actors.guidance import CallGrammar, Guidance
 from rayfin.actors.media.part import VIRTUAL_TOKENS, MediaInput
 from rayfin.actors.media.virtual_ids import virtual_ids
@@ -57,6 +64,9 @@ class Life:
         self.pausing = random.Random(f"sessions {seed}")
         self.training = random.Random(f"weights {seed}")
         self.asking = random.Random(f"peers {seed}")
+        self.sleeping = random.Random(f"sleeps {seed}")
+        self.num_sent_on = 0  # to another engine, for this one slept
+        self.num_slept = self.num_changed_asleep = 0
         self.num_paused_out = 0  # refused for a pause
         self.num_refused = 0
         self.num_warmed = self.num_moved = 0
@@ -73,6 +83,7 @@ class Life:
         self._plan_peers()
         self._plan_sessions()
         self._plan_weights()
+        self._plan_sleeps()
         self._plan_requests()
 
     def run(self) -> None:
@@ -232,7 +243,7 @@ class Life:
             self._at(self.harness.executor.clock, partial(self._replay, stream))
 
     def _replay(self, stream: Stream) -> None:
-        if self.harness.may_move(stream):
+        if self.harness.may_move(stream) and not self.harness.executor.asleep:
             self.num_moved += 1
             self.harness.move(stream)
 
@@ -286,6 +297,33 @@ class Life:
             updates.commit(version, in_place=in_place, pages=pages)
             self.harness.engine.check_integrity()
         self._at(soon, updates.resume)
+
+    def _plan_sleeps(self) -> None:
+        """Sleeps of both levels, amid which others give new weights."""
+        for _ in range(self.sleeping.choice([0, 0, 1, 2])):
+            self._at(self.sleeping.random() * 0.1, self._sleep)
+
+    def _sleep(self) -> None:
+        draw, engine = self.sleeping, self.harness.engine
+        deep = draw.random() < 0.5
+        try:
+            engine.carry_out(Command.SLEEP_DEEP if deep else Command.SLEEP)
+        except EngineUnavailable:  # its runners have died: it is awake
+            return
+        self.num_slept += 1
+        self.harness.step()  # its clients get the tokens of the last steps
+        serial, soon = engine.updates.version.serial, self.harness.executor.clock
+        if draw.random() < 0.5:
+            self._at(soon, self._pause)
+        for command in (*([Command.LOAD] * deep), Command.WAKE):
+            soon += draw.choice([0.0, 0.001, 0.02])
+            self._at(soon, partial(self._wake, command, serial))
+
+    def _wake(self, command: Command, serial: int) -> None:
+        engine = self.harness.engine
+        self.num_changed_asleep += engine.updates.version.serial > serial
+        engine.carry_out(command)
+        engine.check_integrity()
 
     def _uncut(self) -> Bidirectional:
         """Whether images are computed whole. Those that are, are small beside a step."""
@@ -462,6 +500,10 @@ class Life:
             assert self.harness.engine.updates.state(None).pausing, "refused without a pause"
             self.num_paused_out += 1
             return None
+        except RequestHandedBack:
+            assert self.harness.executor.asleep, "handed back awake"
+            self.num_sent_on += 1
+            return None
         except Overloaded:
             assert full, "refused without need"
             self.num_refused += 1
@@ -616,6 +658,9 @@ def account(life: Life) -> Counter[str]:
     happened["steps"] = stats.steps
     happened["new weights"] = stats.weight_serial
     happened["requests carried over"] = sum(stats.carried_requests.values())
+    happened["sleeps"] = life.num_slept
+    happened["sent on asleep"] = life.num_sent_on
+    happened["weights changed asleep"] = life.num_changed_asleep
     happened["refused for a pause"] = life.num_paused_out
     happened["calls"] = harness.executor.num_run
     happened["preemptions"] = stats.preemptions

@@ -35,6 +35,9 @@ def test_lives(simulate: ModuleType) -> None:
         "lapses",
         "pages of peers",
         "pages peers lack",
+        "new weights",
+        "sleeps",
+        "weights changed asleep",
     ):
         assert happened[what] > 10, what
     assert happened["leases"] > 50
