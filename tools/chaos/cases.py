@@ -185,8 +185,15 @@ def with_adapters(
 def with_new_weights(failpoint: str) -> Case:
     """An update of weights amid streams, and a death at one point of its course."""
     fault = f"a process killed at {failpoint} of new weights for two engines"
-    act = update_amid(failpoint)
-    return Case(f"weights-{failpoint}", "64", fault, act, WEIGHTS, streams=8, rate=2, after=8)
+    act = update_amid(failpoint, "keep")
+    return Case(f"weights-{failpoint}", "64", fault, act, WEIGHTS, streams=16, rate=2, after=8)
+
+
+def with_new_weights_alone(failpoint: str) -> Case:
+    """The same of one engine, which lets its streams finish before."""
+    fault = f"a process killed at {failpoint} of new weights for one engine, mode wait"
+    act, layout = update_amid(failpoint, "wait"), replace(WEIGHTS, engines=1)
+    return Case(f"weights-alone-{failpoint}", "64", fault, act, layout, streams=16, rate=2, after=8)
 
 
 def with_images(
@@ -532,6 +539,7 @@ CASES = [
         "engine", "one of two engines killed", faults.kill_scheduler_and_runner, ADAPTERS_TWO
     ),
     *map(with_new_weights, FAILPOINTS),
+    *map(with_new_weights_alone, FAILPOINTS),
     with_agent("claude", "Claude Code"),
     with_agent("codex", "Codex"),
     with_images("runner", "runner killed", faults.kill_runner),

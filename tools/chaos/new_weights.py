@@ -21,24 +21,28 @@ CALL_SECONDS, AGREED_SECONDS = 90.0, 30.0
 _numbers = itertools.count(1)
 
 
-def update_amid(failpoint: str) -> Callable[[Nemesis], Awaitable[None]]:
-    """Makes a fault: an update, amid which the first process to come to ``failpoint`` dies."""
+def update_amid(failpoint: str, mode: str) -> Callable[[Nemesis], Awaitable[None]]:
+    """Makes a fault: an update, amid which the first process to come to ``failpoint`` dies.
+
+    Args:
+        mode: what running requests do.
+    """
 
     async def act(nemesis: Nemesis) -> None:
         label = f"{failpoint}-{next(_numbers)}"
         headers = {"Authorization": f"Bearer {KEY}"}
         nemesis.plant_once(f"weights.{failpoint}=exit")
         async with httpx.AsyncClient(base_url=nemesis.cluster.url, headers=headers) as http:
-            await _give(nemesis, http, label)
+            await _give(nemesis, http, label, mode)
             nemesis.plant("")
             await _agree(nemesis, http, label)
 
     return act
 
 
-async def _give(nemesis: Nemesis, http: httpx.AsyncClient, label: str) -> None:
+async def _give(nemesis: Nemesis, http: httpx.AsyncClient, label: str, mode: str) -> None:
     """Calls until it is done: a coordinator that dies takes its call along."""
-    body = {"path": str(DEMO_FOLDER / "model.safetensors"), "version": label}
+    body = {"path": str(DEMO_FOLDER / "model.safetensors"), "version": label, "mode": mode}
     answer, deadline = "none", time.monotonic() + CALL_SECONDS
     while time.monotonic() < deadline:
         try:
