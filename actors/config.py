@@ -7,9 +7,11 @@ decides a default.
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rayfin.actors.code_version import code_version, grammar_version
@@ -54,6 +56,9 @@ DECIDE_TOKENS = (
     *("language_model_only", "mm_processor_kwargs", "plugin"),
 )
 """The settings that decide which tokens are sampled; the others decide when."""
+
+WEIGHTS_CACHE, DEFAULT_WEIGHTS_CACHE = "RAYFIN_WEIGHTS_CACHE", "~/.cache/rayfin/weights"
+"""The variable of the environment that names a folder of packed weights, and the default one."""
 
 DEFAULT_BATCH_TOKENS = {"cpu": 256, "cuda": 8192}
 DEFAULT_DECODING_BATCH = {"cpu": 64, "cuda": 256}
@@ -161,7 +166,10 @@ class EngineArgs:
     )
     load_format: LoadFormat = _flag("auto", "auto: safetensors; dummy: random weights")
     weights_cache: str | None = _flag(
-        None, "folder of packed weights, on a CPU: starts that find theirs map them; default: none"
+        None,
+        "folder of packed weights, on a CPU: starts that find theirs map them; off: none; default: "
+        "RAYFIN_WEIGHTS_CACHE in the environment, or ~/.cache/rayfin/weights for models of at most "
+        "4 GiB",
     )
     weights_cache_gb: float = _flag(64.0, "most that folder holds, GiB; what is unused goes first")
     weight_dir: str | None = _flag(
@@ -418,6 +426,17 @@ class EngineArgs:
             "tenant_weights",
             f"has no meaning under policy {self.policy!r}: it needs 'fair'",
         )
+
+    @property
+    def weights_folder(self) -> Path | None:
+        """The folder of packed weights, or None if none are kept."""
+        given = self.weights_cache or os.environ.get(WEIGHTS_CACHE) or DEFAULT_WEIGHTS_CACHE
+        return None if given == "off" else Path(given).expanduser()
+
+    @property
+    def names_weights_folder(self) -> bool:
+        """Whether that folder is not the default one."""
+        return bool(self.weights_cache or os.environ.get(WEIGHTS_CACHE))
 
     @property
     def serves_adapters(self) -> bool:

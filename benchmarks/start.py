@@ -48,6 +48,7 @@ def settings_of(model: str, cache: str | None) -> dict[str, str | int]:
 
 def environment(source: Path, folder: str) -> dict[str, str]:
     own = {**os.environ, "PYTHONPATH": str(source), "RAY_TMPDIR": folder}
+    own["RAYFIN_WEIGHTS_CACHE"] = "off"  # what a start's settings do not name
     own.pop("RAY_ADDRESS", None)
     own.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
     return own

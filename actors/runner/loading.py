@@ -242,7 +242,7 @@ def _load_version(
     from rayfin.actors.runner.weights.refill import Refiller, can_refill
 
     require_content(version)
-    if place is None and args.weights_cache is not None and holds_weights(args):
+    if place is None and args.weights_folder is not None and holds_weights(args):
         loaded = _load(args, place)
         if can_refill(loaded, args):
             Refiller(loaded, args).refill(version)
@@ -292,7 +292,7 @@ def _cache_of(args: EngineArgs, device: torch.device) -> DecoderCache | None:
     The name of one that is a decoder for certain follows from config.json as it is written: its
     configuration class takes longer to import than the weights take to map.
     """
-    if args.weights_cache is None:
+    if args.weights_folder is None:
         return None
     values = known_config(args)
     if values is not None and "quantization_config" not in values:

@@ -74,7 +74,7 @@ def maps_weights(args: EngineArgs) -> bool:
     Raises:
         InvalidConfig, UnsupportedModel: the model cannot be served.
     """
-    if args.weights_cache is None or (args.speculation and args.speculation.one_device):
+    if args.weights_folder is None or (args.speculation and args.speculation.one_device):
         return False
     # Here, for they import torch, and this module is part of the scheduler's process.
     from rayfin.actors.model_files.pooling_folder import read_recipe

@@ -1,6 +1,10 @@
 """Arguments of ``LLM``'s methods, in vLLM's forms."""
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
@@ -14,6 +18,8 @@ from rayfin.deployments.vllm.lacks import refuse
 UseTqdm = bool | Callable[..., Any]
 """Whether a call shows its progress, or what makes its bar."""
 
+SHOWN_EACH = 0.5  # seconds
+
 SPECIAL = "add_special_tokens"
 
 
@@ -23,6 +29,30 @@ def progress(use_tqdm: UseTqdm, total: int, what: str) -> "tqdm[Any]":
         bar: tqdm[Any] = use_tqdm(total=total, desc=what, dynamic_ncols=True)
         return bar
     return tqdm(total=total, desc=what, disable=not use_tqdm, dynamic_ncols=True)
+
+
+@contextmanager
+def loading(model: str) -> Iterator[None]:
+    """Counts the seconds of a start on a terminal, from its first one on."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    began, done = time.monotonic(), threading.Event()
+
+    def show() -> None:
+        while True:
+            line = f"Loading {model}: {time.monotonic() - began:.1f} s"
+            print(f"\r{line}", end="", file=sys.stderr, flush=True)
+            if done.wait(SHOWN_EACH):
+                return print(f"\r{' ' * len(line)}\r", end="", file=sys.stderr, flush=True)
+
+    shown = threading.Thread(target=show, daemon=True)
+    shown.start()
+    try:
+        yield
+    finally:
+        done.set()
+        shown.join()
 
 
 def beside_ids(prompts: Any, ids: Any) -> Any:

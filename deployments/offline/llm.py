@@ -37,6 +37,7 @@ from rayfin.deployments.media.settings import MediaSettings, media_sources, read
 from rayfin.deployments.offline.arguments import (
     UseTqdm,
     beside_ids,
+    loading,
     priorities_of,
     progress,
     special_tokens,
@@ -141,27 +142,30 @@ class LLM:
         self._tokenizer: Tokenizer | None = None
         check_generation_config(generation_config)
         self._ends = end_tokens(generation_config, override_generation_config, args)
-        if not skip_tokenizer_init:
-            hub: dict[str, Any] = args.tokenizer_hub | {"ends": self._ends}
-            self._tokenizer = Tokenizer.load(tokenizer_path(args), args.trust_remote_code, **hub)
-            self._ends = self._tokenizer.eos_token_ids
-        path, hosts = media_sources(allowed_local_media_path, allowed_media_domains)
-        media = MediaSettings(
-            max_images=read_limits(limit_mm_per_prompt),
-            max_audios=read_limits(limit_mm_per_prompt, "audio"),
-            folder=path,
-            domains=hosts,
-        )
-        self._media = OfflineMedia.load(located(args), media, remote=executor == "ray")
-        self._chat_template = chat_template or self._media.template(self._tokenizer)
-        self._detect = partial(
-            detect,
-            tool_parser=tool_call_parser,
-            reasoning_parser=reasoning_parser,
-            tool_guidance=tool_guidance,
-        )
-        self._checker = InlineChecker(self._tokenizer)
-        self._engine: OfflineEngine = start_engine(executor, shipped(args))
+        with loading(args.model):
+            if not skip_tokenizer_init:
+                hub: dict[str, Any] = args.tokenizer_hub | {"ends": self._ends}
+                self._tokenizer = Tokenizer.load(
+                    tokenizer_path(args), args.trust_remote_code, **hub
+                )
+                self._ends = self._tokenizer.eos_token_ids
+            path, hosts = media_sources(allowed_local_media_path, allowed_media_domains)
+            media = MediaSettings(
+                max_images=read_limits(limit_mm_per_prompt),
+                max_audios=read_limits(limit_mm_per_prompt, "audio"),
+                folder=path,
+                domains=hosts,
+            )
+            self._media = OfflineMedia.load(located(args), media, remote=executor == "ray")
+            self._chat_template = chat_template or self._media.template(self._tokenizer)
+            self._detect = partial(
+                detect,
+                tool_parser=tool_call_parser,
+                reasoning_parser=reasoning_parser,
+                tool_guidance=tool_guidance,
+            )
+            self._checker = InlineChecker(self._tokenizer)
+            self._engine: OfflineEngine = start_engine(executor, shipped(args))
         self._pooling = OfflinePooling(
             self._engine, read_recipe(located(args)), self._text_side, args.model
         )

@@ -7,6 +7,8 @@ nothing and compares nothing; it gives the same bits.
 
 import json
 import logging
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -33,6 +35,11 @@ DECIDE_WEIGHTS = ("dtype", "quantization", "activations", "attention", "language
 
 SAFE_WEIGHTS, SAFE_WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 """The files that transformers reads weights from: one of them, with those that an index names."""
+
+
+UNASKED_BYTES, UNASKED_SHARE = 4 << 30, 2
+"""What is kept in a folder that no setting names: models of so many bytes at most, on a part of the
+disk's free space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +72,24 @@ class DecoderCache:
             config: the values of the model's configuration.
             media: the model reads images, or hears.
         """
-        if args.weights_cache is None:
+        place = args.weights_folder
+        if place is None:
             return None
         why, kernels, folder = _why_not(args, device, media=media), layout(), _folder(args)
         if why is None and kernels is None:
             why = "without compiled kernels none are packed"
         files = None if folder is None else _files(folder)
+        if why is None and files is None:
+            why = f"{args.model} is not on this disk yet"
+        most = int(args.weights_cache_gb * 2**30)
+        if not args.names_weights_folder:
+            most = min(most, _room(place))
+            why = why or _why_not_unasked(files or [], most)
         if why is not None or folder is None or files is None:
-            logger.info("no weights are cached: %s", why or f"{args.model} is not on this disk yet")
+            level = logging.INFO if args.names_weights_folder else logging.DEBUG
+            logger.log(level, "no weights are cached: %s", why)
             return None
-        weights = WeightsCache(
-            Path(args.weights_cache).expanduser(), int(args.weights_cache_gb * 2**30)
-        )
+        weights = WeightsCache(place, most)
         depends = {
             "kernels": kernels,
             "code": code_version(),
@@ -155,6 +168,21 @@ def _why_not(args: EngineArgs, device: torch.device, *, media: bool) -> str | No
     if args.trust_remote_code:
         return "code of the model's own may change them"
     return None
+
+
+def _room(folder: Path) -> int:
+    """The bytes that the folder may have unasked; none where it cannot be made."""
+    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    if not os.access(there, os.W_OK):
+        return 0
+    return shutil.disk_usage(there).free // UNASKED_SHARE
+
+
+def _why_not_unasked(files: list[Path], room: int) -> str | None:
+    size = sum(path.stat().st_size for path in files)
+    if size <= min(UNASKED_BYTES, room):
+        return None
+    return f"{size / 2**30:.1f} GiB are too many for the default folder; --weights-cache names one"
 
 
 def _folder(args: EngineArgs) -> Path | None:

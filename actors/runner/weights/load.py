@@ -57,7 +57,7 @@ def model_folder(args: EngineArgs, version: WeightVersion) -> Iterator[EngineArg
         if place.is_dir() and (place / INDEX).is_file():
             (folder / INDEX).symlink_to(place / INDEX)
         yield replace(
-            args, model=str(folder), revision=None, load_format="auto", weights_cache=None
+            args, model=str(folder), revision=None, load_format="auto", weights_cache="off"
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
