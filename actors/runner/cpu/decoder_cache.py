@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -37,9 +38,9 @@ SAFE_WEIGHTS, SAFE_WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index
 """The files that transformers reads weights from: one of them, with those that an index names."""
 
 
-UNASKED_BYTES, UNASKED_SHARE = 4 << 30, 2
-"""What is kept in a folder that no setting names: models of so many bytes at most, on a part of the
-disk's free space."""
+UNASKED_MODEL, UNASKED_BYTES, UNASKED_SHARE = 4 << 30, 8 << 30, 2
+"""What is kept in a folder that no setting names: models of so many bytes at most, so many bytes in
+all, on a part of the disk's free space. Models among temporary files come once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +176,15 @@ def _room(folder: Path) -> int:
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     if not os.access(there, os.W_OK):
         return 0
-    return shutil.disk_usage(there).free // UNASKED_SHARE
+    return min(UNASKED_BYTES, shutil.disk_usage(there).free // UNASKED_SHARE)
 
 
 def _why_not_unasked(files: list[Path], room: int) -> str | None:
+    temporary = Path(tempfile.gettempdir()).resolve()
+    if any(temporary in path.absolute().parents for path in files):
+        return "it is a temporary file"
     size = sum(path.stat().st_size for path in files)
-    if size <= min(UNASKED_BYTES, room):
+    if size <= min(UNASKED_MODEL, room):
         return None
     return f"{size / 2**30:.1f} GiB are too many for the default folder; --weights-cache names one"
 

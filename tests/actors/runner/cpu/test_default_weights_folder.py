@@ -17,6 +17,7 @@ Make = Callable[..., Any]
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("RAYFIN_WEIGHTS_CACHE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     return tmp_path / "home"
 
 
@@ -49,12 +50,14 @@ def test_small_models_have_a_place_unasked(model: Path, engine_args: Make) -> No
     assert place(engine_args(model, weights_cache="off")) is None
 
 
-@pytest.mark.parametrize("bound", ["UNASKED_BYTES", "_room"])
+@pytest.mark.parametrize("bound", ["UNASKED_MODEL", "_room", "tempfile.tempdir"])
 def test_others_have_one_if_it_is_named(
     bound: str, model: Path, engine_args: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    none: Any = 0 if bound == "UNASKED_BYTES" else lambda folder: 0
-    monkeypatch.setattr(decoder_cache, bound, none)
+    if bound == "tempfile.tempdir":
+        monkeypatch.setattr(bound, str(tmp_path))
+    else:
+        monkeypatch.setattr(decoder_cache, bound, 0 if bound != "_room" else lambda folder: 0)
     assert place(engine_args(model)) is None
     assert place(engine_args(model, weights_cache=str(tmp_path / "named"))) is not None
 
