@@ -47,8 +47,8 @@ class Admission:
     def overtakes(self, request: Request) -> bool:
         """Returns whether requests that ran when the runners died still read their pages."""
         return any(
-            own.order < request.order and own.source.background <= request.source.background
-            for own in self.returning
+            other.order < request.order and other.source.background <= request.source.background
+            for other in self.returning
         )
 
     def has_room(self, request: Request, spare: int) -> bool:
@@ -123,4 +123,4 @@ def own_gates(names: Sequence[str], running: RunningTable) -> list[AdmissionGate
         InvalidConfig: one cannot be loaded.
     """
     set_up_plugins(tuple(names))
-    return [OwnGate(contained(own, "gate", True), running) for own in plugins(names, "gate")]
+    return [OwnGate(contained(gate, "gate", True), running) for gate in plugins(names, "gate")]

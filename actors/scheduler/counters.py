@@ -62,9 +62,11 @@ class EngineCounters(EngineStats):
         """Returns a copy with the fields ``now``; safe to call from another thread."""
         values = {one.name: getattr(self, one.name) for one in fields(EngineStats)}
         copies: dict[str, Any] = {
-            name: dict(own) for name, own in values.items() if isinstance(own, Counter)
+            name: dict(counter) for name, counter in values.items() if isinstance(counter, Counter)
         }
-        copies["histograms"] = {name: own.copy() for name, own in self.histograms.items()}
+        copies["histograms"] = {
+            name: histogram.copy() for name, histogram in self.histograms.items()
+        }
         return EngineStats(**(values | copies | now))
 
     @property

@@ -221,7 +221,7 @@ class SourcesTier:
 
     @property
     def is_busy(self) -> bool:
-        return any(not own.pending.done() for own in (*self._reading, *self._writing))
+        return any(not transfer.pending.done() for transfer in (*self._reading, *self._writing))
 
     def keeps(self, request: Request) -> bool:
         since = self._since.pop(request, self._clock())
@@ -283,7 +283,7 @@ class SourcesTier:
         source = self._source(name)
         if self._clock() < source.silent_until:
             return False
-        ahead = sum(len(own.what.pages) for own in self._reading) + count
+        ahead = sum(len(transfer.what.pages) for transfer in self._reading) + count
         reading = PEER_FIRST_BYTE_SECONDS + ahead * self._page_bytes / source.speed(self._clock())
         return not computing or reading <= computing / 2
 
@@ -308,10 +308,10 @@ class SourcesTier:
         tables, size = self._tables, self._tables.page_size
         spare = tables.pool.num_pages // FREE_SHARE if len(self._running) or self._reading else 0
         room = tables.num_free_without(held) - spare
-        lent = sum(len(own.what.pages) for own in self._reading)
-        most = min(len(missing), room, tables.pool.num_pages // READ_SHARE - lent)
+        lent = sum(len(transfer.what.pages) for transfer in self._reading)
+        limit = min(len(missing), room, tables.pool.num_pages // READ_SHARE - lent)
         # A move that is not sent yet may write to a page that is free by now.
-        if most * size < self.least_read_tokens or len(self._moves):
+        if limit * size < self.least_read_tokens or len(self._moves):
             return None
         offers, hint = [(DISK, len(missing))], request.source.pages_at
         if self._peers and hint is not None:
@@ -322,7 +322,7 @@ class SourcesTier:
             patience = self._patience(name, computing)
             speed = self._source(name).speed(self._clock())
             in_time = max(speed * patience, LEAST_MEASURED_BYTES)
-            wanted = missing[: min(most, there, int(in_time / self._page_bytes))]
+            wanted = missing[: min(limit, there, int(in_time / self._page_bytes))]
             count = self._count_at(name, wanted, computing)
             if waited <= patience and count * size >= self.least_read_tokens:
                 return self._begin_read(name, request, held, missing[:count], patience)
@@ -378,7 +378,7 @@ class SourcesTier:
     def leaving(self) -> Iterator[tuple[Request, RayfinError | None]]:
         if not (self._reading or self._writing):
             return
-        for transfer in [own for own in self._writing if own.pending.done()]:
+        for transfer in [transfer for transfer in self._writing if transfer.pending.done()]:
             self._writing.remove(transfer)
             self._end_write(transfer)
         now = self._clock()
@@ -480,7 +480,7 @@ class SourcesTier:
         known = [page for page in pages[first:] if page in index]
         if not known or known != pages[first : first + len(known)]:
             return
-        lent = sum(len(own.lent) for own in self._writing)
+        lent = sum(len(transfer.lent) for transfer in self._writing)
         known = known[: max(tables.pool.num_pages // WRITTEN_SHARE - lent, 0)]
         if not known:
             return

@@ -494,19 +494,19 @@ class RunnerGroup:
         for they may be of another version of the code: the next ones are this scheduler's.
         """
         names = self.spares.names if len(self.spares.names) > 1 else self._names
-        found = {name: actor for name in names if (actor := find_actor(name)) is not None}
+        actors = {name: actor for name in names if (actor := find_actor(name)) is not None}
         if names is not self._names:
-            serving = self._serving(found)
-            for name in found.keys() - {serving}:
-                ray.kill(found.pop(name))
+            serving = self._serving(actors)
+            for name in actors.keys() - {serving}:
+                ray.kill(actors.pop(name))
             if serving is not None:
                 self.spares.serving = self._names[0] = serving
-        self._runners = list(found.values())
+        self._runners = list(actors.values())
 
-    def _serving(self, found: Mapping[str, Any]) -> str | None:
+    def _serving(self, actors: Mapping[str, Any]) -> str | None:
         """Which of the actors has pages. If none says so, the one that says nothing: it may be busy
         with a step, or hang."""
-        asked = {actor.ping.remote(): name for name, actor in found.items()}
+        asked = {actor.ping.remote(): name for name, actor in actors.items()}
         deadline = time.monotonic() + SPARE_ANSWER_SECONDS
         while asked and time.monotonic() < deadline:
             self._on_wait()

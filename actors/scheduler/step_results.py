@@ -143,9 +143,9 @@ class StepResults:
         for owner in set(owners.tolist()):
             rows = owners == owner
             picked = None if logprobs is None else logprobs.renumbered(compacted(rows))
-            own = slots[rows]
-            client = running.request(int(own[0])).source.client
-            self._outbox.tokens(client, running.key[own], tokens[rows], picked)
+            owner_slots = slots[rows]
+            client = running.request(int(owner_slots[0])).source.client
+            self._outbox.tokens(client, running.key[owner_slots], tokens[rows], picked)
 
     def _deliver_prompt(self, request: Request, logprobs: Logprobs) -> None:
         """Delivers what was not delivered yet: a preempted request computes its prompt again."""

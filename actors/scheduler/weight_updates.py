@@ -203,10 +203,14 @@ class WeightUpdates:
         for client, message in messages.items():
             message.weights = self.version.label
             if self._mixed:
-                mine = (own.source for own in self._mixed if own.source.client == client)
+                mine = (
+                    request.source for request in self._mixed if request.source.client == client
+                )
                 message.kept = frozenset(source.key for source in mine)
         if self._mixed:
-            self._mixed = {own for own in self._mixed if own.mixed and not own.ended}
+            self._mixed = {
+                request for request in self._mixed if request.mixed and not request.ended
+            }
         return messages
 
 

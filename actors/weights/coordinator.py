@@ -106,17 +106,17 @@ class WeightCoordinator:
 
     async def _recover(self) -> None:
         states = await self._each(WeightOrder("state"))
-        top = max(states.values(), key=lambda own: own.version.serial, default=None)
+        top = max(states.values(), key=lambda state: state.version.serial, default=None)
         if top is None:
             return
         self.decided = top.version
-        serials = {own.version.serial for own in states.values()}
+        serials = {state.version.serial for state in states.values()}
         if len(serials) > 1:
             logger.warning("weights %r are completed", top.version.label)
             await self._each(WeightOrder("commit", version=top.version), decided=True)
-        elif any(own.proposed is not None for own in states.values()):
+        elif any(state.proposed is not None for state in states.values()):
             await self._each(WeightOrder("drop"))
-        if any(own.pausing for own in states.values()):
+        if any(state.pausing for state in states.values()):
             await self._each(WeightOrder("resume"))
 
     async def update(
@@ -147,9 +147,10 @@ class WeightCoordinator:
             states = await self._each(WeightOrder("state"))
             if not states:
                 raise EngineUnavailable("no engine is ready")
-            current = max((own.version for own in states.values()), key=lambda own: own.serial)
+            versions = [state.version for state in states.values()]
+            current = max(versions, key=lambda version: version.serial)
             same = current.digest == version.digest and version.label in ("", current.label)
-            if same and all(own.version.serial == current.serial for own in states.values()):
+            if same and all(state.version.serial == current.serial for state in states.values()):
                 return UpdateReport(current, len(states), True, (), self._clock() - began, 0.0)
             serial = max(current.serial, self.decided.serial) + 1
             version = replace(version, serial=serial, label=version.label or str(serial))
@@ -225,10 +226,10 @@ class WeightCoordinator:
         async def change() -> None:
             nonlocal longest
             for name in sorted(self._votes):
-                own, paused = {name: None}, self._clock()
-                await self._pause(mode, new, own)
-                await self._each(commit, own, decided=True, alone=True)
-                await self._each(WeightOrder("resume"), own, decided=True, alone=True)
+                only, paused = {name: None}, self._clock()
+                await self._pause(mode, new, only)
+                await self._each(commit, only, decided=True, alone=True)
+                await self._each(WeightOrder("resume"), only, decided=True, alone=True)
                 longest = max(longest, self._clock() - paused)
 
         await asyncio.shield(asyncio.ensure_future(change()))
@@ -262,10 +263,10 @@ class WeightCoordinator:
         required, alone = self._votes if only is None else only, only is not None
         pause = WeightOrder("pause", mode=mode, new=new)
         states = await self._each(pause, required, alone=alone)
-        while not all(own.paused for own in states.values()):
+        while not all(state.paused for state in states.values()):
             await self._sleep(WEIGHTS_POLL_SECONDS)
             states = await self._each(WeightOrder("state"), required, alone=alone)
-            if any(not own.pausing for own in states.values()):  # one is new
+            if any(not state.pausing for state in states.values()):  # one is new
                 states = await self._each(pause, required if alone else None, alone=alone)
 
     async def _complete(self, version: WeightVersion, pages: KeptPages, *, resume: bool) -> None:
@@ -327,10 +328,12 @@ class WeightCoordinator:
         states = await self._each(WeightOrder("state"), patience=0.0)
         if self._busy is not None:
             return
-        versions = [self.decided, *(own.version for own in states.values())]
-        self.decided = max(versions, key=lambda own: own.serial)
-        behind = [name for name, own in states.items() if own.version.serial < self.decided.serial]
-        paused = any(own.pausing for own in states.values()) and self._paused_until is None
+        versions = [self.decided, *(state.version for state in states.values())]
+        self.decided = max(versions, key=lambda version: version.serial)
+        behind = [
+            name for name, state in states.items() if state.version.serial < self.decided.serial
+        ]
+        paused = any(state.pausing for state in states.values()) and self._paused_until is None
         if not behind and not paused:
             return
         self._begin("what was left undone")
@@ -392,15 +395,17 @@ class WeightCoordinator:
         answers, known = dict[str, Any](), set(required or ())
         deadline = self._clock() + patience
         while True:
-            found, looked = dict[str, EnginePort](), False
+            engines, looked = dict[str, EnginePort](), False
             try:
-                found, looked = dict(await self._find()), True
+                engines, looked = dict(await self._find()), True
             except EngineUnavailable as error:
                 logger.warning("engines are not found: %s", error)
             if not required:
-                known |= found.keys()
-            asked = [name for name in found if name not in answers and (not alone or name in known)]
-            calls = (call(found[name]) for name in asked)
+                known |= engines.keys()
+            asked = [
+                name for name in engines if name not in answers and (not alone or name in known)
+            ]
+            calls = (call(engines[name]) for name in asked)
             for name, answer in zip(
                 asked, await asyncio.gather(*calls, return_exceptions=True), strict=True
             ):

@@ -81,7 +81,9 @@ class WeightCoordinatorActor:
             raise EngineUnavailable(f"Ray's registry does not answer: {error}") from error
         if names:
             self._found = time.monotonic()
-        return {name: _RemoteEngine(name, own) for name, own in actors.items() if own is not None}
+        return {
+            name: _RemoteEngine(name, actor) for name, actor in actors.items() if actor is not None
+        }
 
     async def begin(self) -> None:
         """Ends what the coordinator before has left; returns when that is done."""

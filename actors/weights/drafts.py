@@ -40,8 +40,8 @@ class DraftNames:
 
     def stored(self, name: str) -> str:
         """The name in a version of a tensor that comes."""
-        own = name.removeprefix(PREFIX)
-        return PREFIX + own if self.is_draft(name) and not self._within else own
+        bare = name.removeprefix(PREFIX)
+        return PREFIX + bare if self.is_draft(name) and not self._within else bare
 
     def among(self, files: Iterable[Path]) -> bool:
         """Whether files hold tensors of a draft model or head behind the prefix.

@@ -33,8 +33,8 @@ def plain_name(name: str) -> str:
     """A tensor's name without what wrappers add."""
     for inside in INSIDE:
         name = name.replace(inside, "")
-    while (prefix := next((own for own in PREFIXES if name.startswith(own)), None)) is not None:
-        name = name.removeprefix(prefix)
+    while prefixes := [prefix for prefix in PREFIXES if name.startswith(prefix)]:
+        name = name.removeprefix(prefixes[0])
     return name
 
 
@@ -49,15 +49,15 @@ def add_tensor(
     """
     if not isinstance(tensor, torch.Tensor):
         raise InvalidRequest(f"weights: {name} is a {type(tensor).__name__}, no tensor", name)
-    own = tensor.detach()
-    if dtype is not None and own.is_floating_point():
-        own = own.to(dtype)
-    if own.dtype not in NAMES or own.is_meta:
-        kind = "meta" if own.is_meta else str(own.dtype).removeprefix("torch.")
+    stored = tensor.detach()
+    if dtype is not None and stored.is_floating_point():
+        stored = stored.to(dtype)
+    if stored.dtype not in NAMES or stored.is_meta:
+        kind = "meta" if stored.is_meta else str(stored.dtype).removeprefix("torch.")
         raise InvalidRequest(f"weights: {name} is {kind}, not float32, float16 or bfloat16", name)
-    own = own.to("cpu").contiguous()
-    content = memoryview(own.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-    writer.add(name, NAMES[own.dtype], tuple(own.shape), content)
+    stored = stored.to("cpu").contiguous()
+    content = memoryview(stored.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    writer.add(name, NAMES[stored.dtype], tuple(stored.shape), content)
 
 
 def read_tensors(
@@ -84,8 +84,8 @@ def draft_tensors(version: WeightVersion) -> dict[str, torch.Tensor]:
         InvalidRequest: a file cannot be read.
     """
     files = [] if version.is_base else version.files
-    found = read_tensors(files, lambda name: name.startswith(PREFIX))
-    return {name.removeprefix(PREFIX): own for name, own in found}
+    tensors = read_tensors(files, lambda name: name.startswith(PREFIX))
+    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors}
 
 
 @contextmanager
@@ -136,13 +136,13 @@ def tensors_version(
     drafted: set[bool] = set()
     try:
         for name, tensor in named:
-            own = plain_name(name)
+            stored_name = plain_name(name)
             if names is not None:
-                drafted.add(names.is_draft(own))
-                if names.is_draft(own) and not tensor.is_floating_point():
+                drafted.add(names.is_draft(stored_name))
+                if names.is_draft(stored_name) and not tensor.is_floating_point():
                     continue  # EAGLE-3's table of tokens stays
-                own = names.stored(own)
-            add_tensor(writer, own, tensor, dtype)
+                stored_name = names.stored(stored_name)
+            add_tensor(writer, stored_name, tensor, dtype)
         whole = partial or drafted == {True}
 
         def stays(name: str) -> bool:

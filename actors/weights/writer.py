@@ -60,14 +60,14 @@ class TensorWriter:
         self._append(name, dtype, shape, content)
 
     def _append(self, name: str, dtype: str, shape: tuple[int, ...], content: memoryview) -> None:
-        digest = self._pool.submit(lambda: hashlib.blake2b(content).hexdigest())
+        hashing = self._pool.submit(lambda: hashlib.blake2b(content).hexdigest())
         try:
             self._file.write(content)
         except OSError as error:
             raise _full(self._path, error) from None
         finally:
-            found = digest.result()  # who gave the memory may write to it from now on
-        self._digests.append((name, dtype, shape, found))
+            digest = hashing.result()  # who gave the memory may write to it from now on
+        self._digests.append((name, dtype, shape, digest))
         offsets = [self._end, self._end + len(content)]
         self._entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
         self._end += len(content)

@@ -86,9 +86,9 @@ class DiskPages:
 
     def remove_all(self) -> None:
         """Removes the files of this model with these settings."""
-        own = self._folder.home(self._rank)
+        home = self._folder.home(self._rank)
         for _, _, path in list(self._folder.files()):
-            if path.is_relative_to(own):
+            if path.is_relative_to(home):
                 with suppress(OSError):
                     os.unlink(path)
 

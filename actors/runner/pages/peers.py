@@ -199,12 +199,12 @@ class PageServer:
         return True
 
     def _record(self, page_hash: bytes) -> tuple[bytes, Bytes] | None:
-        found, transfers = self._names.find(page_hash), self._transfers()
-        if found is None or transfers is None:
+        entry, transfers = self._names.find(page_hash), self._transfers()
+        if entry is None or transfers is None:
             return None
-        page, name = found
+        page, name = entry
         content = transfers.content(page)
-        if content is None or self._names.find(page_hash) is not found:
+        if content is None or self._names.find(page_hash) is not entry:
             return None
         tokens: Int32Array = np.frombuffer(name[1], np.int32)
         return head_of(tokens, content), content

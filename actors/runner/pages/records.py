@@ -37,12 +37,12 @@ class PageBytes:
     """The bytes of each page of a cache, in the order of a record."""
 
     def __init__(self, cache: KVTensors) -> None:
-        tensors = [own for own in (*cache.keys, *cache.values) if own.numel()]
-        self._bytes = [own.view(torch.uint8).view(cache.num_pages, -1) for own in tensors]
-        self._ends = np.cumsum([own.shape[1] for own in self._bytes]).tolist()
+        tensors = [tensor for tensor in (*cache.keys, *cache.values) if tensor.numel()]
+        self._bytes = [tensor.view(torch.uint8).view(cache.num_pages, -1) for tensor in tensors]
+        self._ends = np.cumsum([pages.shape[1] for pages in self._bytes]).tolist()
         self.page_bytes = self._ends[-1] if self._ends else 0
         on_host = cache.device.type == "cpu"
-        self._arrays: list[Bytes] = [own.numpy() for own in self._bytes] if on_host else []
+        self._arrays: list[Bytes] = [pages.numpy() for pages in self._bytes] if on_host else []
         make: Any = torch.cuda.Stream  # which torch leaves without types
         self._stream: torch.cuda.Stream | None = None if on_host else make(cache.device)
 
@@ -56,8 +56,8 @@ class PageBytes:
         # A step that has sampled nothing may have returned while the device computes.
         self._stream.wait_stream(torch.cuda.default_stream(self._bytes[0].device))
         with torch.cuda.stream(self._stream):
-            for own, part in zip(self._bytes, parts, strict=True):
-                own[page].copy_(torch.from_numpy(part))
+            for pages, part in zip(self._bytes, parts, strict=True):
+                pages[page].copy_(torch.from_numpy(part))
         self._stream.synchronize()
 
     def read(self, page: int) -> Bytes:
@@ -67,7 +67,7 @@ class PageBytes:
             return np.concatenate([array[page] for array in self._arrays])
         self._stream.wait_stream(torch.cuda.default_stream(self._bytes[0].device))
         with torch.cuda.stream(self._stream):
-            return np.concatenate([own[page].cpu().numpy() for own in self._bytes])
+            return np.concatenate([pages[page].cpu().numpy() for pages in self._bytes])
 
 
 def head_of(tokens: Int32Array, content: Bytes) -> bytes:

@@ -33,10 +33,10 @@ def headers_of(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
         try:
             with safe_open(path, framework="pt"):
                 pass  # it compares the header with the file's size
-            own = read_header(path)
+            header = read_header(path)
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise InvalidRequest(f"weights: {path.name} cannot be read: {error}", "path") from None
-        headers |= {name: entry for name, entry in own.items() if shards.counts(name, path)}
+        headers |= {name: entry for name, entry in header.items() if shards.counts(name, path)}
     return {name: entry for name, entry in headers.items() if not name.startswith(FILLER)}
 
 
@@ -84,8 +84,8 @@ def check_drafts(given: Mapping[str, Mapping[str, Any]], args: EngineArgs) -> li
         InvalidRequest: one is unknown, or of another shape or dtype.
     """
     names = DraftNames(args)
-    own = headers_of(draft_files(args)) if names.apart else {}
-    known = {PREFIX + name: entry for name, entry in own.items()}
+    headers = headers_of(draft_files(args)) if names.apart else {}
+    known = {PREFIX + name: entry for name, entry in headers.items()}
     for name, entry in given.items():
         if name not in known:
             raise InvalidRequest(f"weights: nothing that drafts here has a {name}", name)
@@ -108,10 +108,10 @@ def check_finite(files: Sequence[Path]) -> None:
         for path in files:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():
-                    own = file.get_tensor(name)
-                    if not own.is_floating_point():
+                    tensor = file.get_tensor(name)
+                    if not tensor.is_floating_point():
                         continue
-                    chunks = own.reshape(-1).split(CHUNK)
+                    chunks = tensor.reshape(-1).split(CHUNK)
                     if not all(pool.map(_is_finite, chunks)):
                         raise InvalidRequest(f"weights: {name} has numbers that are none", name)
 

@@ -98,8 +98,8 @@ class Refiller:
             left = check_names(iter(wanted), given, known)
             self._made = (version, self._skeleton(version) if loaded.peers else skeleton)
         else:  # as the model's own files
-            own = ((name, name, entry["shape"]) for name, entry in base.items())
-            left = check_names(own, given, base)
+            expected = ((name, name, entry["shape"]) for name, entry in base.items())
+            left = check_names(expected, given, base)
         if args.speculation is not None and args.speculation.method == "mtp":
             self._check_head(given, base)
         check_finite(files)
@@ -112,9 +112,9 @@ class Refiller:
         decoder, kernels = self._loaded.decoder, self._loaded.kernels
         assert isinstance(decoder, CpuDecoder) and kernels is not None
         wide = {
-            name: math.prod(own["shape"])
-            for name, own in given.items()
-            if own["dtype"] == "F32" and len(own["shape"]) == 2
+            name: math.prod(entry["shape"])
+            for name, entry in given.items()
+            if entry["dtype"] == "F32" and len(entry["shape"]) == 2
         }
         free = free_bytes()
         if not free or 2 * sum(wide.values()) < free:  # 0: the system does not say
@@ -138,9 +138,9 @@ class Refiller:
 
         config: Any = self._loaded.config
         layers = config.get_text_config(decoder=True).num_hidden_layers
-        known, own = head_names(base, layers), head_names(given, layers)
-        for name in sorted(known) if own else []:
-            if name not in own or given[name]["shape"] != base[name]["shape"]:
+        known, sent = head_names(base, layers), head_names(given, layers)
+        for name in sorted(known) if sent else []:
+            if name not in sent or given[name]["shape"] != base[name]["shape"]:
                 raise InvalidRequest(
                     f"weights have tensors of the head that drafts, and not {name}, or another "
                     "shape of it: give all of them, or none",
@@ -159,12 +159,12 @@ class Refiller:
         loaded, args = self._loaded, self._args
         if not can_refill(loaded, args):
             raise UnsupportedModel("the weights of this model cannot be replaced where they are")
-        made, self._made = self._made, None
-        known = made is not None and (made[0].digest, made[0].place) == (
+        prepared, self._made = self._made, None
+        known = prepared is not None and (prepared[0].digest, prepared[0].place) == (
             version.digest,
             version.place,
         )
-        skeleton = made[1] if made is not None and known else self._skeleton(version)
+        skeleton = prepared[1] if prepared is not None and known else self._skeleton(version)
         rounded = args.quantization
         with torch.inference_mode():
             if isinstance(loaded.decoder, CpuDecoder):
@@ -198,7 +198,7 @@ def can_refill(loaded: LoadedModel, args: EngineArgs) -> bool:
         return False
     if isinstance(model, CpuDecoder):
         layers = model.packed.layers
-        return all(own.sinks is None and own.qkv_rest is None for own in layers)
+        return all(layer.sinks is None and layer.qkv_rest is None for layer in layers)
     if not isinstance(model, PagedModel) or model.recurrent is not None:
         return False
     return all(_is_plain(module) for module in model.transformer.modules())
@@ -270,34 +270,34 @@ def _refill_modules(
     model, structure = paged.transformer, skeleton.model
     head = inside_head(structure) if rounded else set()
     for path, module in list(model.named_modules()):
-        fields = next((own for kind, own in PACKED.items() if isinstance(module, kind)), None)
+        fields = next((names for kind, names in PACKED.items() if isinstance(module, kind)), None)
         if fields is None:
             with skeleton.checkpoint.opened():
-                for leaf, own in module._parameters.items():
-                    if own is not None:
+                for leaf, parameter in module._parameters.items():
+                    if parameter is not None:
                         tensor = skeleton.read(f"{path}.{leaf}" if path else leaf)
-                        module._parameters[leaf] = _renewed(own, tensor, loaded)
+                        module._parameters[leaf] = _renewed(parameter, tensor, loaded)
             continue
         assert loaded.kernels is not None
         with skeleton.filled(path):
             source: Any = structure.get_submodule(path)
             if isinstance(module, PackedNorm):
-                made: nn.Module | None = packed_norm(source, loaded.kernels)
+                packed: nn.Module | None = packed_norm(source, loaded.kernels)
             else:
                 activation = getattr(module, "activation", None)
                 packs = packing(loaded.kernels, rounded).of(path.rpartition(".")[2])
-                made = pack_module(loaded.kernels, activation, {}, source, packs, source in head)
+                packed = pack_module(loaded.kernels, activation, {}, source, packs, source in head)
             for name in fields:
-                setattr(module, name, getattr(made, name))
+                setattr(module, name, getattr(packed, name))
     for name in skeleton.buffers:
         model.get_buffer(name).copy_(skeleton.read(name))
 
 
-def _renewed(own: Any, tensor: torch.Tensor, loaded: LoadedModel) -> Any:
+def _renewed(parameter: Any, tensor: torch.Tensor, loaded: LoadedModel) -> Any:
     """A parameter that modules use as it is, with the numbers of ``tensor``."""
-    if isinstance(own, PackedWeight):
+    if isinstance(parameter, PackedWeight):
         assert loaded.kernels is not None
-        weight = tensor.to(own.dtype).contiguous()
+        weight = tensor.to(parameter.dtype).contiguous()
         return PackedWeight(weight, loaded.kernels, loaded.kernels.pack([weight]))
-    own.copy_(tensor)
-    return own
+    parameter.copy_(tensor)
+    return parameter

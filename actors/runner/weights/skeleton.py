@@ -59,8 +59,8 @@ class Skeleton:
     @property
     def wanted(self) -> Iterator[tuple[str, torch.Size]]:
         """Name and shape of each tensor that a version must have."""
-        for name, own in self.model.named_parameters(remove_duplicate=False):
-            yield name, own.shape
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            yield name, parameter.shape
         for name in saved_buffers(self.model):
             yield name, self.model.get_buffer(name).shape
 
@@ -79,8 +79,8 @@ class Skeleton:
         Raises:
             InvalidConfig: it is missing, or has another shape.
         """
-        own = self._buffers.get(name)
-        shape = self.model.get_parameter(name).shape if own is None else own.shape
+        buffer = self._buffers.get(name)
+        shape = self.model.get_parameter(name).shape if buffer is None else buffer.shape
         cut, source = self._cuts.get(checkpoint_name(name)), self.source(name)
         return assemble(source, shape, cut, self.checkpoint.__contains__, self.checkpoint.read)
 

@@ -55,7 +55,7 @@ class Spare:
 
     name: str
     runner: Any
-    made: float  # time
+    started: float  # time
     warmed: Future[None]
     ping: Future[RunnerState]
     pinged: float  # time
@@ -156,7 +156,7 @@ class SpareRunners:
             return f"it cannot be prepared: {failure}"
         if spare.warmed.done():
             self._lost = 0
-        elif now - spare.made > SPARE_WARM_SECONDS:
+        elif now - spare.started > SPARE_WARM_SECONDS:
             return "its imports hang"
         if not spare.ping.done():
             patience = RUNNER_PROCESS_SECONDS if spare.process is None else PING_PATIENCE_SECONDS

@@ -55,9 +55,9 @@ class BackgroundScheduler:
         self._clock = clock
         self._resting_since: float | None = None
 
-    def depth(self, most: int) -> int:
-        """How many steps may be in flight, of ``most``; with stages, each has one."""
-        return 1 if most == 2 and self._budget.alone else most
+    def depth(self, limit: int) -> int:
+        """How many steps may be in flight, up to ``limit``; with stages, each has one."""
+        return 1 if limit == 2 and self._budget.alone else limit
 
     def may_admit(self, request: Request) -> bool:
         """See ``AdmissionGate``: a background request waits if it would rest at once, or if steps

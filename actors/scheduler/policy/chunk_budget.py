@@ -34,10 +34,13 @@ class ChunkBudget:
     """
 
     def __init__(
-        self, target: float | None, most: int, only_background: Callable[[], bool] = lambda: False
+        self,
+        target: float | None,
+        max_tokens: int,
+        only_background: Callable[[], bool] = lambda: False,
     ) -> None:
         self._target = target
-        self._most = most
+        self._max_tokens = max_tokens
         self._only_background = only_background
         self._cost: StepCost | None = None  # until a step has run
         self._last_seconds = 0.0  # of a step that was observed
@@ -77,7 +80,7 @@ class ChunkBudget:
         tokens = info.decoding_batch + info.num_prefill_tokens + drafted // result.num_steps
         self._last_seconds = seconds = result.seconds / result.num_steps
         if self._cost is None:
-            self._cost = StepCost.guessed(tokens, seconds, self._most)
+            self._cost = StepCost.guessed(tokens, seconds, self._max_tokens)
         else:
             self._cost.observe(tokens, seconds)
         self._shortest = min(self._shortest, seconds)

@@ -24,14 +24,14 @@ SMOOTHING = 0.2
 
 
 class DraftPolicy:
-    """Grants each decoding row up to ``most`` drafts in each decode step of a call.
+    """Grants each decoding row up to ``max_drafts`` in each decode step of a call.
 
     The scheduler counts them, the runner proposes them.
     """
 
-    def __init__(self, state: SchedulerState, most: int) -> None:
+    def __init__(self, state: SchedulerState, max_drafts: int) -> None:
         self._state = state
-        self._most = most
+        self._max_drafts = max_drafts
 
     def grant(self, decoding: Int64Array, num_steps: int) -> Int64Array | None:
         """Most tokens [D] of a call for the slots of ``decoding`` [D], with pages for all of them.
@@ -40,13 +40,13 @@ class DraftPolicy:
         free for each request to grow, no row has any. The runner puts fewer drafts into a step than
         granted, as its memory and the time of a step allow.
         """
-        if not self._most or not len(decoding):
+        if not self._max_drafts or not len(decoding):
             return None
         running, tables = self._state.running, self._state.tables
         room = running.room(decoding)
         # The step behind this one is scheduled before its answer: it finds room for its tokens.
         ahead = np.maximum(room - num_steps, np.minimum(room, num_steps))
-        grants = np.minimum(ahead, num_steps * (1 + self._most))
+        grants = np.minimum(ahead, num_steps * (1 + self._max_drafts))
         grants[running.lockstep[decoding]] = 1
         ends = running.num_computed[decoding] + grants
         missing = -(-ends // tables.page_size) - tables.held[decoding]

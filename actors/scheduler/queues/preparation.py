@@ -64,8 +64,12 @@ class Preparations:
 
         Any thread may ask.
         """
-        preparing = [own for own in list(self._preparing.values()) if own.kind is kind]
-        return len(preparing), sum(len(own.requests) for own in preparing)
+        preparing = [
+            preparation
+            for preparation in list(self._preparing.values())
+            if preparation.kind is kind
+        ]
+        return len(preparing), sum(len(preparation.requests) for preparation in preparing)
 
     def keeps(self, request: Request) -> bool:
         """Takes the request in if not all that it needs is known to be ready.
