@@ -196,11 +196,13 @@ class PackedDecoder:
         """Numbers in matrices of 32 bits."""
         within = [
             matrix
-            for own in self.layers
-            for matrix in (own.qkv, own.attention_out, own.gate_up, own.down)
+            for layer in self.layers
+            for matrix in (layer.qkv, layer.attention_out, layer.gate_up, layer.down)
         ]
         each = dict.fromkeys([*within, self.embedding, self.head])
-        return sum(own.outputs * own.inputs for own in each if own.storage == torch.float32)
+        return sum(
+            matrix.outputs * matrix.inputs for matrix in each if matrix.storage == torch.float32
+        )
 
     def tap(self, layers: Sequence[int]) -> None:
         """Makes each step copy the inputs of these ``layers``, rising, into ``tapped``.

@@ -49,7 +49,7 @@ class PackedLowRank:
     def bytes(self) -> int:
         """Memory of A and B, without the padding of the packed form."""
         matrices = (self.a, self.b)
-        return sum(own.outputs * own.inputs * own.storage.itemsize for own in matrices)
+        return sum(matrix.outputs * matrix.inputs * matrix.storage.itemsize for matrix in matrices)
 
     def delta(self, x: torch.Tensor) -> torch.Tensor:
         """[N, inputs] -> [N, outputs] float32."""
@@ -81,11 +81,11 @@ class AdapterParts:
             for number, place in enumerate(projection):
                 part = self._parts[PARTS * index + number]
                 part.first, part.count = place.first, place.count
-                own = layers.get(place.path)
-                if own is not None:
-                    assert own.b.outputs == place.count
-                    part.a, part.b, part.scale = own.a.handle, own.b.handle, own.scale
-        self.rank = max((own.a.outputs for own in layers.values()), default=0)
+                pair = layers.get(place.path)
+                if pair is not None:
+                    assert pair.b.outputs == place.count
+                    part.a, part.b, part.scale = pair.a.handle, pair.b.handle, pair.scale
+        self.rank = max((pair.a.outputs for pair in layers.values()), default=0)
 
     @property
     def address(self) -> int:

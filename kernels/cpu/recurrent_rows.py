@@ -124,9 +124,9 @@ class GatedDelta:
         assert channels == 2 * self.key_heads * self.key_dim + values and 0 < taps <= MAX_TAPS
         assert self.rate.shape == self.shift.shape == (self.value_heads,)
         assert self.norm.shape == (self.value_dim,) and self.value_heads % self.key_heads == 0
-        own = [self.conv, self.rate, self.shift, self.norm]
-        own += [] if self.conv_bias is None else [self.conv_bias]
-        assert all(one.is_contiguous() and one.dtype == torch.float32 for one in own)
+        tensors = [self.conv, self.rate, self.shift, self.norm]
+        tensors += [] if self.conv_bias is None else [self.conv_bias]
+        assert all(one.is_contiguous() and one.dtype == torch.float32 for one in tensors)
 
     @property
     def columns(self) -> int:
@@ -165,8 +165,8 @@ class DeltaLayer:
         assert self.gate_up.paired and self.down.columns == hidden
         biases = [(self.gate_up_bias, self.gate_up.outputs), (self.down_bias, hidden)]
         assert all(bias is None or bias.shape == (size,) for bias, size in biases)
-        own = [self.rule_norm, self.mlp_norm, *(bias for bias, _ in biases if bias is not None)]
-        assert all(one.is_contiguous() and one.dtype == torch.float32 for one in own)
+        tensors = [self.rule_norm, self.mlp_norm, *(bias for bias, _ in biases if bias is not None)]
+        assert all(one.is_contiguous() and one.dtype == torch.float32 for one in tensors)
 
     @property
     def floats(self) -> int:

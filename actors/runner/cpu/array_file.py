@@ -109,8 +109,8 @@ def read_arrays(path: Path) -> tuple[dict[str, Any], list[Array]]:
 def _compare(arrays: Sequence[Array], digests: Sequence[Sequence[str]]) -> None:
     chunks = [chunk for array in arrays for chunk in _chunks(_octets(array))]
     with ThreadPoolExecutor(_threads()) as pool:
-        found = list(pool.map(_digest, chunks))
-    if found != [digest for own in digests for digest in own]:
+        computed = list(pool.map(_digest, chunks))
+    if computed != [digest for array_digests in digests for digest in array_digests]:
         raise BrokenFile("its content has changed")
 
 

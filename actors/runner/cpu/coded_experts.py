@@ -74,14 +74,14 @@ def pack_quantized_experts(
         owner, name, quant = layers.pop()
         usual = ACTIVATIONS.get(activation) if gates_plainly(quant.original) else None
         gate = clamped_gate(quant.original) or usual
-        made = None if gate is None else _packed(kernels, quant, gate, round_rows)
-        if made is None or not _is_equal(made, quant):
+        packed = None if gate is None else _packed(kernels, quant, gate, round_rows)
+        if packed is None or not _is_equal(packed, quant):
             unlike += 1
             setattr(owner, name, quant.dequantized())
             continue
-        size += made.bytes
-        plain += sum(not isinstance(one, CodedMatrix) for one in made.matrices)
-        setattr(owner, name, made)
+        size += packed.bytes
+        plain += sum(not isinstance(one, CodedMatrix) for one in packed.matrices)
+        setattr(owner, name, packed)
     if size:
         logger.info("quantized experts stay in %d MiB", size >> 20)
     if plain:
@@ -125,12 +125,12 @@ def _packed_expert(kernels: CpuKernels, expert: Expert, round_rows: bool) -> tup
     return gate_up, kernels.pack([weight.dense()]) if down is None else down
 
 
-def _is_equal(made: CodedExperts, quant: QuantExperts) -> bool:
+def _is_equal(packed: CodedExperts, quant: QuantExperts) -> bool:
     """Whether the first and the last expert give what transformers' loop gives."""
     random = torch.Generator().manual_seed(7)
     x = torch.randn(PROBE_ROWS, quant.hidden, generator=random).to(quant.dtype)
     chosen = torch.tensor([[0, len(quant.experts) - 1]]).expand(PROBE_ROWS, 2)
     weights = torch.tensor([[0.75, 0.25]], dtype=quant.dtype).expand(PROBE_ROWS, 2)
-    expected, got = quant(x, chosen, weights).float(), made(x, chosen, weights).float()
-    tolerance = ROUNDED if made.rounds_rows else TOLERANCE[quant.dtype]
+    expected, got = quant(x, chosen, weights).float(), packed(x, chosen, weights).float()
+    tolerance = ROUNDED if packed.rounds_rows else TOLERANCE[quant.dtype]
     return bool((got - expected).norm() <= tolerance * expected.norm())

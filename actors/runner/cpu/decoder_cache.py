@@ -82,15 +82,15 @@ class DecoderCache:
         files = None if folder is None else _files(folder)
         if why is None and files is None:
             why = f"{args.model} is not on this disk yet"
-        most = int(args.weights_cache_gb * 2**30)
+        max_bytes = int(args.weights_cache_gb * 2**30)
         if not args.names_weights_folder:
-            most = min(most, _room(place))
-            why = why or _why_not_unasked(files or [], most)
+            max_bytes = min(max_bytes, _room(place))
+            why = why or _why_not_unasked(files or [], max_bytes)
         if why is not None or folder is None or files is None:
             level = logging.INFO if args.names_weights_folder else logging.DEBUG
             logger.log(level, "no weights are cached: %s", why)
             return None
-        weights = WeightsCache(place, most)
+        weights = WeightsCache(place, max_bytes)
         depends = {
             "kernels": kernels,
             "code": code_version(),
@@ -108,8 +108,8 @@ class DecoderCache:
         self, make_kernels: Callable[[int], CpuKernels | None]
     ) -> tuple[CpuDecoder, CpuKernels, Facts] | None:
         """The decoder over mapped weights, or None; ``make_kernels`` is given its parameters."""
-        found = self._weights.find(self._key)
-        return None if found is None else self._restored(found, make_kernels)
+        entry = self._weights.find(self._key)
+        return None if entry is None else self._restored(entry, make_kernels)
 
     def holds(self) -> bool:
         """Whether the decoder is there; ``find`` may still see that its file is broken."""
@@ -134,15 +134,15 @@ class DecoderCache:
         meta, arrays = stored
         if not self._weights.keep(self._key, {"decoder": meta, "facts": asdict(facts)}, arrays):
             return model
-        found = self.find(lambda _: kernels)
-        return model if found is None else found[0]
+        restored = self.find(lambda _: kernels)
+        return model if restored is None else restored[0]
 
     def _restored(
         self,
-        found: tuple[dict[str, Any], list[Array]],
+        entry: tuple[dict[str, Any], list[Array]],
         make_kernels: Callable[[int], CpuKernels | None],
     ) -> tuple[CpuDecoder, CpuKernels, Facts] | None:
-        meta, arrays = found
+        meta, arrays = entry
         try:
             held = dict(meta["facts"])
             facts = Facts(**held | {"config": StoredConfig(**held["config"])})
@@ -195,10 +195,10 @@ def _folder(args: EngineArgs) -> Path | None:
         return Path(args.model)
     # Not snapshot_download: it wants all files of a repository, and a load fetches what it reads.
     try:
-        found = try_to_load_from_cache(args.model, "config.json", **args.hub)
+        path = try_to_load_from_cache(args.model, "config.json", **args.hub)
     except ValueError:  # no name of the Hub's
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(path).parent if isinstance(path, str) else None
 
 
 def _files(folder: Path) -> list[Path] | None:
@@ -207,15 +207,15 @@ def _files(folder: Path) -> list[Path] | None:
     The Hub's cache has a folder as soon as it has one file of a model. What is named after a part
     of the files would be taken for any other model with the same part.
     """
-    found = {path for end in ("*.safetensors", "*.index.json") for path in folder.glob(end)}
+    paths = {path for end in ("*.safetensors", "*.index.json") for path in folder.glob(end)}
     index = folder / SAFE_WEIGHTS_INDEX
-    if index in found:
+    if index in paths:
         try:
-            found |= {
+            paths |= {
                 folder / str(name) for name in json.loads(index.read_text())["weight_map"].values()
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
-    elif folder / SAFE_WEIGHTS not in found:
+    elif folder / SAFE_WEIGHTS not in paths:
         return None
-    return sorted(found) if all(path.is_file() for path in found) else None
+    return sorted(paths) if all(path.is_file() for path in paths) else None

@@ -174,42 +174,44 @@ def _states(states: dict[Key, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor
 
 def merge_layers(
     model: nn.Module,
-    found: MutableMapping[nn.Module, DeltaParts | WholeParts],
+    by_module: MutableMapping[nn.Module, DeltaParts | WholeParts],
     kernels: CpuKernels,
     activation: Activation | None,
 ) -> None:
-    """Puts decoder layers in the place of those in ``found`` that they are made of."""
+    """Puts decoder layers in the place of those of ``by_module`` that they are made of."""
     if activation is None:
         return
     for layer in model.modules():
         children = dict(layer.named_children())
-        mixers = [own for own in children.values() if own in found]
+        mixers = [child for child in children.values() if child in by_module]
         if len(children) != 4 or len(mixers) != 1 or not children.keys() >= {"mlp", *NORMS}:
             continue
-        made = [packed_norm(children[name], kernels) for name in NORMS]
-        norms = [norm for norm in made if norm is not None and type(norm) is PackedNorm]
-        own = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
-        rule, mlp = found[mixers[0]], children["mlp"]
-        if own or len(norms) != 2 or not isinstance(rule, DeltaParts) or not is_gated_mlp(mlp):
+        packed = [packed_norm(children[name], kernels) for name in NORMS]
+        norms = [norm for norm in packed if norm is not None and type(norm) is PackedNorm]
+        tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
+        rule, mlp = by_module[mixers[0]], children["mlp"]
+        if tensors or len(norms) != 2 or not isinstance(rule, DeltaParts) or not is_gated_mlp(mlp):
             continue
-        del found[mixers[0]]
-        found[layer] = WholeParts(rule, norms, mlp, activation)
+        del by_module[mixers[0]]
+        by_module[layer] = WholeParts(rule, norms, mlp, activation)
 
 
 def delta_parts(
     recurrent: RecurrentLayers | None, kernels: CpuKernels
 ) -> dict[nn.Module, DeltaParts]:
     """The layers that have this form, by their module; their states are compiled already."""
-    found, own = {}, RecurrentKernels(kernels)
+    by_module, row_kernels = {}, RecurrentKernels(kernels)
     for layer in recurrent.modules if recurrent is not None else ():
         if layer.fused is not None and set(layer.own.states) == STATES:
-            parts = _parts(layer, kernels, own)
+            parts = _parts(layer, kernels, row_kernels)
             if parts is not None:
-                found[layer.own.module] = parts
-    return found
+                by_module[layer.own.module] = parts
+    return by_module
 
 
-def _parts(layer: RowByRow, kernels: CpuKernels, own: RecurrentKernels) -> DeltaParts | None:
+def _parts(
+    layer: RowByRow, kernels: CpuKernels, row_kernels: RecurrentKernels
+) -> DeltaParts | None:
     module: Any = layer.own.module
     children = dict(module.named_children())
     names = next((some for some in PROJECTIONS if children.keys() >= set(some)), None)
@@ -251,7 +253,7 @@ def _parts(layer: RowByRow, kernels: CpuKernels, own: RecurrentKernels) -> Delta
         beta_scale=2.0 if getattr(module, "allow_neg_eigval", False) else 1.0,
     )
     order = _by_kind(between) if "in_proj_qkvz" in names else None
-    return DeltaParts(own, layer, linears[:-1], order, linears[-1], between)
+    return DeltaParts(row_kernels, layer, linears[:-1], order, linears[-1], between)
 
 
 def _by_kind(sizes: GatedDelta) -> torch.Tensor:

@@ -70,22 +70,24 @@ class LayerByLayer:
         kernels, shape = self._kernels, replace(self._parts.shape, vocabulary=1)
         head = kernels.pack([torch.zeros(1, shape.hidden)])
         packed = self._pack(index)
-        made = PackedDecoder(kernels, shape, [packed], embedding=head, head=head, final_norm=None)
-        made.bind([self._cache.keys[index]], [self._cache.values[index]])
-        made.tap([1])
-        return made
+        decoder = PackedDecoder(
+            kernels, shape, [packed], embedding=head, head=head, final_norm=None
+        )
+        decoder.bind([self._cache.keys[index]], [self._cache.values[index]])
+        decoder.tap([1])
+        return decoder
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
         """[S, hidden] -> [S, V]."""
         parts, shape, kernels = self._parts, self._parts.shape, self._kernels
         weight, bias = stored(parts.head.weight), parts.head.bias
         x = kernels.rms_norm(rows.contiguous(), parts.final_norm, shape.eps)
-        step, found = max(1, HEAD_BLOCK // shape.hidden), []
+        step, blocks = max(1, HEAD_BLOCK // shape.hidden), []
         for first in range(0, len(weight), step):
             block = kernels.pack([weight[first : first + step]])
-            own = None if bias is None else bias[first : first + step].float()
-            found.append(kernels.matmul(x, block, bias=own, alpha=shape.logit_scale))
-        logits = torch.cat(found, dim=1)
+            block_bias = None if bias is None else bias[first : first + step].float()
+            blocks.append(kernels.matmul(x, block, bias=block_bias, alpha=shape.logit_scale))
+        logits = torch.cat(blocks, dim=1)
         cap = shape.logit_softcap
         return torch.tanh(logits / cap) * cap if cap > 0 else logits
 

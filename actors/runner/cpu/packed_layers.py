@@ -106,7 +106,10 @@ def has_products(model: nn.Module) -> bool:
     """Whether large products are left to torch: linear layers, or experts of another form."""
     return any(
         type(module) is nn.Linear
-        or any(own.ndim == 3 and min(own.shape) > 1 for own in module.parameters(recurse=False))
+        or any(
+            weight.ndim == 3 and min(weight.shape) > 1
+            for weight in module.parameters(recurse=False)
+        )
         for module in model.modules()
     )
 
@@ -150,18 +153,18 @@ def _pack(
             owner, name, module = originals.pop()
             # A rounded index would choose other keys.
             packs = exact if module in indexers else rounded.of(name)
-            made = pack_one(module, packs, is_head=module in head)
-            setattr(owner, name, made)
+            packed = pack_one(module, packs, is_head=module in head)
+            setattr(owner, name, packed)
             deltas.pop(module, None)
-            _take_over(made)
+            _take_over(packed)
     for owner, name, _ in originals:
         _take_over(getattr(owner, name))
     return True
 
 
-def _take_over(made: nn.Module) -> None:
-    if isinstance(made, PackedGatedDelta | PackedDeltaLayer):
-        made.take_over()
+def _take_over(module: nn.Module) -> None:
+    if isinstance(module, PackedGatedDelta | PackedDeltaLayer):
+        module.take_over()
 
 
 def _packable(

@@ -89,8 +89,8 @@ class PackedWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, weight: torch.Tensor, kernels: CpuKernels, matrix: Matrix) -> "PackedWeight":
-        made: PackedWeight = torch.Tensor._make_subclass(cls, weight.detach(), False)
-        return made
+        packed: PackedWeight = torch.Tensor._make_subclass(cls, weight.detach(), False)
+        return packed
 
     def __init__(self, weight: torch.Tensor, kernels: CpuKernels, matrix: Matrix) -> None:
         self._kernels, self._matrix = kernels, matrix
@@ -115,9 +115,9 @@ class PackedWeight(torch.Tensor):
     def _linear(self, input: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[..., K] -> [..., N]."""
         x = rows_of(input)
-        own = None if bias is None else bias.float()
+        wide_bias = None if bias is None else bias.float()
         out = rows_apart(len(x), len(self))
-        y = self._kernels.matmul(x, self._matrix, bias=own, out=out)
+        y = self._kernels.matmul(x, self._matrix, bias=wide_bias, out=out)
         return y.view(*input.shape[:-1], y.shape[-1]).to(input.dtype)
 
 
@@ -146,8 +146,8 @@ def is_gated_mlp(module: nn.Module) -> bool:
     if set(children) - IDLE or any(type(linear) is not nn.Linear for linear in linears):
         return False
     gate, up = linears[:2]
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return not own and (gate.bias is None) == (up.bias is None)  # type: ignore[union-attr]
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return not tensors and (gate.bias is None) == (up.bias is None)  # type: ignore[union-attr]
 
 
 def packed_norms(
@@ -194,8 +194,8 @@ def packed_norm(module: nn.Module, kernels: CpuKernels) -> PackedNorm | None:
     inputs = list(inspect.signature(module.forward).parameters)
     try:
         if len(inputs) == 1:
-            own = norm_weight(module)
-            return None if own is None else PackedNorm(kernels, *own)
+            parameters = norm_weight(module)
+            return None if parameters is None else PackedNorm(kernels, *parameters)
         if len(inputs) == 2 and inputs[1] == "gate":
             return _packed_gated_norm(module, weight, kernels)
     except (UnrecognizedModule, RuntimeError, IndexError, TypeError):
@@ -210,7 +210,7 @@ def _packed_gated_norm(
     if not isinstance(eps, float):
         return None
     x = torch.linspace(-1.0, 2.0, len(weight), dtype=weight.dtype).unsqueeze(0)
-    made = PackedGatedNorm(kernels, weight.detach().float().contiguous(), eps)
+    packed = PackedGatedNorm(kernels, weight.detach().float().contiguous(), eps)
     tolerance = 1e-4 if weight.dtype == torch.float32 else 2e-2
-    one, other = module(x, x.flip(1)).float(), made(x, x.flip(1)).float()
-    return made if torch.allclose(one, other, rtol=tolerance, atol=tolerance) else None
+    one, other = module(x, x.flip(1)).float(), packed(x, x.flip(1)).float()
+    return packed if torch.allclose(one, other, rtol=tolerance, atol=tolerance) else None

@@ -40,8 +40,8 @@ def fuse_recurrent(paged: Replaceable, kernels: CpuKernels) -> bool:
     layers = paged.recurrent
     if layers is None:
         return False
-    own = RecurrentKernels(kernels)
-    fused = [_fused(own, layer) for layer in layers.modules]
+    row_kernels = RecurrentKernels(kernels)
+    fused = [_fused(row_kernels, layer) for layer in layers.modules]
     if not any(fused):
         return False
     name, expected = type(paged.transformer).__name__, probe_logits(paged, paged)

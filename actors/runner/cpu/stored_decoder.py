@@ -92,7 +92,10 @@ def restored(kernels: CpuKernels, stored: Stored) -> CpuDecoder:
     packed = PackedDecoder(
         kernels,
         DecoderShape(**shape),
-        [DecoderLayer(**{name: value(of) for name, of in own.items()}) for own in meta["layers"]],
+        [
+            DecoderLayer(**{name: value(of) for name, of in layer.items()})
+            for layer in meta["layers"]
+        ],
         **{name: value(meta[name]) for name in ("embedding", "head", "final_norm", "head_bias")},
     )
     tables = [(value(cos), value(sin)) for cos, sin in meta["rotary"]]

@@ -56,10 +56,10 @@ class WeightsCache:
         """What ``keep`` was given for ``key``, or None; a broken file is removed, with a line."""
         path = self._path(key)
         try:
-            found = read_arrays(path)
+            entry = read_arrays(path)
             with suppress(OSError):  # of another user, or read-only
                 os.utime(path)
-            return found
+            return entry
         except FileNotFoundError:
             return None
         except (BrokenFile, OSError, ValueError, KeyError, TypeError) as error:
@@ -113,13 +113,13 @@ class WeightsCache:
                 elif path.name.endswith(PART_SUFFIX):
                     if now - status.st_mtime > UNFINISHED_FILE_SECONDS:
                         path.unlink()
-        held = sum(own for _, own, _ in files)
-        for _, own, path in sorted(files):
+        held = sum(file_size for _, file_size, _ in files)
+        for _, file_size, path in sorted(files):
             if held + size <= self._max_bytes:
                 return
             with suppress(OSError):
                 path.unlink()
-                held -= own
+                held -= file_size
 
     def _digest_of(self, path: Path) -> str:
         """The SHA-256 of a file, from the note of an earlier start if it is still the same file."""

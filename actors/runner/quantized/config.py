@@ -27,15 +27,15 @@ Config = Mapping[str, Any]
 
 def source_config(config: "PretrainedConfig") -> dict[str, Any] | None:
     """The checkpoint's ``quantization_config``, or None if its weights are plain."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
         text = config.get_text_config(decoder=True)
-        found = getattr(text, "quantization_config", None)
-    if found is None or isinstance(found, dict):
-        return found
-    if not hasattr(found, "to_dict"):
-        raise refuse(f"the checkpoint's quantization_config is {found!r}, and not an object")
-    return dict(found.to_dict())
+        quantization = getattr(text, "quantization_config", None)
+    if quantization is None or isinstance(quantization, dict):
+        return quantization
+    if not hasattr(quantization, "to_dict"):
+        raise refuse(f"the checkpoint's quantization_config is {quantization!r}, and not an object")
+    return dict(quantization.to_dict())
 
 
 @dataclass(frozen=True)

@@ -93,12 +93,12 @@ class Mxfp4Experts(ConversionOps):
     ) -> dict[str, Any]:
         """One tensor for each name, or a list of one."""
         name = kwargs["full_layer_name"]
-        found = {
+        tensors = {
             part: value[0] if isinstance(value, list) else value
             for part, value in input_dict.items()
         }
-        blocks = next(value for part, value in found.items() if part.endswith("_blocks"))
-        scales = next((value for part, value in found.items() if part.endswith("_scales")), None)
+        blocks = next(value for part, value in tensors.items() if part.endswith("_blocks"))
+        scales = next((value for part, value in tensors.items() if part.endswith("_scales")), None)
         if scales is None:
             raise refuse(f"the checkpoint lacks {name}_scales")
         weights = [mxfp4(one, some).T for one, some in zip(blocks, scales, strict=True)]

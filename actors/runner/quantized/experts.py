@@ -93,10 +93,12 @@ class StoredLayer:
         """
         tensors = self._tensors()
         try:
-            own = self.format.part(self.outputs, self.inputs, tensors, part)
+            sliced = self.format.part(self.outputs, self.inputs, tensors, part)
         except (InvalidConfig, ValueError, KeyError):
             return None  # `grouped` says what is wrong
-        return None if own is None else self._grouped(own, *part.sizes(self.outputs, self.inputs))
+        if sliced is None:
+            return None
+        return self._grouped(sliced, *part.sizes(self.outputs, self.inputs))
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {leaf: self.files.read(self.places[leaf]) for leaf in self.slots}
@@ -251,7 +253,7 @@ def expert_names(model: PreTrainedModel, layers: Iterable[str]) -> dict[str, Exp
         entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightConverter)
     ]
     parts: dict[tuple[str, str], str | None] = {}
-    found: dict[str, ExpertNames] = {}
+    by_path: dict[str, ExpertNames] = {}
     for name in layers:
         match = _LAYER.fullmatch(name)
         if match is None or match[1] not in counts:
@@ -260,8 +262,8 @@ def expert_names(model: PreTrainedModel, layers: Iterable[str]) -> dict[str, Exp
         if (path, projection) not in parts:
             parts[path, projection] = _part(path, projection, converters)
         if (part := parts[path, projection]) is not None:
-            getattr(found.setdefault(path, ExpertNames({}, {}, {})), part)[number] = name
-    whole = {path: names for path, names in found.items() if all(names)}
+            getattr(by_path.setdefault(path, ExpertNames({}, {}, {})), part)[number] = name
+    whole = {path: names for path, names in by_path.items() if all(names)}
     for path, names in whole.items():
         for numbers in names:
             _require_all(path, counts[path], numbers)
@@ -271,7 +273,9 @@ def expert_names(model: PreTrainedModel, layers: Iterable[str]) -> dict[str, Exp
 def _mergeable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules whose parameters are [E, 2 F, H] and [E, H, F], by their paths."""
     for path, module in model.named_modules():
-        shapes = {name: own.shape for name, own in module.named_parameters(recurse=False)}
+        shapes = {
+            name: parameter.shape for name, parameter in module.named_parameters(recurse=False)
+        }
         if set(shapes) == {GATE_UP, DOWN} and all(len(shape) == 3 for shape in shapes.values()):
             count, hidden, inner = shapes[DOWN]
             if shapes[GATE_UP] == (count, 2 * inner, hidden):

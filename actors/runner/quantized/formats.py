@@ -167,18 +167,19 @@ class Gptq(Format):
         group = self.width(inputs)
         if words is None:
             return None
-        own = dict(tensors)
+        sliced = dict(tensors)
         if part.dim == 0:
             here = slice(part.run.start, part.run.stop)
-            own["qweight"], own["scales"] = own["qweight"][:, here], own["scales"][:, here]
-            own["qzeros"] = own["qzeros"][:, words]
-            return own
+            sliced["qweight"] = sliced["qweight"][:, here]
+            sliced["scales"] = sliced["scales"][:, here]
+            sliced["qzeros"] = sliced["qzeros"][:, words]
+            return sliced
         groups = part.groups(group, inputs)
-        if groups is None or input_order(own.pop("g_idx", None), inputs, group) is not None:
+        if groups is None or input_order(sliced.pop("g_idx", None), inputs, group) is not None:
             return None
-        own["qweight"] = own["qweight"][words]
-        own["qzeros"], own["scales"] = own["qzeros"][groups], own["scales"][groups]
-        return own
+        sliced["qweight"] = sliced["qweight"][words]
+        sliced["qzeros"], sliced["scales"] = sliced["qzeros"][groups], sliced["scales"][groups]
+        return sliced
 
 
 def input_order(g_idx: torch.Tensor | None, inputs: int, group: int) -> torch.Tensor | None:
@@ -291,16 +292,19 @@ class Packed(Format):
         groups = part.groups(group, inputs)
         if words is None or (part.dim == 1 and groups is None):
             return None
-        own, here = dict(tensors), slice(part.run.start, part.run.stop)
+        sliced, here = dict(tensors), slice(part.run.start, part.run.stop)
         rows = {"weight_packed": here, "weight_scale": here, "weight_zero_point": words}
         columns = {"weight_packed": words, "weight_scale": groups, "weight_zero_point": groups}
-        if part.dim == 1 and input_order(own.pop("weight_g_idx", None), inputs, group) is not None:
-            return None
-        for leaf in rows.keys() & own.keys():
-            own[leaf] = own[leaf][rows[leaf]] if part.dim == 0 else own[leaf][:, columns[leaf]]
-        if "weight_shape" in own:
-            own["weight_shape"] = torch.tensor(part.sizes(*own["weight_shape"].tolist()))
-        return own
+        if part.dim == 1:
+            order = input_order(sliced.pop("weight_g_idx", None), inputs, group)
+            if order is not None:
+                return None
+        for leaf in rows.keys() & sliced.keys():
+            tensor = sliced[leaf]
+            sliced[leaf] = tensor[rows[leaf]] if part.dim == 0 else tensor[:, columns[leaf]]
+        if "weight_shape" in sliced:
+            sliced["weight_shape"] = torch.tensor(part.sizes(*sliced["weight_shape"].tolist()))
+        return sliced
 
 
 @dataclass(frozen=True)
@@ -404,19 +408,19 @@ class Nf4(Format):
         self, outputs: int, inputs: int, tensors: Tensors, part: Part
     ) -> dict[str, torch.Tensor] | None:
         state = json.loads(bytes(tensors["weight_quant_state"].tolist()))
-        block, own = int(state["blocksize"]), dict(tensors)
+        block, sliced = int(state["blocksize"]), dict(tensors)
         if part.dim == 1 or inputs % block:  # numbers lie output after output
             return None
         first, count = part.run.start * inputs, len(part.run) * inputs
         blocks = slice(first // block, (first + count) // block)
-        if "weight_nested_absmax" in own:
+        if "weight_nested_absmax" in sliced:
             each = int(state["nested_blocksize"])
             if blocks.start % each:
                 return None
-            own["weight_nested_absmax"] = own["weight_nested_absmax"][blocks.start // each :]
-        own["weight"] = own["weight"][first // 2 : (first + count) // 2]
-        own["weight_absmax"] = own["weight_absmax"][blocks]
-        return own
+            sliced["weight_nested_absmax"] = sliced["weight_nested_absmax"][blocks.start // each :]
+        sliced["weight"] = sliced["weight"][first // 2 : (first + count) // 2]
+        sliced["weight_absmax"] = sliced["weight_absmax"][blocks]
+        return sliced
 
 
 def mxfp4_groups(blocks: torch.Tensor, scales: torch.Tensor) -> Grouped:

@@ -205,9 +205,9 @@ class Gguf(Format):
         block, octets = BLOCKS[self.kind], tensors[self.kind]
         if part.dim == 0:
             return {self.kind: octets[part.run.start : part.run.stop]}
-        if (own := part.each(block.inputs, inputs)) is None:
+        if (blocks := part.each(block.inputs, inputs)) is None:
             return None
-        return {self.kind: octets[:, own.start * block.bytes : own.stop * block.bytes]}
+        return {self.kind: octets[:, blocks.start * block.bytes : blocks.stop * block.bytes]}
 
     def grouped(self, outputs: int, inputs: int, tensors: Tensors) -> Grouped:
         block, stored = BLOCKS[self.kind], tensors[self.kind]
@@ -217,20 +217,22 @@ class Gguf(Format):
         with np.errstate(invalid="ignore"):  # what is no number in the file is none here
             parts = [block.read(octets[at : at + step]) for at in range(0, len(octets), step)]
 
-        def whole(made: Iterable[npt.NDArray[Any]]) -> torch.Tensor:
-            rows = np.concatenate(list(made)).reshape(outputs, -1)
+        def whole(arrays: Iterable[npt.NDArray[Any]]) -> torch.Tensor:
+            rows = np.concatenate(list(arrays)).reshape(outputs, -1)
             return torch.from_numpy(rows).to(device)
 
-        def scales(made: list[Scales]) -> tuple[torch.Tensor, torch.Tensor | None]:
-            halves = whole(own.halves for own in made)
+        def scales(group_scales: list[Scales]) -> tuple[torch.Tensor, torch.Tensor | None]:
+            halves = whole(scale.halves for scale in group_scales)
             if block.inputs == block.group:
                 return halves, None
-            return halves, whole(own.factors for own in made if own.factors is not None)
+            return halves, whole(
+                scale.factors for scale in group_scales if scale.factors is not None
+            )
 
         shared = SharedScales(
             block.inputs // block.group,
-            *scales([own.scale for own in parts]),
-            *scales([own.least for own in parts if own.least is not None])
+            *scales([part.scale for part in parts]),
+            *scales([part.least for part in parts if part.least is not None])
             if parts[0].least is not None
             else (),
         )
@@ -240,7 +242,7 @@ class Gguf(Format):
         if block.table is not None:
             table = torch.tensor(block.table, dtype=torch.float32, device=device)
         return Grouped(
-            whole(own.values for own in parts),
+            whole(part.values for part in parts),
             scale,
             *(block.group, block.bits, zero, table),
             least=shared.leasts(),

@@ -99,8 +99,8 @@ def convert(files: Sequence[str], folder: str) -> None:
     header = headers[0]
     try:
         # transformers reads the other kinds of tokenizers.
-        own = header.fields.get("tokenizer.ggml.model") == "gpt2"
-        tokenizer = make_tokenizer(header.fields) if own else AutoTokenizer.from_pretrained(**where)
+        bpe = header.fields.get("tokenizer.ggml.model") == "gpt2"
+        tokenizer = make_tokenizer(header.fields) if bpe else AutoTokenizer.from_pretrained(**where)
         tokenizer.save_pretrained(folder)
     except Exception as error:  # of any kind of tokenizer; --tokenizer may name another one
         print(f"the tokenizer in {first.name} cannot be read: {error}", flush=True)
@@ -148,7 +148,7 @@ def map_tensors(file: str, places: Sequence[GgufTensor]) -> list[MappedTensor]:
     Raises:
         ValueError: the file ends before one does, or one has a type that is not known.
     """
-    data, found = np.memmap(file, np.uint8, "r"), []
+    data, tensors = np.memmap(file, np.uint8, "r"), []
     for one in places:
         kind = GGMLQuantizationType(one.kind)
         dtype = PLAIN.get(kind)
@@ -158,8 +158,8 @@ def map_tensors(file: str, places: Sequence[GgufTensor]) -> list[MappedTensor]:
             raise ValueError(f"it ends before its tensor {one.name} does")
         octets = data[one.offset : end]
         view = (octets.view(dtype) if dtype else octets).reshape(shape)
-        found.append(MappedTensor(one.name, kind, one.shape, view))
-    return found
+        tensors.append(MappedTensor(one.name, kind, one.shape, view))
+    return tensors
 
 
 def read_config(header: Header) -> tuple[Any, dict[str, Any]]:
@@ -192,13 +192,13 @@ def completed(config: Any, header: Header, tensors: Sequence[MappedTensor]) -> A
     mappings = READING.GGUF_TO_TRANSFORMERS_MAPPING["config"]
     known = mappings.get(architecture) or mappings.get(config.model_type) or {}
     for key, name in SIZES.items():
-        found = header.get(key)
-        if found and key not in known and hasattr(config, name):
-            setattr(config, name, int(found[0] if isinstance(found, list) else found))
+        stored = header.get(key)
+        if stored and key not in known and hasattr(config, name):
+            setattr(config, name, int(stored[0] if isinstance(stored, list) else stored))
     scaling = {
-        key: found
+        key: setting
         for key in ("type", "factor", "attn_factor", "original_context_length")
-        if (found := header.get(f"rope.scaling.{key}")) is not None
+        if (setting := header.get(f"rope.scaling.{key}")) is not None
     }
     factors = {
         one.name: one.data.astype(float).tolist()
@@ -222,17 +222,18 @@ def set_positions(config: Any, scaling: dict[str, Any], factors: dict[str, list[
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     rope = parameters.get("full_attention", parameters)  # Gemma's windows are not scaled
-    made, kind = rope.get("rope_type"), scaling.get("type") or "none"
-    if made == "proportional":  # Gemma 4's own way, which has the same factors
-        factors = {name: own for name, own in factors.items() if name != FREQUENCIES}
-    if kind == "linear" and made == "default" and not factors:
+    rope_type, kind = rope.get("rope_type"), scaling.get("type") or "none"
+    if rope_type == "proportional":  # Gemma 4's own way, which has the same factors
+        factors = {name: numbers for name, numbers in factors.items() if name != FREQUENCIES}
+    if kind == "linear" and rope_type == "default" and not factors:
         rope |= {"rope_type": "linear", "factor": float(scaling.get("factor", 1.0))}
-    elif kind not in ("none", made) and not (kind == "longrope" and factors):
+    elif kind not in ("none", rope_type) and not (kind == "longrope" and factors):
         raise ValueError(f"its positions are scaled by {kind!r}, which is not read")
     if not factors:
         return
     first, size = next(iter(factors)), _rotary_size(config, rope)
-    if made != "default" or rope is not parameters or FREQUENCIES in factors and len(factors) > 1:
+    several = FREQUENCIES in factors and len(factors) > 1
+    if rope_type != "default" or rope is not parameters or several:
         raise ValueError(f"its positions have factors ({first}) that are not read")
     for name, numbers in factors.items():
         if len(numbers) != size // 2:
@@ -337,10 +338,10 @@ class Plan:
     def source(self, tensor: MappedTensor) -> Source | None:
         """How a tensor is written, or None if the model has none like it."""
         kind, name = tensor.tensor_type.name.lower(), self._names.get(tensor.name)
-        if found := EXPERTS.fullmatch(tensor.name):
-            path = self._names[found[1]].rpartition(".")[0]
+        if match := EXPERTS.fullmatch(tensor.name):
+            path = self._names[match[1]].rpartition(".")[0]
             rows = np.arange(len(tensor.data[0])) if kind in BLOCKS else None
-            return Source(tensor, f"{path}.*.{found[2]}_proj", rows, len(tensor.data))
+            return Source(tensor, f"{path}.*.{match[2]}_proj", rows, len(tensor.data))
         if name is None:
             return None
         owner, _, leaf = name.rpartition(".")
@@ -355,20 +356,20 @@ class Plan:
 
     def reads(self, tensors: Sequence[MappedTensor]) -> bool:
         """Whether transformers merges experts from layers of the names that are written."""
-        found = [match[1] for one in tensors if (match := EXPERTS.fullmatch(one.name))]
-        paths = {self._names.get(name, "").rpartition(".")[0] for name in found}
+        names = [match[1] for one in tensors if (match := EXPERTS.fullmatch(one.name))]
+        paths = {self._names.get(name, "").rpartition(".")[0] for name in names}
         return all(path and merges_projections(self._model, path) for path in paths)
 
     def _order(self, tensor: MappedTensor) -> Array | None:
         """The order that transformers puts the rows into; None if it does anything else."""
         numbers = np.arange(len(tensor.data), dtype=np.int64).reshape(-1, 1)
         try:
-            made = self._process(numbers, tensor.name)
+            written = self._process(numbers, tensor.name)
         except (ValueError, IndexError):
             return None
-        if len(made) != 1 or made[0][0] != self._names[tensor.name]:
+        if len(written) != 1 or written[0][0] != self._names[tensor.name]:
             return None
-        rows: Array = made[0][1]
+        rows: Array = written[0][1]
         if rows.shape != numbers.shape or not np.array_equal(np.sort(rows, axis=0), numbers):
             return None
         return rows.ravel()
@@ -395,13 +396,13 @@ class Plan:
     def _process(self, weights: Array, name: str) -> list[tuple[str, Any]]:
         """Names and numbers of the model's tensors that transformers makes of one in the file."""
         parsed: dict[str, Any] = {"tensors": {}}
-        made = self._processor.process(
+        processed = self._processor.process(
             weights=weights, name=name, tensor_key_mapping=self._names, parsed_parameters=parsed
         )
-        found = list(parsed["tensors"].items())
-        if made.name in self._names:
-            found.append((self._names[made.name], made.weights))
-        return found
+        tensors = list(parsed["tensors"].items())
+        if processed.name in self._names:
+            tensors.append((self._names[processed.name], processed.weights))
+        return tensors
 
 
 class _Childless:

@@ -92,8 +92,8 @@ class QuantWeight(nn.Module):
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
         """Some rows [..., inputs] of the weight; for formats whose tensors have a row for each."""
         tensors = {slot: self.get_buffer(slot)[outputs.flatten()] for slot in self._slots}
-        found = grouped(self.name, self.format, outputs.numel(), self.in_features, tensors)
-        return found.dense().to(self.dtype).view(*outputs.shape, self.in_features)
+        weight = grouped(self.name, self.format, outputs.numel(), self.in_features, tensors)
+        return weight.dense().to(self.dtype).view(*outputs.shape, self.in_features)
 
     @property
     def bytes(self) -> int:

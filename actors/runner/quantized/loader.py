@@ -193,8 +193,8 @@ class Quantizer(HfQuantizer):
         head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if self.formats.tied and head is not None:
             names = {id(module): name for name, module in model.named_modules()}
-            table, own = names[id(model.get_input_embeddings())], names[id(head)]
-            renamings = [WeightRenaming(rf"^{re.escape(table)}\.", f"{own}.")]
+            table, head_name = names[id(model.get_input_embeddings())], names[id(head)]
+            renamings = [WeightRenaming(rf"^{re.escape(table)}\.", f"{head_name}.")]
         rest: list[Any] = super().update_weight_conversions(weight_conversions, model)  # type: ignore[no-untyped-call]
         return [*renamings, *rest]
 
@@ -253,8 +253,8 @@ class Quantizer(HfQuantizer):
     def _replace_embedding(self, model: PreTrainedModel, layers: Mapping[str, Stored]) -> int:
         """Replaces an embedding of codes; returns 1 if they are not the head's."""
         embedding: Any = model.get_input_embeddings()
-        found: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        head = found if self.formats.tied else None
+        output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        head = output if self.formats.tied else None
         name = next((name for name, one in model.named_modules() if one is embedding), "")
         stored = layers.get(name, {})
         owner, _, leaf = name.rpartition(".")
@@ -268,9 +268,9 @@ class Quantizer(HfQuantizer):
         table: torch.Tensor = embedding.weight
         outputs, inputs = table.shape
         slots = checked_slots(name, outputs, inputs, format, stored)
-        made = QuantEmbedding(name, outputs, inputs, format, slots, table.device, self.dtype)
-        made.scale = scale
-        setattr(model.get_submodule(owner), leaf, made)
+        quantized = QuantEmbedding(name, outputs, inputs, format, slots, table.device, self.dtype)
+        quantized.scale = scale
+        setattr(model.get_submodule(owner), leaf, quantized)
         return 1
 
     def _stored_table(
@@ -285,8 +285,8 @@ class Quantizer(HfQuantizer):
         head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         names = {id(module): name for name, module in model.named_modules()}
         name = names[id(embedding)]
-        if self.formats.tied and (found := linear.get(names.get(id(head), ""))) is not None:
-            return {name: found}
+        if self.formats.tied and (stored := linear.get(names.get(id(head), ""))) is not None:
+            return {name: stored}
         outputs, inputs = embedding.weight.shape
         layer = self._stored_layer(name, outputs, inputs, layers, files) if name in layers else None
         return {} if layer is None else {name: layer}
@@ -304,7 +304,7 @@ class Quantizer(HfQuantizer):
         mixed: bool = False,
     ) -> dict[str, list[Expert]]:
         """The experts whose layers are all quantised, or with ``mixed`` some of them, by module."""
-        found = dict[str, list[Expert]]()
+        by_path = dict[str, list[Expert]]()
         for path, names in expert_names(model, layers).items():
             module = model.get_submodule(path)
             hidden, inner = module.get_parameter("down_proj").shape[1:]
@@ -319,10 +319,10 @@ class Quantizer(HfQuantizer):
                     parts.append(layer or ExactLayer(*shape, self._places[name]["weight"], files))
                 experts.append(Expert(*parts))
             if exact < 3 * len(experts) if mixed else not exact:
-                found[path] = experts
+                by_path[path] = experts
         if self.formats.experts == "mxfp4":
-            found |= mxfp4_experts(model, layers, self._places, files)
-        return found
+            by_path |= mxfp4_experts(model, layers, self._places, files)
+        return by_path
 
     def _stored_layer(
         self,
@@ -383,14 +383,14 @@ class Quantizer(HfQuantizer):
         layers: dict[str, Stored] = {}
         names = {name for name, _ in model.named_modules()}
         prefix = f"{model.base_model_prefix}."
-        for place, found in stored_tensors(checkpoint_files or ()):
+        for place, entry in stored_tensors(checkpoint_files or ()):
             renamed, _ = rename_source_key(place.key, renamings, [], model.base_model_prefix, state)
             owner, _, leaf = renamed.rpartition(".")
             if owner not in names and prefix + owner in names:
                 owner = prefix + owner
             elif owner not in names and owner.removeprefix(prefix) in names:
                 owner = owner.removeprefix(prefix)
-            layers.setdefault(owner, {})[leaf] = found
+            layers.setdefault(owner, {})[leaf] = entry
             self._places.setdefault(owner, {})[leaf] = place
         return layers
 
@@ -398,10 +398,10 @@ class Quantizer(HfQuantizer):
 def _leave_experts(model: PreTrainedModel, experts: Mapping[str, list[Expert]]) -> int:
     """Takes experts out of a model that is about to be loaded; returns the number of layers."""
     ignored = set(model._keys_to_ignore_on_load_unexpected or ())
-    for path, own in experts.items():
-        made = coded_experts(model.get_submodule(path), own, model.dtype)
+    for path, module_experts in experts.items():
+        coded = coded_experts(model.get_submodule(path), module_experts, model.dtype)
         owner, _, leaf = path.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, made)
+        setattr(model.get_submodule(owner), leaf, coded)
         ignored.add(rf"\.{re.escape(leaf)}\.")
     model._keys_to_ignore_on_load_unexpected = ignored
     return 3 * sum(map(len, experts.values()))
@@ -522,21 +522,21 @@ def dequantize(model: nn.Module) -> list[nn.Linear]:
     while experts:
         owner, name, mixture = experts.pop()
         setattr(owner, name, mixture.dequantized())
-    embeddings, layers, made = quant_embeddings(model), quant_linears(model), []
+    embeddings, layers, linears = quant_embeddings(model), quant_linears(model), []
     plain: dict[int, torch.Tensor] = {}  # the weights of tables that several modules read
     tables = {id(one.table) for _, _, one in embeddings}
     while layers:
         owner, name, layer = layers.pop()
-        made.append(layer.dequantized())
+        linears.append(layer.dequantized())
         if id(layer) in tables:
-            plain[id(layer)] = made[-1].weight.detach()
-        setattr(owner, name, made[-1])
+            plain[id(layer)] = linears[-1].weight.detach()
+        setattr(owner, name, linears[-1])
     for owner, name, one in embeddings:
         weight = plain.get(id(one.table))
         if weight is None:
             weight = one.table.weight_in(one.table.dtype)
         setattr(owner, name, ScaledEmbedding(weight, one.scale))
-    return made
+    return linears
 
 
 def formats_of(model: PreTrainedModel) -> Formats | None:

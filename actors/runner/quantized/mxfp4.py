@@ -59,8 +59,8 @@ class Mxfp4Layer:
 
     def _read(self, outputs: slice, blocks: slice) -> Grouped:
         places = (self.blocks, self.scales)
-        own = (self.files.read(place)[self.expert, self.rows] for place in places)
-        return mxfp4_groups(*(tensor[outputs, blocks].to(self.files.device) for tensor in own))
+        rows = (self.files.read(place)[self.expert, self.rows] for place in places)
+        return mxfp4_groups(*(tensor[outputs, blocks].to(self.files.device) for tensor in rows))
 
 
 class _Weight(NamedTuple):
@@ -132,19 +132,21 @@ def mxfp4_experts(
     Raises:
         InvalidConfig: Blocks or exponents have another shape or type than the model wants.
     """
-    found = dict[str, list[Expert]]()
+    by_path = dict[str, list[Expert]]()
     for path, module in model.named_modules():
         stored, shapes = layers.get(path, {}), _shapes(module)
         if f"{GATE_UP}_blocks" not in stored or f"{DOWN}_blocks" not in stored or shapes is None:
             continue
         for name, shape in shapes.items():
             _require(path, stored, name, shape)
-        own = places[path]
+        module_places = places[path]
         weights = {
-            name: _Weight(shape, own[f"{name}_blocks"], own[f"{name}_scales"], files)
+            name: _Weight(
+                shape, module_places[f"{name}_blocks"], module_places[f"{name}_scales"], files
+            )
             for name, shape in shapes.items()
         }
-        found[path] = [
+        by_path[path] = [
             Expert(
                 weights[GATE_UP].layer(number, slice(0, None, 2)),
                 weights[GATE_UP].layer(number, slice(1, None, 2)),
@@ -152,16 +154,18 @@ def mxfp4_experts(
             )
             for number in range(shapes[DOWN][0])
         ]
-    return found
+    return by_path
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, int, int]] | None:
     """Experts, outputs and inputs of a module's weights, or None if it is of another form."""
-    found = {name: tuple(own.shape) for name, own in module.named_parameters(recurse=False)}
-    if set(found) != {GATE_UP, DOWN, *BIASES} or len(found[DOWN]) != 3:
+    shapes = {
+        name: tuple(parameter.shape) for name, parameter in module.named_parameters(recurse=False)
+    }
+    if set(shapes) != {GATE_UP, DOWN, *BIASES} or len(shapes[DOWN]) != 3:
         return None
-    count, inner, hidden = found[DOWN]
-    if found[GATE_UP] != (count, hidden, 2 * inner):
+    count, inner, hidden = shapes[DOWN]
+    if shapes[GATE_UP] != (count, hidden, 2 * inner):
         return None
     return {GATE_UP: (count, 2 * inner, hidden), DOWN: (count, hidden, inner)}
 
@@ -173,9 +177,9 @@ def _require(path: str, stored: Stored, name: str, shape: tuple[int, int, int]) 
         raise refuse(f"the model's {path}.{name} has {inputs} inputs, no whole blocks of {SIZE}")
     groups = (count, outputs, inputs // SIZE)
     for leaf, wanted in ((f"{name}_blocks", (*groups, SIZE // 2)), (f"{name}_scales", groups)):
-        dtype, found = stored[leaf]
-        if found != wanted or dtype != torch.uint8:
+        dtype, stored_shape = stored[leaf]
+        if stored_shape != wanted or dtype != torch.uint8:
             raise refuse(
                 f"the checkpoint's {path}.{leaf} is {str(dtype).removeprefix('torch.')} of shape "
-                f"{list(found)}, and the model wants uint8 of {list(wanted)}"
+                f"{list(stored_shape)}, and the model wants uint8 of {list(wanted)}"
             )

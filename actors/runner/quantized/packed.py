@@ -113,7 +113,7 @@ def pack_quantized(model: nn.Module, kernels: CpuKernels, *, round_rows: bool = 
     Layers of codes that the kernels do not read become plain. ``round_rows`` as ``pack_codes``.
     """
     embeddings, layers, plain, size = quant_embeddings(model), quant_linears(model), 0, 0
-    made: dict[int, CodedLinear | nn.Linear] = {}  # of the tables of embeddings
+    by_id: dict[int, CodedLinear | nn.Linear] = {}  # of the tables of embeddings
     tables = {id(one.table) for _, _, one in embeddings}
     while layers:
         owner, name, layer = layers.pop()
@@ -126,9 +126,9 @@ def pack_quantized(model: nn.Module, kernels: CpuKernels, *, round_rows: bool = 
             packed = CodedLinear(kernels, matrix, layer.bias, layer.dtype)
         setattr(owner, name, packed)
         if id(layer) in tables:
-            made[id(layer)] = packed
+            by_id[id(layer)] = packed
     for owner, name, one in embeddings:
-        embedding = _packed_embedding(kernels, one, made.get(id(one.table)))
+        embedding = _packed_embedding(kernels, one, by_id.get(id(one.table)))
         if isinstance(one, QuantEmbedding) and isinstance(embedding, CodedEmbedding):
             size += embedding.matrix.bytes
         setattr(owner, name, embedding)
@@ -181,6 +181,8 @@ def int4_saves(model: Any, dtype: object) -> int:
     layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
     head = inside_head(model)
     weights = sum(layer.weight.numel() for layer in layers if layer not in head)
-    experts = (own for own in model.parameters() if own.dim() == 3 and min(own.shape) > 1)
-    weights += sum(own.numel() for own in experts)
+    experts = (
+        weight for weight in model.parameters() if weight.dim() == 3 and min(weight.shape) > 1
+    )
+    weights += sum(weight.numel() for weight in experts)
     return int(weights * (stored - INT4_BYTES))

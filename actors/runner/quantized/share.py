@@ -114,7 +114,9 @@ def some_outputs(weight: Grouped, rows: Rows, count: int) -> Grouped:
             kept = torch.cat([kept, kept.new_zeros(count - len(kept), kept.shape[1])])
         return kept.contiguous().view(of.dtype)
 
-    zero, least = (None if own is None else taken(own) for own in (weight.zero, weight.least))
+    zero, least = (
+        None if tensor is None else taken(tensor) for tensor in (weight.zero, weight.least)
+    )
     values, scale = taken(weight.values), taken(weight.scale)
     return replace(weight, values=values, scale=scale, zero=zero, least=least, shared=None)
 
