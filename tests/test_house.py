@@ -27,6 +27,14 @@ def test_every_held_row_holds() -> None:
     assert not broken, "\n".join("\n".join([f"{row.name}:", *row.broken[:40]]) for row in broken)
 
 
+def test_a_vague_name_counts_where_it_is_bound(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    text = "def f(own):\n for most in own:\n  made = [found for found in most]\n  made.found()\n"
+    path.write_text(text)
+    names = sorted(HOUSE._vague_names(HOUSE.Source(path)))
+    assert names == [(1, "own"), (2, "most"), (3, "found"), (3, "made")]
+
+
 @pytest.mark.parametrize("word", ["nobody", "nobody's", "Whoever", "in vain", "is told", "untold"])
 def test_forbidden_words_are_found(word: str) -> None:
     assert HOUSE.FORBIDDEN_WORDS.search(f"a {word} b")

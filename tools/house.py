@@ -40,6 +40,9 @@ FORBIDDEN_WORDS = re.compile(
     r"|of its own accord)\b",
     re.IGNORECASE,
 )
+# A variable is named after the thing that it is.
+VAGUE_NAMES = {"own", "most", "made", "found"}
+MAX_VAGUE_NAMES = 347
 EXCEPTIONS_ELSEWHERE = {
     "cache/errors.py": "cache imports nothing",
     "kernels/cpu/library.py": "kernels import nothing",
@@ -125,7 +128,7 @@ def sizes(sources: list[Source]) -> Iterator[Row]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _length(node) > MAX_FUNCTION
     ]
     yield Row("functions over 60 lines", str(len(functions)), "0", functions)
-    words = [f"{name}: {len(found)}" for name, found in feature_words(sources).items() if found]
+    words = [f"{name}: {len(uses)}" for name, uses in feature_words(sources).items() if uses]
     yield Row("core files with a feature's word", str(len(words)), "0", words)
     steps = [name for name, arguments in _runner_methods(sources) if "SchedulerInfo" in arguments]
     over = steps if len(steps) > MAX_STEP_METHODS else []
@@ -178,12 +181,12 @@ def classes(sources: list[Source]) -> Iterator[Row]:
                 if not item.name.startswith("_") and not _is_override(node):
                     owners[item.name].append(node.name)
     shared = [
-        f"{name}: {', '.join(found)}"
-        for name, found in sorted(owners.items())
-        if len(found) > MAX_SHARED and name not in SHARED_NAMES
+        f"{name}: {', '.join(holders)}"
+        for name, holders in sorted(owners.items())
+        if len(holders) > MAX_SHARED and name not in SHARED_NAMES
     ]
     yield Row("method names in more than 6 classes", str(len(shared)), "0", shared, held=False)
-    twice = [f"{name}: {', '.join(found)}" for name, found in names.items() if len(found) > 1]
+    twice = [f"{name}: {', '.join(files)}" for name, files in names.items() if len(files) > 1]
     twice = [line for line in twice if not line.startswith("_")]
     yield Row("class names used twice", str(len(twice)), "0", twice)
 
@@ -213,9 +216,28 @@ def homes(sources: list[Source]) -> Iterator[Row]:
     yield Row("timing constants outside of timing.py", str(len(constants)), "0", constants)
 
 
+def variables(sources: list[Source]) -> Iterator[Row]:
+    vague = [
+        f"{source.name}:{line} {name}" for source in sources for line, name in _vague_names(source)
+    ]
+    over = vague if len(vague) > MAX_VAGUE_NAMES else []
+    row = "variables called own, most, made, found"
+    yield Row(row, str(len(vague)), str(MAX_VAGUE_NAMES), over)
+
+
+def _vague_names(source: Source) -> Iterator[tuple[int, str]]:
+    """Yields where a variable or argument is bound to a name that says nothing of it."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.arg) and node.arg in VAGUE_NAMES:
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and node.id in VAGUE_NAMES:
+            if isinstance(node.ctx, ast.Store):
+                yield node.lineno, node.id
+
+
 def prose() -> Iterator[Row]:
-    found = forbidden_words()
-    yield Row("forbidden words", str(len(found)), "0", found)
+    uses = forbidden_words()
+    yield Row("forbidden words", str(len(uses)), "0", uses)
 
 
 def forbidden_words() -> list[str]:
@@ -315,7 +337,8 @@ def _is_override(node: ast.ClassDef) -> bool:
 def table() -> list[Row]:
     """All rows that need no run."""
     sources = product()
-    parts: tuple[Callable[[list[Source]], Iterator[Row]], ...] = (sizes, rooms, classes, homes)
+    parts: tuple[Callable[[list[Source]], Iterator[Row]], ...]
+    parts = (sizes, rooms, classes, homes, variables)
     return [row for part in parts for row in part(sources)] + list(prose())
 
 
