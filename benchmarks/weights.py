@@ -266,7 +266,7 @@ def left() -> tuple[float, int, int]:
     return own_memory(), tasks, files
 
 
-def peak(model: Path) -> list[str]:
+def peak(model: Path) -> str:
     """How much an update takes for a while, beside the largest layer."""
     own = load_file(model / "model.safetensors")
     other = model.parent / "other.safetensors"
@@ -282,14 +282,14 @@ def peak(model: Path) -> list[str]:
                 llm.update_weights(str(path))
             after, _, _ = left()
     largest = max(sizes.values()) / MIB
-    return [
+    return (
         f"largest layer or matrix {largest:.0f} MiB; memory before an update {before:.0f}, amid it "
         f"at most {watch.most:.0f}, after it {after:.0f} MiB"
-    ]
+    )
 
 
-async def many(options: argparse.Namespace, folder: Path) -> list[str]:
-    """What is left of many updates under streams."""
+async def many(options: argparse.Namespace, folder: Path) -> None:
+    """Prints what is left of many updates under streams."""
     (demo,) = rayfin.deployments.demo.__path__
     tensors = load_file(Path(demo) / "model" / "model.safetensors")
     paths = [folder / f"{number}.safetensors" for number in range(2)]
@@ -298,7 +298,7 @@ async def many(options: argparse.Namespace, folder: Path) -> list[str]:
         save_file(own, path, {"format": "pt"})
     settings = {"kv_cache_memory": 64 * MIB, "weight_dir": str(folder / "versions")}
     args = AsyncEngineArgs("demo", dtype="float32", **settings)
-    lines, tokens = [], 0
+    tokens = 0
     async with AsyncLLM.from_engine_args(args, enable_log_requests=False) as llm:
 
         async def stream(seed: int) -> None:
@@ -314,15 +314,15 @@ async def many(options: argparse.Namespace, folder: Path) -> list[str]:
             if number in (20, 100, options.updates // 2, options.updates):
                 memory, threads, files = left()
                 versions = sum(path.is_file() for path in (folder / "versions").rglob("*"))
-                lines.append(
+                print(
                     f"after {number} updates and {tokens} tokens: {memory:.0f} MiB, {threads} "
-                    f"threads, {files} open files, {versions} files of versions"
+                    f"threads, {files} open files, {versions} files of versions",
+                    flush=True,
                 )
         assert not any(task.done() for task in tasks), "a stream has ended"
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return lines
 
 
 def table(found: dict[str, list[Row]]) -> list[str]:
@@ -351,8 +351,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = Path(name)
         make_model(folder / "model", options.shape, "float32")
         if options.memory:
-            lines = [*peak(folder / "model"), *asyncio.run(many(options, folder))]
-            print(*lines, sep="\n")
+            print(peak(folder / "model"), flush=True)
+            asyncio.run(many(options, folder))
             return
         flags = ("--served-model-name", "m", "--admin-api-key", KEY)
         if not options.streams:
