@@ -679,10 +679,10 @@ def account(life: Life) -> Counter[str]:
     happened["turns of sessions"] = life.num_turns
     happened["lapses"] = sum(stats.session_lapses.values())
     happened["pages written"] = stats.disk_pages_written
-    happened["pages read"] = stats.pages_read["disk", "arrived"]
-    happened["pages unreadable"] = stats.pages_read["disk", "missing"]
-    happened["pages of peers"] = stats.pages_read["p2p", "arrived"]
-    happened["pages peers lack"] = stats.pages_read["p2p", "missing"]
+    happened["pages read"] = stats.pages_read.get(("disk", "arrived"), 0)
+    happened["pages unreadable"] = stats.pages_read.get(("disk", "missing"), 0)
+    happened["pages of peers"] = stats.pages_read.get(("p2p", "arrived"), 0)
+    happened["pages peers lack"] = stats.pages_read.get(("p2p", "missing"), 0)
     happened["streams warmed"] = life.num_warmed
     happened["streams moved"] = life.num_moved
     happened["searches refused"] = life.refused
