@@ -223,6 +223,16 @@ class EventSockets(threading.Thread):
                 replay.send_multipart([reader, b"", b"", END, b""])
 
 
+PREFILL_NUMBERS = 100
+"""Here those engines begin that prefill for others; the numbers in all names begin at 0."""
+
+
+def number_of(name: str) -> int:
+    """Returns an engine's number, of its name's end."""
+    role, _, number = name.rpartition("/")[2].rpartition("-")
+    return (PREFILL_NUMBERS if role else 0) + int(number) if number.isdecimal() else 0
+
+
 def _at(endpoint: str, engine: int) -> str:
     """Where engine ``engine`` is: its number is added to the port, or to another name."""
     if not engine or not endpoint.startswith("tcp"):
@@ -246,8 +256,7 @@ def start_kv_events(
         return None
     if index is None:
         raise InvalidConfig("kv_events_config needs a prefix cache", "kv_events_config")
-    number = name.rpartition("/")[2]
-    engine = int(number) if number.isdecimal() else 0
+    engine = number_of(name)
     events = PageEvents(config, page_size, engine, time.time())
     sockets = EventSockets(config, events, engine)
     index.observer = events

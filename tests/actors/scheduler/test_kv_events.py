@@ -13,7 +13,7 @@ import pytest
 from event_reader import EventReader
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.scheduler.kv_events import EventSockets, PageEvents, start_kv_events
+from rayfin.actors.scheduler.kv_events import EventSockets, PageEvents, number_of, start_kv_events
 from rayfin.actors.settings import kv_events
 from rayfin.actors.settings.kv_events import KVEventsConfig, read_kv_events
 from rayfin.actors.timing import KV_EVENTS_AGAIN_SECONDS
@@ -157,6 +157,11 @@ def test_vllms_settings_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert start_kv_events(read_kv_events(None), "a/engine/1", PAGE, None) is None
     with pytest.raises(InvalidConfig, match="prefix cache"):
         start_kv_events(read, "a/engine/1", PAGE, None)
+
+
+def test_each_engine_has_a_number() -> None:
+    names = ("a/engine/0", "a/engine-x/7", "a/engine/prefill-0", "a/engine/prefill-12", "llm")
+    assert [number_of(name) for name in names] == [0, 7, 100, 112, 0]
 
 
 def test_over_sockets(tmp_path: Any) -> None:
