@@ -197,9 +197,8 @@ async def measure_drains(options: argparse.Namespace, app: str) -> None:
     for name in names:
         router.home = name
         await stream(options.prompt_tokens, 2).run(pool)
-    found: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
     for round_ in range(options.rounds):
-        for moves in (False, True):
+        for moves in (True, False):
             source, home = names if (round_ + moves) % 2 else names[::-1]
             router.home, router.hint = source, None
             streams = [
@@ -223,55 +222,60 @@ async def measure_drains(options: argparse.Namespace, app: str) -> None:
                 after.prefix_hits - before.prefix_hits
             )
             gap = max(max(own.gaps(began - 1.0)) for own in streams)
-            found[moves].append((gap, again / options.streams, empty))
+            what = "moved" if moves else "computed"
+            row = f"{gap:.2f} | {again / options.streams:.0f} | {empty:.1f}"
+            print(f"| {what} | {row} |", flush=True)
             await handles[source].manage.remote(Command.ADMIT)
             while len(pool._ready()) < 2:
                 await asyncio.sleep(0.1)
-    for moves, what in ((False, "computed"), (True, "moved")):
-        gap, again, empty = (median(column) for column in zip(*found[moves], strict=True))
-        print(f"| {what} | {gap:.2f} | {again:.0f} | {empty:.1f} |", flush=True)
     pool.close()
 
 
 @dataclass
 class Load:
-    """What the streams and the long prompts of one side saw."""
+    """What clients saw in so many seconds."""
 
-    gaps: list[float] = field(default_factory=list)
-    ttfts: list[float] = field(default_factory=list)
-    tokens: int = 0
-    apart: int = 0
+    seconds: float
+    streams: list[Stream] = field(default_factory=list)
+    long: list[Stream] = field(default_factory=list)
+    apart: int = 0  # prompts that were computed at another engine
+
+    def row(self) -> str:
+        every = [*self.streams, *self.long]
+        gaps = [gap for own in every for gap in own.gaps()]
+        ttfts = [own.ttft for own in self.long if own.times]
+        ttft = f"{median(ttfts):.2f}" if ttfts else "-"
+        rate = sum(own.tokens for own in every) / self.seconds
+        p99 = 1e3 * float(np.quantile(gaps, 0.99))
+        return f"{p99:.0f} | {ttft} | {rate:.1f} | {self.apart} of {len(self.long)}"
 
 
 async def load(
     pool: EnginePool, seconds: float, streams: int, every: float, prompt_tokens: int
 ) -> Load:
     """Streams one after the other in so many seats, and a long prompt ``every`` seconds."""
-    found, until = Load(), time.perf_counter() + seconds
+    found = Load(seconds)
 
     async def seat() -> None:
-        while time.perf_counter() < until:
-            own = stream(SHORT, LENGTH)
-            await own.run(pool)
-            found.gaps += own.gaps()
-            found.tokens += own.tokens
+        while True:
+            found.streams.append(stream(SHORT, LENGTH))
+            await found.streams[-1].run(pool)
 
     async def long() -> None:
-        own = stream(prompt_tokens, 50)
-        await own.run(pool)
-        found.ttfts.append(own.ttft)
-        found.gaps += own.gaps()
-        found.tokens += own.tokens
+        while every:
+            await asyncio.sleep(every)
+            found.long.append(stream(prompt_tokens, 50))
+            tasks.append(asyncio.create_task(found.long[-1].run(pool)))
 
     def moved(reason: str, result: str) -> None:
-        found.apart += reason == "prefill"
+        found.apart += (reason, result) == ("prefill", "moved")
 
     pool.events.moved = moved
-    work: list[Awaitable[None]] = [asyncio.create_task(seat()) for _ in range(streams)]
-    while every and time.perf_counter() + every < until:
-        await asyncio.sleep(every)
-        work.append(asyncio.create_task(long()))
-    await asyncio.gather(*work)
+    tasks = [asyncio.create_task(work) for work in (*(seat() for _ in range(streams)), long())]
+    await asyncio.sleep(seconds)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
     return found
 
 
@@ -287,13 +291,8 @@ async def measure_apart(options: argparse.Namespace, mixed: str, apart: str) -> 
             found = await load(
                 pools[name], options.seconds, options.streams, every, options.prompt_tokens
             )
-            p99 = 1e3 * float(np.quantile(found.gaps, 0.99))
-            ttft = f"{median(found.ttfts):.2f}" if found.ttfts else "-"
-            rate = found.tokens / options.seconds
-            print(
-                f"| {what} | {title} | {p99:.0f} | {ttft} | {rate:.1f} | {found.apart} |",
-                flush=True,
-            )
+            print(f"| {what} | {title} | {found.row()} |", flush=True)
+            await asyncio.sleep(1.0)
     for pool in pools.values():
         pool.close()
 
@@ -326,7 +325,7 @@ def miss() -> None:
 
 
 def drain() -> None:
-    options = _options(prompt_tokens=(int, 2000), length=(int, 400))
+    options = _options(prompt_tokens=(int, 2000), length=(int, 100))
     _measure(options, measure_drains, {"data_parallel_size": 2})
 
 
