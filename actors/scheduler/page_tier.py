@@ -217,7 +217,8 @@ class SourcesTier:
         self._sources: dict[str, _Source] = {}
 
     def __len__(self) -> int:
-        return len(self._waiting) - len(self._warming)
+        # Another thread may ask before the first read for a request that runs elsewhere has begun.
+        return max(len(self._waiting) - len(self._warming), 0)
 
     @property
     def is_busy(self) -> bool:

@@ -198,6 +198,19 @@ def test_pages_are_read_ahead_of_their_request(h: Any) -> None:
     assert stream.ended.cached_tokens == 20
 
 
+def test_other_threads_may_ask_meanwhile(h: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a heartbeat, say, which no client would forgive."""
+    transfer, seen = h.executor.transfer, list[int]()
+
+    def send(what: Any) -> Any:
+        stats = h.engine.stats()
+        seen.append(stats.waiting + stats.requests_reading)
+        return transfer(what)
+
+    monkeypatch.setattr(h.executor, "transfer", send)
+    assert _warm(h, PROMPT) == [5] and set(seen) == {0}
+
+
 def test_a_stream_that_moves_computes_its_tail(h: Any) -> None:
     """M8: its output is read as well as its prompt."""
     stream = h.add(PROMPT, 12)
