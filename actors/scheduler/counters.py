@@ -62,7 +62,9 @@ class EngineCounters(EngineStats):
         """Returns a copy with the fields ``now``; safe to call from another thread."""
         values = {one.name: getattr(self, one.name) for one in fields(EngineStats)}
         copies: dict[str, Any] = {
-            name: dict(counter) for name, counter in values.items() if isinstance(counter, Counter)
+            name: Counter(counter)
+            for name, counter in values.items()
+            if isinstance(counter, Counter)
         }
         copies["histograms"] = {
             name: histogram.copy() for name, histogram in self.histograms.items()
