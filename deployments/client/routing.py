@@ -239,9 +239,11 @@ def pays_apart(home: Candidate, away: Candidate, missing: int, missing_away: int
     if not pace or (home.unclaimed or 0) * home.page_size < missing:
         return False
     stalled = 1 + home.running
-    together = pace * (home.waiting_tokens + home.sent_tokens + missing * stalled)
+    queue = pace * (home.waiting_tokens + home.sent_tokens)
     apart = (away.prompt_seconds or pace) * (away.waiting_tokens + away.sent_tokens + missing_away)
-    return apart + reading * missing + pace * MOVED_TOKENS * stalled < together
+    # What it has to compute at home waits in the queue there as well.
+    apart = max(apart + reading * missing, queue)
+    return apart + pace * MOVED_TOKENS * stalled < queue + pace * missing * stalled
 
 
 def _draw(digest: bytes, candidate: Candidate) -> bytes:

@@ -214,6 +214,7 @@ AWAY = Candidate("prefill-0", page_size=PAGE, num_pages=1000, prefill=True, prom
         (1000, {}, {}, True),
         (100, {}, {}, True),
         (36, {}, {}, False),  # it takes as long to compute what a stream that moves has not
+        (24, {"running": 0, "waiting_tokens": 900}, {}, False),  # nor in a queue of short ones
         (1000, {"running": 0}, {}, False),  # no stream waits meanwhile
         (1000, {}, {"waiting_tokens": 9000}, False),
         (1000, {"waiting_tokens": 9000}, {"waiting_tokens": 9000}, True),
