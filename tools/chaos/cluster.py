@@ -83,6 +83,11 @@ class Layout:
     temp_bytes: int | None = None  # size of the file system with Ray's folder
     object_store: int = 100 * 1024**2
 
+    @property
+    def all_engines(self) -> int:
+        """Those that prefill for others among them."""
+        return self.engines + self.prefill
+
 
 class Unavailable(RuntimeError):
     """A case cannot run on this machine."""
@@ -116,7 +121,7 @@ class Cluster:
         if layout.temp_bytes is not None:
             self._mount(ray_folder, layout.temp_bytes)
         redis_port = self._start_redis() if layout.redis else None
-        runners = layout.engines * layout.ranks
+        runners = layout.all_engines * layout.ranks
         cpus = runners + layout.spare * layout.ranks if not layout.workers else 0
         if layout.ranks > 1:
             import ranked_model  # imports torch
@@ -316,8 +321,9 @@ class Cluster:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             stats = self.stats()
-            count = self.layout.engines + self.layout.prefill
-            if len(stats) == count and not any(s.running + s.waiting for s in stats):
+            if len(stats) == self.layout.all_engines and not any(
+                s.running + s.waiting for s in stats
+            ):
                 held = sum(each.pages_held for each in stats)
                 if not held:
                     for scheduler in self.schedulers():
@@ -354,7 +360,7 @@ class Cluster:
             health = httpx.get(f"{self.url}/health", timeout=5).status_code == 200
             stats, spares = self.stats(), dict(self.layout.engine).get("spare_runners", 0)
             ready = all(each.spare_runners >= spares for each in stats)
-            return health and ready and len(stats) == self.layout.engines and self._listens()
+            return health and ready and len(stats) == self.layout.all_engines and self._listens()
         return False
 
     def _listens(self) -> bool:
