@@ -162,7 +162,9 @@ class EngineArgs:
         "bits; dequantize: plain weights of a quantized checkpoint; default: as the checkpoint",
     )
     activations: Activations = _flag(
-        "exact", "int8: rounds the rows of products with a checkpoint's integers, on a CPU"
+        "exact",
+        "what the rows of products are rounded to, on a CPU; int8: of those with a checkpoint's "
+        "integers; bfloat16: of those with 16-bit weights, as vLLM and transformers do",
     )
     load_format: LoadFormat = _flag("auto", "auto: safetensors; dummy: random weights")
     weights_cache: str | None = _flag(

@@ -70,7 +70,7 @@ def load_checkpoint(
         return loaded
     ranks = 1 if place is None else place.size
     rounded = None if args.quantization == "dequantize" else args.quantization
-    rounds = rounded is not None or args.activations == "int8"
+    rounds = rounded is not None or args.activations != "exact"
     peers = None if place is None else ProcessGroups(place, device)
     stored = config.dtype
     weights = _load_weights(args, config, device, peers, recipe)

@@ -4,6 +4,7 @@ This module, and all that it imports, has none of transformers' modelling code. 
 import; only a start that reads a checkpoint needs it (``checkpoint.py``).
 """
 
+import logging
 import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -51,6 +52,9 @@ BASE = WeightVersion()
 
 ONE_THREAD_PARAMETERS = 32_000_000
 """Models with fewer parameters compute on one thread unless ``threads`` is given."""
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +228,8 @@ def load(
         InvalidConfig, UnsupportedModel: the model cannot be served.
     """
     loaded = _load(args, place) if version.is_base else _load_version(args, place, version)
+    if args.activations == "bfloat16":  # from now on: a load compares exact products
+        _round_rows(loaded.kernels)
     if args.profile_dir is not None:
         loaded = replace(loaded, parts=(*loaded.parts, ProfilePart(args.profile_dir)))
     if not loaded.samples or (place is not None and not place.is_last):  # it has no logits
@@ -401,6 +407,16 @@ def cpu_kernels(args: EngineArgs, parameters: int, ranks: int = 1) -> CpuKernels
     threads = args.threads or default_threads(parameters, ranks)
     torch.set_num_threads(threads)
     return try_kernels(threads) if args.attention in ("auto", "cpu") else None
+
+
+def _round_rows(kernels: CpuKernels | None) -> None:
+    if kernels is None:
+        raise InvalidConfig(
+            "activations 'bfloat16' is for the compiled CPU kernels: elsewhere rows have the dtype",
+            "activations",
+        )
+    if not kernels.round_rows():
+        logger.warning("activations 'bfloat16' has no effect: it is for AMX, and AMD's AVX512-BF16")
 
 
 def _require_quantisable(args: EngineArgs, device: torch.device) -> None:

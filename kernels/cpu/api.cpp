@@ -10,6 +10,7 @@
 #include "layers/highest.h"
 #include "layers/lora.h"
 #include "common/isa.h"
+#include "matmul/bfloat16_rows.h"
 #include "matmul/matmul.h"
 #include "matmul/matmul_rounded.h"
 #include "matmul/measure.h"
@@ -45,6 +46,13 @@ RAYFIN_API void rayfin_pool_destroy(Pool* pool) { delete pool; }
 RAYFIN_API void rayfin_pool_use_vnni(Pool* pool, int use) {
   Turn turn(pool);
   pool->vnni = use && has_vnni();
+}
+
+// Rounds the rows that 16-bit weights multiply to bfloat16 from now on, if that is faster here, or with `slower` wherever
+// it can be done; else returns 0.
+RAYFIN_API int rayfin_pool_round_rows(Pool* pool, int slower) {
+  Turn turn(pool);
+  return pool->rounds_rows = slower ? has_bfloat16_dot() : has_fast_bfloat16_dot();
 }
 
 // Without `parts` of another matrix, which must outlive this one, it is zeroed (rayfin_matrix_parts).

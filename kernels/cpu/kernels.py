@@ -52,6 +52,14 @@ class CpuKernels:
         self.pool: int = self.library.rayfin_pool_create(self.threads)
         weakref.finalize(self, self.library.rayfin_pool_destroy, self.pool)
 
+    def round_rows(self, *, slower: bool = False) -> bool:
+        """Rounds the rows that 16-bit weights multiply to bfloat16 from now on.
+
+        False if that is no faster on this machine, or with ``slower`` cannot be done: rows stay
+        exact.
+        """
+        return bool(self.library.rayfin_pool_round_rows(self.pool, slower))
+
     def pack(
         self,
         weights: list[torch.Tensor],

@@ -31,6 +31,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "rayfin_pool_create": (_P, (_INT,)),
     "rayfin_pool_destroy": (None, (_P,)),
     "rayfin_pool_use_vnni": (None, (_P, _INT)),
+    "rayfin_pool_round_rows": (_INT, (_P, _INT)),
     "rayfin_matrix_create": (_P, (_I64, _I64, _INT, _INT, _P)),
     "rayfin_matrix_destroy": (None, (_P,)),
     "rayfin_matrix_parts": (None, (_P, _P, _P)),

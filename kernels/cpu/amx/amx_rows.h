@@ -11,7 +11,7 @@
 
 namespace rayfin {
 
-constexpr int64_t kParts = 3;
+constexpr int64_t kParts = 3;  // of exact rows; rounded ones have one part
 constexpr int64_t kTile = kRegisterRows * kStep;  // elements of a tile of weights
 constexpr int64_t kSide = 2;                      // panels side by side: four tiles of sums
 constexpr int64_t kWide = kSide * kPanel;
@@ -27,14 +27,14 @@ RAYFIN_INLINE void cut(Vec floats, Vec (&parts)[kParts]) {
 
 // Rows of x in blocks, each of as many rows as the tile registers are configured for.
 struct Rows {
-  int64_t count, blocks, per_block, steps;
+  int64_t count, parts, blocks, per_block, steps;
 
-  Rows(int64_t count, int64_t inputs);
+  Rows(int64_t count, int64_t inputs, int64_t parts);
   int64_t part_size() const { return per_block * kStep; }  // elements
-  int64_t block_size() const { return steps * kParts * part_size(); }
+  int64_t block_size() const { return steps * parts * part_size(); }
 };
 
-// Writes x to parts[block][step][part][per_block][kStep]; rows past the last are zeros.
+// Writes x to parts[block][step][part][per_block][kStep]; rows past the last are zeros. With one part x is rounded.
 void split_rows(Pool& pool, const Rows& rows, const float* x, int64_t x_stride, int64_t inputs, BFloat16* parts);
 
 }  // namespace rayfin

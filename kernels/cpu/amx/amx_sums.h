@@ -43,9 +43,12 @@ RAYFIN_INLINE void keep_sums(float* out) {
 }
 
 // Loads a step's parts of x into registers 4, 5 and 6.
+template <int64_t kCount = kParts>
 RAYFIN_INLINE void load_parts(const BFloat16* x, int64_t part_size) {
-  load_tile<6>(x + 2 * part_size, kRegisterBytes);
-  load_tile<5>(x + part_size, kRegisterBytes);
+  if constexpr (kCount == kParts) {
+    load_tile<6>(x + 2 * part_size, kRegisterBytes);
+    load_tile<5>(x + part_size, kRegisterBytes);
+  }
   load_tile<4>(x, kRegisterBytes);
 }
 

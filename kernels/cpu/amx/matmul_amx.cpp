@@ -8,6 +8,8 @@
 //
 // Each output is one chain of tile products in the order of its inputs. A tile of sums that is stored and loaded
 // again keeps its bits, so the chain does not depend on how rows and depth are cut (matmul.h).
+//
+// Rows that are rounded (Pool::rounds_rows) are their first part alone: a third of the products.
 #if defined(__AMX_TILE__)
 
 #include <algorithm>
@@ -54,43 +56,45 @@ struct Fetch {
   }
 };
 
-template <int kC, bool kAlone>
+template <int64_t kCount, int kC, bool kAlone>
 RAYFIN_INLINE void multiply_tile(const BFloat16* weights, const Fetch& fetch, int64_t step) {
   fetch.with<kC, kAlone>(weights, step);
   load_tile<7>(weights, kRegisterBytes);
-  multiply_bfloat16<kC, 6, 7>();
-  multiply_bfloat16<kC, 5, 7>();
+  if constexpr (kCount == kParts) {
+    multiply_bfloat16<kC, 6, 7>();
+    multiply_bfloat16<kC, 5, 7>();
+  }
   multiply_bfloat16<kC, 4, 7>();
 }
 
 // Adds x's parts times `steps` of one or two panels to a block's sums, which continue from `out` if `resume`.
-template <int kPanels, bool kAlone>
+template <int64_t kCount, int kPanels, bool kAlone>
 RAYFIN_INLINE void multiply_block(const BFloat16* x, int64_t part_size, const BFloat16* weights, int64_t panel_size,
                                   int64_t steps, float* out, bool resume, const Fetch& fetch) {
   start_sums<kPanels>(out, resume);
-  for (int64_t s = 0; s < steps; ++s, x += kParts * part_size, weights += 2 * kTile) {
-    load_parts(x, part_size);
-    multiply_tile<0, kAlone>(weights, fetch, s);
-    multiply_tile<1, kAlone>(weights + kTile, fetch, s);
+  for (int64_t s = 0; s < steps; ++s, x += kCount * part_size, weights += 2 * kTile) {
+    load_parts<kCount>(x, part_size);
+    multiply_tile<kCount, 0, kAlone>(weights, fetch, s);
+    multiply_tile<kCount, 1, kAlone>(weights + kTile, fetch, s);
     if constexpr (kPanels == 2) {
-      multiply_tile<2, kAlone>(weights + panel_size, fetch, s);
-      multiply_tile<3, kAlone>(weights + panel_size + kTile, fetch, s);
+      multiply_tile<kCount, 2, kAlone>(weights + panel_size, fetch, s);
+      multiply_tile<kCount, 3, kAlone>(weights + panel_size + kTile, fetch, s);
     }
   }
   keep_sums<kPanels>(out);
 }
 
 // A single block times one or two panels. The weights come from memory and are used once.
-template <int kPanels>
+template <int64_t kCount, int kPanels>
 void one_block(const Matrix& weight, int64_t panel, const Rows& rows, const BFloat16* x, float* out) {
   Fetch fetch;
   fetch.bytes = kAheadBytes;
-  multiply_block<kPanels, true>(x, rows.part_size(), weight.panel<BFloat16>(panel), weight.panel_size(), rows.steps,
+  multiply_block<kCount, kPanels, true>(x, rows.part_size(), weight.panel<BFloat16>(panel), weight.panel_size(), rows.steps,
                                 out, false, fetch);
 }
 
 // Several blocks times one or two panels, strip by strip; each block prefetches a share of the next strip.
-template <int kPanels>
+template <int64_t kCount, int kPanels>
 void some_blocks(const Matrix& weight, int64_t panel, const Rows& rows, const BFloat16* x, int64_t blocks, float* out) {
   for (int64_t step = 0; step < rows.steps; step += kStripSteps) {
     const int64_t steps = std::min(kStripSteps, rows.steps - step);
@@ -100,10 +104,21 @@ void some_blocks(const Matrix& weight, int64_t panel, const Rows& rows, const BF
     for (int64_t block = 0; block < blocks; ++block) {
       fetch.next[0] = reinterpret_cast<const char*>(strip + 2 * steps * kTile) + block * 2 * steps * fetch.lines * 64;
       fetch.next[1] = fetch.next[0] + weight.panel_size() * int64_t(sizeof(BFloat16));
-      multiply_block<kPanels, false>(x + block * rows.block_size() + step * kParts * rows.part_size(),
-                                     rows.part_size(), strip, weight.panel_size(), steps,
-                                     out + block * rows.per_block * kWide, step > 0, fetch);
+      multiply_block<kCount, kPanels, false>(x + block * rows.block_size() + step * kCount * rows.part_size(),
+                                             rows.part_size(), strip, weight.panel_size(), steps,
+                                             out + block * rows.per_block * kWide, step > 0, fetch);
     }
+  }
+}
+
+// 16-bit weights times a chunk's blocks, of kCount parts.
+template <int64_t kCount>
+void multiply_halves(const Matrix& weight, int64_t panel, int64_t side, const Rows& rows, const BFloat16* x,
+                     int64_t blocks, float* out) {
+  if (blocks == 1) {
+    (side == 2 ? one_block<kCount, 2> : one_block<kCount, 1>)(weight, panel, rows, x, out);
+  } else {
+    (side == 2 ? some_blocks<kCount, 2> : some_blocks<kCount, 1>)(weight, panel, rows, x, blocks, out);
   }
 }
 
@@ -112,10 +127,8 @@ void multiply_side(const Matrix& weight, int64_t panel, int64_t side, const Rows
                    int64_t blocks, BFloat16* cut, float* out) {
   if (weight.storage == kFloat32) {
     multiply_float(weight, panel, side, rows, x, blocks, cut, out);
-  } else if (blocks == 1) {
-    (side == 2 ? one_block<2> : one_block<1>)(weight, panel, rows, x, out);
   } else {
-    (side == 2 ? some_blocks<2> : some_blocks<1>)(weight, panel, rows, x, blocks, out);
+    (rows.parts == 1 ? multiply_halves<1> : multiply_halves<kParts>)(weight, panel, side, rows, x, blocks, out);
   }
 }
 
@@ -135,7 +148,7 @@ PanelTiles tiles_of(const Matrix& weight, int64_t rows, int64_t chunks, int thre
 // Multiplies at most kMaxRows rows.
 void multiply_rows(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t count, float* y,
                    int64_t y_stride, const Epilogue& epilogue) {
-  const Rows rows(count, weight.inputs);
+  const Rows rows(count, weight.inputs, pool.rounds_rows && weight.storage == kBFloat16 ? 1 : kParts);
   BFloat16* parts = pool.workspace<BFloat16>(rows.blocks * rows.block_size());
   split_rows(pool, rows, x, x_stride, weight.inputs, parts);
   const int64_t chunks = chunks_of(rows);

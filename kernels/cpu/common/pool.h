@@ -49,6 +49,7 @@ class Pool {
 
   std::mutex entry;  // held by the running operation
   bool vnni;         // whether int8 products use VNNI; tests may turn it off
+  bool rounds_rows = false;  // to bfloat16, that 16-bit weights multiply (bfloat16_rows.h)
 
  private:
   using Function = void (*)(const void* context, int64_t tile, int thread);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "matmul/bfloat16_rows.h"
 #include "matmul/epilogue.h"
 #include "matmul/matmul_codes.h"
 #include "matmul/matmul_rounded.h"
@@ -29,8 +30,8 @@ constexpr int panels_at_once(int64_t rows) {
   return rows == 1 ? 4 : rows <= 3 ? 4 : rows <= 6 ? 2 : 1;
 }
 
-template <int kM, int kP, class Weight>
-void few_rows(const Matrix& weight, const float* x, int64_t x_stride, int64_t panel, int64_t last, float* y,
+template <int kM, int kP, class Weight, class Row>
+void few_rows(const Matrix& weight, const Row* x, int64_t x_stride, int64_t panel, int64_t last, float* y,
               int64_t y_stride, const Epilogue& epilogue) {
   alignas(64) float out[kM * kP * kPanel];
   for (; panel + kP <= last; panel += kP) {
@@ -44,8 +45,8 @@ void few_rows(const Matrix& weight, const float* x, int64_t x_stride, int64_t pa
 
 // Multiplies rows of x by panels first .. last - 1; all rows use each block of a panel. Up to kFetchedRows rows would
 // wait for weights, so each block of rows prefetches a share of the next block of weights.
-template <class Weight>
-void many_rows(int64_t rows, const Matrix& weight, const float* x, int64_t x_stride, int64_t first, int64_t last,
+template <class Weight, class Row>
+void many_rows(int64_t rows, const Matrix& weight, const Row* x, int64_t x_stride, int64_t first, int64_t last,
                float* out, float* y, int64_t y_stride, const Epilogue& epilogue) {
   const int64_t blocks = (rows + kRows - 1) / kRows;
   const int64_t share = kDepth * kPanel * int64_t(sizeof(Weight)) / blocks;  // bytes prefetched by a block of rows
@@ -56,7 +57,7 @@ void many_rows(int64_t rows, const Matrix& weight, const float* x, int64_t x_str
       const char* next = reinterpret_cast<const char*>(weights + depth * kPanel);
       for (int64_t block = 0; block < blocks; ++block) {
         const int64_t row = rows * block / blocks, count = rows * (block + 1) / blocks - row;  // 8 rows are 4 + 4
-        const float* block_x = x + row * x_stride + k;
+        const Row* block_x = x + row * x_stride + k;
         if (rows <= kFetchedRows) {
           rows_by_panel<true>(count, block_x, x_stride, weights, depth, out + row * kPanel, kPanel, k > 0,
                               {next + block * share, share * 16 / kDepth});
@@ -86,8 +87,9 @@ PanelTiles tiles_of(const Matrix& weight, int64_t rows, int64_t chunks, int thre
   return {weight.panels, side, int64_t(kTileSeconds / seconds) + 1, chunks, threads};
 }
 
-template <class Weight>
-void matmul_as(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* y,
+// Row is float, or BFloat16 of rows that are rounded.
+template <class Weight, class Row>
+void matmul_as(Pool& pool, const Matrix& weight, const Row* x, int64_t x_stride, int64_t rows, float* y,
                int64_t y_stride, const Epilogue& epilogue) {
   const int64_t chunk = chunk_rows(rows, weight.inputs), chunks = (rows + chunk - 1) / chunk;
   const PanelTiles tiles = tiles_of(weight, chunk, chunks, pool.threads(), sizeof(Weight));
@@ -107,6 +109,22 @@ void matmul_as(Pool& pool, const Matrix& weight, const float* x, int64_t x_strid
   });
 }
 
+#if defined(__AVX512F__) && !defined(__AMX_TILE__)
+constexpr int64_t kRoundedRows = 512;  // rows that are rounded at once
+
+void matmul_bfloat16(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* y,
+                     int64_t y_stride, const Epilogue& epilogue) {
+  const int64_t stride = (weight.inputs + 1) / 2 * 2;
+  BFloat16* rounded = pool.workspace<BFloat16>(std::min(rows, kRoundedRows) * stride);
+  for (int64_t start = 0; start < rows; start += kRoundedRows) {
+    const int64_t count = std::min(kRoundedRows, rows - start);
+    round_rows(pool, x + start * x_stride, x_stride, count, weight.inputs, rounded, stride);
+    matmul_as<BFloat16>(pool, weight, static_cast<const BFloat16*>(rounded), stride, count, y + start * y_stride,
+                        y_stride, epilogue.from(start));
+  }
+}
+#endif
+
 }  // namespace
 
 void matmul(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* y,
@@ -122,6 +140,9 @@ void matmul(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, 
 #if defined(__AMX_TILE__)
       return matmul_tiles(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
 #else
+#if defined(__AVX512F__)
+      if (pool.rounds_rows) return matmul_bfloat16(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
+#endif
       return matmul_as<BFloat16>(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
 #endif
     default:
