@@ -27,6 +27,7 @@ FIRST = 2000  # of the manual's tokens
 OF_FILE = "activations"
 MODES: dict[str, dict[str, str]] = {
     "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16-rows": {"dtype": "bfloat16", "activations": "bfloat16"},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
     OF_FILE: {"activations": "int8"},
