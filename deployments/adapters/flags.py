@@ -58,11 +58,15 @@ def read_modules(values: Iterable[str] | None) -> dict[str, str]:
 def folders_in(root: str) -> dict[str, str]:
     """The paths of the adapters within ``root`` by their names; none where it cannot be read."""
     try:
-        found = {name: folder_in(root, name) for name in sorted(os.listdir(root))}
+        folders = {name: folder_in(root, name) for name in sorted(os.listdir(root))}
     except OSError as error:
         logger.warning("the adapters in %s cannot be listed: %s", root, error)
         return {}
-    return {name: str(own) for name, own in found.items() if own and (own / CONFIG).is_file()}
+    return {
+        name: str(folder)
+        for name, folder in folders.items()
+        if folder and (folder / CONFIG).is_file()
+    }
 
 
 def folder_in(root: str, name: str) -> Path | None:
@@ -86,11 +90,11 @@ def _plain_module(value: str) -> tuple[str, str]:
 
 def _json_module(value: str) -> tuple[str, str]:
     try:
-        found: Any = json.loads(value)
+        module: Any = json.loads(value)
     except ValueError:
         raise _wrong(value) from None
-    known = isinstance(found, dict) and found.keys() <= {"name", "path", "base_model_name"}
-    name, path = (found.get("name"), found.get("path")) if known else (None, None)
+    known = isinstance(module, dict) and module.keys() <= {"name", "path", "base_model_name"}
+    name, path = (module.get("name"), module.get("path")) if known else (None, None)
     if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
         raise _wrong(value)
     return name, path

@@ -160,7 +160,7 @@ class AdapterContents:
         self._paths[files.digest] = path
         self._files[files.digest] = files
         self._files.move_to_end(files.digest)
-        held = sum(len(own.weights) for own in self._files.values())
+        held = sum(len(files.weights) for files in self._files.values())
         while held > MAX_HELD_BYTES and len(self._files) > 1:
             held -= len(self._files.popitem(last=False)[1].weights)
 
