@@ -94,7 +94,7 @@ def bind_models(
         for model in models
     ):
         server = replace(server, max_body_bytes=MAX_MEDIA_BODY_BYTES)
-    named = {own: None for model in models for own in model.engine.plugin or ()}
+    named = {plugin: None for model in models for plugin in model.engine.plugin or ()}
     # It holds the keys' digests: the keys themselves stay here.
     edge = replace(edge_settings(server), plugins=tuple(named))
     admin = None
@@ -258,8 +258,8 @@ def running_engines(deployment: str) -> int:
     An application does not know its own name while it is built.
     """
     numbers = [
-        own.deployments[deployment].replica_states.get("RUNNING", 0)  # type: ignore[call-overload]
-        for own in serve.status().applications.values()
-        if deployment in own.deployments
+        application.deployments[deployment].replica_states.get("RUNNING", 0)  # type: ignore[call-overload]
+        for application in serve.status().applications.values()
+        if deployment in application.deployments
     ]
     return min(numbers, default=0)

@@ -43,10 +43,10 @@ def start_on_own_ray(
         What deploys the application, and waits until requests can come (:func:`_deploy_beside`).
     """
     application = bind_models(server, engine, models)  # sees a cluster without engines
-    ahead = [_engine_ahead(name, own) for own in models if _has_one_engine(own.server)]
+    ahead = [_engine_ahead(name, model) for model in models if _has_one_engine(model.server)]
     proxies = _start_serve(*address)
-    for own in ahead:
-        own.await_scheduler()
+    for early_engine in ahead:
+        early_engine.await_scheduler()
     return partial(_deploy_beside, proxies, ahead, application, name)
 
 
@@ -216,11 +216,11 @@ def _deployment_messages(name: str) -> list[str]:
 
 def _reason(text: str) -> RayfinError:
     """The error of Rayfin's inside Serve's report of a failed deployment."""
-    found = RAISED.findall(text)
-    if not found:
+    errors = RAISED.findall(text)
+    if not errors:
         last_line = next(line for line in reversed(text.splitlines()) if line.strip())
         return EngineUnavailable(f"the deployment failed: {last_line.strip()}")
-    kind, message = found[-1]
+    kind, message = errors[-1]
     return InvalidConfig(message) if kind != "EngineUnavailable" else EngineUnavailable(message)
 
 

@@ -71,11 +71,11 @@ def add_adapter_routes(app: FastAPI, models: ServedModels) -> None:
     @app.get(ADAPTER_LIST)
     async def listed(request: Request) -> dict[str, Any]:
         require_operator(request)
-        found: list[dict[str, Any]] = []
+        adapters: list[dict[str, Any]] = []
         for service in models.services:
             refs = list(models.adapters_of(service))
             held = await _holders(service) if refs else {}
-            found += [
+            adapters += [
                 {
                     "model": service.name,
                     **card(ref),
@@ -83,16 +83,16 @@ def add_adapter_routes(app: FastAPI, models: ServedModels) -> None:
                 }
                 for ref in refs
             ]
-        return {"adapters": found}
+        return {"adapters": adapters}
 
 
 async def _holders(service: OpenAIService) -> dict[str, list[str]]:
     """The engines whose runners hold an adapter, by its short digest."""
-    found: dict[str, list[str]] = {}
+    holders: dict[str, list[str]] = {}
     for report in await service.client.engines():
         for digest in report.stats.adapters.resident:
-            found.setdefault(digest, []).append(report.engine)
-    return found
+            holders.setdefault(digest, []).append(report.engine)
+    return holders
 
 
 def _model_of(models: ServedModels, name: str | None) -> tuple[OpenAIService, AdapterNames]:

@@ -126,10 +126,10 @@ def operated(service: OpenAIService) -> Operated:
 
 def _layers(service: OpenAIService, edge: HttpSettings) -> dict[str, Middleware | None]:
     """The layers of a replica, by their names in LAYERS."""
-    root, own = edge.root_path, edge.middleware
+    root, middleware = edge.root_path, edge.middleware
     return settings_layers(edge) | {
         "root_path": Middleware(RootPath, path=root) if root else None,
-        "middleware": Middleware(OperatorMiddleware, paths=own) if own else None,
+        "middleware": Middleware(OperatorMiddleware, paths=middleware) if middleware else None,
         "meter": Middleware(RequestMeter, counts=service.counts),
         "anthropic_errors": Middleware(AnthropicErrors),
         "idempotency": Middleware(Idempotency, answers=service.answers),

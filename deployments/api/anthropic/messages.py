@@ -92,8 +92,8 @@ def known_words() -> Iterator[None]:
     except ContextLengthExceeded as error:
         if error.tokens is None:
             raise
-        tokens, most = error.tokens
-        message = f"prompt is too long: {tokens} tokens > {most} maximum"
+        tokens, limit = error.tokens
+        message = f"prompt is too long: {tokens} tokens > {limit} maximum"
         raise ContextLengthExceeded(message) from error
 
 

@@ -153,14 +153,14 @@ class AudioForm:
         Raises:
             InvalidRequest: a stream is to have what windows that run side by side have not.
         """
-        found = Listening(**self.listening)
-        if self.stream and (name := found.needs_turns) is not None:
+        listening = Listening(**self.listening)
+        if self.stream and (name := listening.needs_turns) is not None:
             raise InvalidRequest(
                 f"{name} does not go with stream: clips of a stream run side by side.",
                 name,
                 "unsupported_value",
             )
-        return found
+        return listening
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         """The sampling settings: greedy, unless the form has a temperature.

@@ -93,15 +93,15 @@ def segments(
     answers: Sequence[Heard], speech: "SpeechPrompts", tokenizer: Tokenizer
 ) -> list[Segment]:
     """Returns the segments of a recording in order; those without text are left out."""
-    made: list[Segment] = []
+    segments: list[Segment] = []
     for heard in answers:
         for span in heard.whole.spans:
             text = text_of(span.tokens, speech, tokenizer)
             if not text.strip():
                 continue
-            made.append(
+            segments.append(
                 Segment(
-                    id=len(made),
+                    id=len(segments),
                     seek=round(heard.begin * 100),
                     start=round(heard.begin + span.start, 3),
                     end=round(heard.begin + span.end, 3),
@@ -113,4 +113,4 @@ def segments(
                     no_speech_prob=heard.no_speech_prob,
                 )
             )
-    return made
+    return segments

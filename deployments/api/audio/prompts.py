@@ -45,41 +45,43 @@ async def speech_prompt(
         Overloaded: other recordings hold too much.
     """
     assert isinstance(media.processor, AudioProcessor)
-    own = media.processor.transcription
+    transcription = media.processor.transcription
     unread: tuple[str, ...] = ()
-    if form.task == "transcribe" and own.write is not None:
+    if form.task == "transcribe" and transcription.write is not None:
         # A template and a tokenizer take milliseconds for a long hint.
-        ids = await asyncio.to_thread(_own_form, service, form, own)
-        unread = ("prompt",) if form.prompt and not own.takes_hint else ()
+        ids = await asyncio.to_thread(_own_form, service, form, transcription)
+        unread = ("prompt",) if form.prompt and not transcription.takes_hint else ()
     else:
-        ids = await _chat_form(service, form, own)
+        ids = await _chat_form(service, form, transcription)
     read = await media.read_recording(form.data, FILE, place)
     clips = [ChatPrompt(*media.place(ids, [clip], FILE)) for clip in read]
-    return SpeechPrompt(clips, [clip.seconds for clip in read], own.mark, unread)
+    return SpeechPrompt(clips, [clip.seconds for clip in read], transcription.mark, unread)
 
 
-async def _chat_form(service: OpenAIService, form: AudioForm, own: Transcription) -> list[int]:
+async def _chat_form(
+    service: OpenAIService, form: AudioForm, transcription: Transcription
+) -> list[int]:
     """The tokens of a chat with an instruction, and with the place of a clip."""
     said: list[Any] = [
         PlacedPart({"type": "input_audio"}, FILE),
-        {"type": "text", "text": _instruction(form, own)},
+        {"type": "text", "text": _instruction(form, transcription)},
     ]
-    content = said if own.audio_first else said[::-1]
+    content = said if transcription.audio_first else said[::-1]
     return await chat_ids(service, [{"role": "user", "content": content}], FILE, read=[])
 
 
-def _own_form(service: OpenAIService, form: AudioForm, own: Transcription) -> list[int]:
+def _own_form(service: OpenAIService, form: AudioForm, transcription: Transcription) -> list[int]:
     """The tokens of a prompt in the model's own form, with the place of a clip.
 
     Raises:
         InvalidRequest: the model does not know the language, or the hint holds a control token or
             a tag that a model writes itself.
     """
-    assert own.write is not None
-    hint, tokenizer = form.prompt if own.takes_hint else "", service.tokenizer
+    assert transcription.write is not None
+    hint, tokenizer = form.prompt if transcription.takes_hint else "", service.tokenizer
     check_hint(tokenizer, hint)
     try:
-        return tokenizer.encode(own.write(form.language, hint), False)
+        return tokenizer.encode(transcription.write(form.language, hint), False)
     except (ValueError, TemplateError) as error:
         reason, name = str(error).partition("\n")[0], "language" if form.language else "prompt"
         raise InvalidRequest(f"{name}: {reason}", name, "invalid_value") from error
@@ -94,8 +96,8 @@ def check_hint(tokenizer: Tokenizer, hint: str) -> None:
         raise InvalidRequest("prompt may not hold control tokens.", "prompt", "invalid_value")
 
 
-def _instruction(form: AudioForm, own: Transcription) -> str:
-    text = own.instruction
+def _instruction(form: AudioForm, transcription: Transcription) -> str:
+    text = transcription.instruction
     if form.task == "translate":
         text = TRANSLATE.format(form.to_language or "English")
     if form.language:

@@ -48,7 +48,7 @@ def spans(
         seconds: the time that a token stands for, if it is one.
         length: of the clip, seconds.
     """
-    found: list[Span] = []
+    spans: list[Span] = []
     held: list[int] = []  # of the segment that has begun
     said = False  # it has text
     start = 0.0
@@ -60,11 +60,11 @@ def spans(
             continue
         time = min(max(time, start), length)
         if said:
-            found.append(Span(start, time, [*held, token]))
+            spans.append(Span(start, time, [*held, token]))
         held, said, start = [] if said else [token], False, time
     if said:
-        found.append(Span(start, length, held))
-    return found
+        spans.append(Span(start, length, held))
+    return spans
 
 
 class Sentences(NamedTuple):
@@ -84,13 +84,13 @@ def sentences(
     Args:
         tokens, seconds, length: see ``spans``.
     """
-    found = spans(tokens, seconds, length)
-    if not found or (len(found) == 1 and seconds(tokens[-1]) is None):
-        return Sentences(found, length, False)
-    if seconds(found[-1].tokens[-1]) is None:
-        return Sentences(found[:-1], found[-2].end, True)
+    segments = spans(tokens, seconds, length)
+    if not segments or (len(segments) == 1 and seconds(tokens[-1]) is None):
+        return Sentences(segments, length, False)
+    if seconds(segments[-1].tokens[-1]) is None:
+        return Sentences(segments[:-1], segments[-2].end, True)
     # The end alone says that all of the window was heard; a begin behind it, that more comes.
-    return Sentences(found, found[-1].end, seconds(tokens[-2]) is not None)
+    return Sentences(segments, segments[-1].end, seconds(tokens[-2]) is not None)
 
 
 # Segments as files of subtitles: SubRip, and WebVTT (https://www.w3.org/TR/webvtt1).
@@ -99,15 +99,16 @@ def sentences(
 def srt(segments: Sequence[Segment]) -> str:
     """A file of SubRip."""
     return "".join(
-        f"{number}\n{_span(own, ',')}\n{_line(own.text).replace('-->', '->')}\n\n"
-        for number, own in enumerate(segments, 1)
+        f"{number}\n{_span(segment, ',')}\n{_line(segment.text).replace('-->', '->')}\n\n"
+        for number, segment in enumerate(segments, 1)
     )
 
 
 def vtt(segments: Sequence[Segment]) -> str:
     """A file of WebVTT, whose text has characters of markup escaped."""
     cues = (
-        f"{_span(own, '.')}\n{html.escape(_line(own.text), quote=False)}\n\n" for own in segments
+        f"{_span(segment, '.')}\n{html.escape(_line(segment.text), quote=False)}\n\n"
+        for segment in segments
     )
     return "WEBVTT\n\n" + "".join(cues)
 

@@ -30,11 +30,11 @@ class HeardText:
         """What ``text`` adds; a start that may yet turn out to be the language is held back."""
         if not self._open:
             self._held += text
-            before, found, text = self._held.partition(self._mark)
-            if not found and not last and len(self._held) <= MOST_HELD:
+            before, mark, text = self._held.partition(self._mark)
+            if not mark and not last and len(self._held) <= MOST_HELD:
                 return ""
             self._open = True
-            if found:
+            if mark:
                 language = before.strip().removeprefix("language ").strip()
                 self.language = None if language == NO_LANGUAGE else language or None
             else:
@@ -86,7 +86,7 @@ class JoinedText:
     @property
     def language(self) -> str | None:
         """The first language that the model has heard."""
-        return next((own.language for own in self._heard if own.language), None)
+        return next((heard.language for heard in self._heard if heard.language), None)
 
     def push(self, clip: int, text: str, *, last: bool = False) -> str:
         """What ``text``, the next one of that clip, adds to the whole."""
@@ -139,7 +139,7 @@ def words_of(
         begin: of the window in the recording, seconds.
     """
     detokenizer = tokenizer.detokenizer()
-    made: list[Word] = []
+    words: list[Word] = []
     start = 0  # of the characters that are not whole yet
     for place, token in enumerate(tokens):
         text = detokenizer.push([token])
@@ -148,8 +148,10 @@ def words_of(
         first, last = round(begin + times[start], 2), round(begin + times[place + 1], 2)
         start = place + 1
         alone = UNSPACED.match(text) and any(letter.isalnum() for letter in text)
-        if not made or text[0].isspace() or alone:
-            made.append(Word(word=text, start=first, end=last))
+        if not words or text[0].isspace() or alone:
+            words.append(Word(word=text, start=first, end=last))
         else:
-            made[-1].word, made[-1].end = made[-1].word + text, last
-    return [own.model_copy(update={"word": own.word.strip()}) for own in made if own.word.strip()]
+            words[-1].word, words[-1].end = words[-1].word + text, last
+    return [
+        word.model_copy(update={"word": word.word.strip()}) for word in words if word.word.strip()
+    ]

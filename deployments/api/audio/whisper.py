@@ -93,14 +93,15 @@ class WhisperAdapter(TranscriptionAdapter):
             raise InvalidRequest(f"vad_filter: {off}.", "vad_filter", "unsupported_value")
         skip = off is None and wanted is not False
         data, self._form = self._form.data, replace(self._form, data=b"")
-        own = await self._media.read_speech(data, FILE, self._place, skip=skip)
-        self._recording, self._seconds = own, own.seconds
+        recording = await self._media.read_speech(data, FILE, self._place, skip=skip)
+        self._recording, self._seconds = recording, recording.seconds
         if self._in_turn:
             self._windows = [
-                (start, own.samples[start:end][: own.window]) for start, end in own.parts[:1]
+                (start, recording.samples[start:end][: recording.window])
+                for start, end in recording.parts[:1]
             ]
         else:
-            self._windows = list(own.windows())
+            self._windows = list(recording.windows())
         samples = [clip for _, clip in self._windows]
         self._clips = await self._media.clips(samples, FILE, self._place)
 
@@ -114,8 +115,10 @@ class WhisperAdapter(TranscriptionAdapter):
         info = await self._service.client.info()
         facts = info.part(MediaFacts)
         assert facts is not None
-        own = -(-(info.max_model_len - facts.front_tokens) // info.page_size) + 1
-        room = min(info.max_rows, (info.num_pages - facts.front_tokens // info.page_size) // own)
+        beam_pages = -(-(info.max_model_len - facts.front_tokens) // info.page_size) + 1
+        room = min(
+            info.max_rows, (info.num_pages - facts.front_tokens // info.page_size) // beam_pages
+        )
         penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1
         free = not any((params.temperature, params.min_p, *penalties))
         if width is None:
@@ -153,14 +156,14 @@ class WhisperAdapter(TranscriptionAdapter):
 
     async def _hear_in_turn(self, generation: Generation) -> None:
         """Windows that begin where the last whole sentence has ended."""
-        own, rate, before = self._recording, self._recording.rate, list[int]()
+        recording, rate, before = self._recording, self._recording.rate, list[int]()
         known = list(zip(generation.choices, self._clips, strict=True))
-        for start, end in own.parts:
+        for start, end in recording.parts:
             while True:
-                length = min(own.window, end - start)
+                length = min(recording.window, end - start)
                 choice, clip = known.pop() if known else (None, None)
                 if clip is None:
-                    clip = await self._media.clip(own.samples[start : start + length])
+                    clip = await self._media.clip(recording.samples[start : start + length])
                 heard = await self._hear(start, length, clip, before, choice)
                 if self._form.wants_words:
                     heard.words = await self._words(heard, clip)
@@ -168,7 +171,7 @@ class WhisperAdapter(TranscriptionAdapter):
                 if self._listening.condition_on_previous_text is not False:
                     before = [] if heard.temperature > FORGETS else [*before, *heard.spoken]
                 start += self._step(heard, start, length)
-                rest = own.spoken(start, end)
+                rest = recording.spoken(start, end)
                 if (end - start) / rate < MORE or (rest is not None and rest < MORE):
                     break
 
@@ -183,11 +186,11 @@ class WhisperAdapter(TranscriptionAdapter):
 
     def _step(self, heard: Heard, start: int, length: int) -> int:
         """Samples from a window's begin to that of the next one."""
-        own = self._recording
-        step = min(max(int(heard.whole.end * own.rate), int(MORE * own.rate)), length)
+        recording = self._recording
+        step = min(max(int(heard.whole.end * recording.rate), int(MORE * recording.rate)), length)
         if heard.whole.goes_on:
             return step
-        missed = own.spoken(start + step, start + length)
+        missed = recording.spoken(start + step, start + length)
         return length if missed is None or missed < MISSED else step
 
     async def _hear(

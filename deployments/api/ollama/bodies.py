@@ -79,9 +79,9 @@ class OllamaBody(BaseModel):
         if not isinstance(limit, int) or isinstance(limit, bool):
             raise wrong_type("a whole number", limit, f"options.{LIMIT}")
         shared = {OPTIONS[name]: value for name, value in given.items() if name in OPTIONS}
-        for name, (least, most) in RANGES.items():
+        for name, (low, high) in RANGES.items():
             if isinstance(shared.get(name), int | float):
-                shared[name] = min(max(shared[name], least), most)
+                shared[name] = min(max(shared[name], low), high)
         if shared.get("seed") == -1:  # Ollama's word for any
             del shared["seed"]
         with rename_error_params({**PATHS, "max_tokens": f"options.{LIMIT}"}):

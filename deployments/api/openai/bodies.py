@@ -57,7 +57,7 @@ class CompletionRequest(_CompletionBody):
         """Whether the client wants the prompt only."""
         return bool(self.echo) and self.max_tokens == 0
 
-    def prompts(self, most: int) -> list[WrittenPrompt]:
+    def prompts(self, limit: int) -> list[WrittenPrompt]:
         """The prompts, each a text or token ids, none empty; at most so many.
 
         Beside embeddings there may be none.
@@ -67,20 +67,20 @@ class CompletionRequest(_CompletionBody):
         """
         for empty, code in NO_PROMPT:
             if self.prompt == empty:
-                if self.embeds(most):
+                if self.embeds(limit):
                     return []
                 message = "Either prompt or prompt_embeds must be provided and non-empty."
                 raise InvalidRequest(message, "prompt", code)
-        return read_prompts(self.prompt, most=most)
+        return read_prompts(self.prompt, most=limit)
 
-    def embeds(self, most: int) -> list[tuple[str, str]]:
+    def embeds(self, limit: int) -> list[tuple[str, str]]:
         """The embeddings that are prompts, each behind its path; at most so many.
 
         Raises:
             InvalidRequest: ``param`` is the path of what is wrong, such as prompt_embeds[1].
         """
         empty = self.prompt_embeds is None or self.prompt_embeds == []
-        return [] if empty else listed(self.prompt_embeds, most)
+        return [] if empty else listed(self.prompt_embeds, limit)
 
     def check(self) -> None:
         super().check()

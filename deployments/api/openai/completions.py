@@ -50,9 +50,9 @@ class TextAdapter(CompletionAdapter):
         return generation
 
     async def prompts(self, params: SamplingParams) -> list[Prompt]:
-        most = self._service.replies.max_prompts
-        given = self._body.embeds(most)
-        written = self._body.prompts(most)
+        limit = self._service.replies.max_prompts
+        given = self._body.embeds(limit)
+        written = self._body.prompts(limit)
         embedded = [await self._embedded(*each, params) for each in given]
         return embedded + [await self._prompt(one, params) for one in written]
 

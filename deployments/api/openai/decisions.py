@@ -258,12 +258,12 @@ class DecisionAdapter(GenerationAdapter):
         question.check()
         encode = self._service.tokenizer.encode
         for labels in LABELS[question.kind]:
-            found = {}
+            tokens = {}
             for label in labels[: len(question.options)]:
                 spelled = [encode(text, False) for text in sorted({label, label.capitalize()})]
-                found[label] = [ids[0] for ids in spelled if len(ids) == 1]
-            if all(found.values()):
-                return found
+                tokens[label] = [ids[0] for ids in spelled if len(ids) == 1]
+            if all(tokens.values()):
+                return tokens
         raise InvalidRequest(
             f"The labels of a {question.kind} are no single tokens of this model.",
             question.param,

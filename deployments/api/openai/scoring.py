@@ -68,7 +68,7 @@ class ScoringRequest(BaseModel):
                 "request_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ -", "request_id"
             )
 
-    def parts(self, most: int) -> tuple[WrittenPrompt, list[WrittenPrompt]]:
+    def parts(self, limit: int) -> tuple[WrittenPrompt, list[WrittenPrompt]]:
         """Returns the query and the items, at most so many.
 
         Raises:
@@ -83,7 +83,7 @@ class ScoringRequest(BaseModel):
                 raise InvalidRequest(
                     f"'items[{i}]' must be a text or token ids.", f"items[{i}]", "invalid_type"
                 )
-        return query, read_prompts(items, "items", most=most)
+        return query, read_prompts(items, "items", most=limit)
 
 
 class Score(BaseModel):

@@ -56,11 +56,11 @@ class TokensRequest(CompletionRequest):
     return_sampling_mask: bool | None = None
 
     def sampling_params(self, defaults: dict[str, Any], max_tokens: int | None) -> SamplingParams:
-        own = {name: getattr(self, name) for name in OF_TOKENS}
-        own = {name: value for name, value in own.items() if value is not None}
+        given = {name: getattr(self, name) for name in OF_TOKENS}
+        given = {name: value for name, value in given.items() if value is not None}
         if self.stream and self.prompt_logprob_token_ids is not None:
             raise InvalidRequest(f"{SCORED} cannot be streamed.", SCORED)
-        return super().sampling_params({**defaults, **own}, max_tokens)
+        return super().sampling_params({**defaults, **given}, max_tokens)
 
 
 class GenerateRequest(BaseModel):

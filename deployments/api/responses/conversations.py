@@ -105,10 +105,10 @@ def add_conversation_routes(app: FastAPI, store: Any) -> None:
     """Adds the routes; ``store`` is a ``ResponseStoreClient``."""
 
     async def find(request: Request, conversation_id: str) -> ConversationState:
-        found: ConversationState = await store.call(
+        state: ConversationState = await store.call(
             "conversation", conversation_id, tenant_of(request)
         )
-        return found
+        return state
 
     async def change(request: Request, conversation_id: str, **changes: Any) -> ConversationReply:
         tenant = tenant_of(request)
@@ -163,8 +163,8 @@ def add_conversation_routes(app: FastAPI, store: Any) -> None:
         return await change(request, conversation_id, removed=item)
 
 
-def _item_of(state: ConversationState, item: str) -> Item:
-    for found in state.items:
-        if found.id == item:
-            return found
-    raise NotFound(f"The conversation has no item with id {item[:128]!r}.", "item_id")
+def _item_of(state: ConversationState, item_id: str) -> Item:
+    for item in state.items:
+        if item.id == item_id:
+            return item
+    raise NotFound(f"The conversation has no item with id {item_id[:128]!r}.", "item_id")

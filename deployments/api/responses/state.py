@@ -210,7 +210,7 @@ class ResponseState:
         texts += itertools.chain.from_iterable(map(addresses_of, items))
         pieces = [piece for item in self.output.items for piece in item.pieces]
         texts += [text for text, _ in pieces]
-        logprobs = sum(1 + len(entry.top_logprobs) for _, found in pieces for entry in found)
+        logprobs = sum(1 + len(entry.top_logprobs) for _, entries in pieces for entry in entries)
         texts += [message.message for message in self.raw]
         tokens = TOKEN * sum(len(message.tokens) for message in self.raw)
         overhead = (

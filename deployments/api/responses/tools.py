@@ -42,8 +42,7 @@ def _callable_tools(body: ResponsePromptBody, items: Sequence[Item]) -> tuple[To
     tools: dict[str, Tool] = {}  # a later search may find a tool again
     for item in items:
         if isinstance(item, ToolSearchOutput):
-            found = declared_tools(item.tools, flat_tools).functions
-            tools |= {tool.name: tool for tool in found}
+            tools |= {t.name: t for t in declared_tools(item.tools, flat_tools).functions}
     tools |= {tool.name: tool for tool in body.declared_tools.functions if not tool.deferred}
     return tuple(tools.values())
 
