@@ -89,19 +89,19 @@ class BatchFolder:
             Overloaded: the tenant has too many files.
             StorageFull: the disk is full.
         """
-        if sum(own.purpose == "batch" for own in self.files(tenant)) >= self.limits.max_files:
+        if sum(file.purpose == "batch" for file in self.files(tenant)) >= self.limits.max_files:
             raise Overloaded(f"There are {self.limits.max_files} files already: delete some.")
         now = int(time.time())
         expires = now + int(self.limits.retention if expires_after is None else expires_after)
         file = StoredFile(new_file_id(), tenant, filename, purpose, 0, now, expires)
-        with _storing(self._files, file.id) as made:
-            with (made / "data").open("wb") as data:
+        with _storing(self._files, file.id) as folder:
+            with (folder / "data").open("wb") as data:
                 shutil.copyfileobj(source, data, COPY_BYTES)
                 file.bytes = data.tell()
                 os.fsync(data.fileno())
             if not file.bytes:
                 raise InvalidRequest("The file is empty.", "file")
-            _write_json(made / "meta.json", asdict(file))
+            _write_json(folder / "meta.json", asdict(file))
         return file
 
     def file(self, tenant: str, file_id: str) -> StoredFile:
@@ -109,16 +109,16 @@ class BatchFolder:
         NotFound: there is none of the tenant's.
         """
         if FILE_ID.fullmatch(file_id):
-            found = _read_json(self._files / file_id / "meta.json")
-            if found is not None and found["tenant"] == tenant:
-                return StoredFile(**found)
+            meta = _read_json(self._files / file_id / "meta.json")
+            if meta is not None and meta["tenant"] == tenant:
+                return StoredFile(**meta)
         raise NotFound(f"No such File object: {file_id[:64]}", "id")
 
     def files(self, tenant: str) -> list[StoredFile]:
         """The tenant's, the newest first."""
-        found = (_read_json(path / "meta.json") for path in _entries(self._files))
-        own = [StoredFile(**value) for value in found if value and value["tenant"] == tenant]
-        return sorted(own, key=lambda file: (file.created_at, file.id), reverse=True)
+        metas = (_read_json(path / "meta.json") for path in _entries(self._files))
+        files = [StoredFile(**value) for value in metas if value and value["tenant"] == tenant]
+        return sorted(files, key=lambda file: (file.created_at, file.id), reverse=True)
 
     def content(self, tenant: str, file_id: str) -> Path:
         """The path of the file's bytes.
@@ -164,7 +164,7 @@ class BatchFolder:
             raise InvalidRequest(
                 f"The file's purpose is {file.purpose}, not batch.", "input_file_id"
             )
-        if sum(not own.ended for own in self.batches(tenant)) >= self.limits.max_open:
+        if sum(not batch.ended for batch in self.batches(tenant)) >= self.limits.max_open:
             raise Overloaded(f"{self.limits.max_open} batches are open already.")
         now = int(time.time())
         batch = StoredBatch(
@@ -175,9 +175,9 @@ class BatchFolder:
             output_seconds=output_seconds,
             total=total,
         )
-        with _storing(self._batches, batch.id) as made:
-            _link(self._files / file.id / "data", made / "input.jsonl")
-            _write_json(made / "batch.json", asdict(batch))
+        with _storing(self._batches, batch.id) as folder:
+            _link(self._files / file.id / "data", folder / "input.jsonl")
+            _write_json(folder / "batch.json", asdict(batch))
         return batch
 
     def batch(self, tenant: str, batch_id: str) -> StoredBatch:
@@ -185,21 +185,21 @@ class BatchFolder:
         NotFound: there is none of the tenant's.
         """
         if BATCH_ID.fullmatch(batch_id):
-            found = self._read_batch(self._batches / batch_id)
-            if found is not None and found.tenant == tenant:
-                return found
+            batch = self._read_batch(self._batches / batch_id)
+            if batch is not None and batch.tenant == tenant:
+                return batch
         raise NotFound(f"No batch found with id '{batch_id[:64]}'.", "batch_id")
 
     def batches(self, tenant: str | None = None) -> list[StoredBatch]:
         """The tenant's, or all; the newest first."""
-        paths, ended, found = _entries(self._batches), self._ended, []
+        paths, ended, stored = _entries(self._batches), self._ended, []
         for path in paths:
             batch = ended.get(path.name) or self._read_batch(path)
             if batch is not None:
-                found.append(batch)
-        self._ended = {batch.id: batch for batch in found if batch.ended}
-        own = [batch for batch in found if tenant in (None, batch.tenant)]
-        return sorted(own, key=lambda batch: (batch.created_at, batch.id), reverse=True)
+                stored.append(batch)
+        self._ended = {batch.id: batch for batch in stored if batch.ended}
+        batches = [batch for batch in stored if tenant in (None, batch.tenant)]
+        return sorted(batches, key=lambda batch: (batch.created_at, batch.id), reverse=True)
 
     def cancel(self, tenant: str, batch_id: str) -> StoredBatch:
         """Asks the worker to cancel the batch.
@@ -252,10 +252,10 @@ class BatchFolder:
         """Makes a batch's answers a file, once, however often it is called."""
         if (self._files / file.id).exists():
             return
-        with _storing(self._files, file.id) as made:
-            _link(source, made / "data")
+        with _storing(self._files, file.id) as folder:
+            _link(source, folder / "data")
             file.bytes = source.stat().st_size
-            _write_json(made / "meta.json", asdict(file))
+            _write_json(folder / "meta.json", asdict(file))
 
     def sweep(self) -> None:
         """Removes files and batches whose time is over, and what broken uploads have left."""
@@ -308,8 +308,8 @@ class BatchLease:
             StorageFull: the disk is full.
         """
         batch, now = self.batch, int(time.time())
-        kept, own = self._folder.limits.retention, batch.output_seconds
-        expires = now + int(kept if own is None else own)
+        kept, seconds = self._folder.limits.retention, batch.output_seconds
+        expires = now + int(kept if seconds is None else seconds)
         for path, file_id, kind in (
             (self.output, batch.output_id, "output"),
             (self.errors, batch.error_id, "error"),
@@ -347,15 +347,15 @@ def _disk() -> Iterator[None]:
 @contextmanager
 def _storing(folder: Path, name: str) -> Iterator[Path]:
     """A new folder that gets its name at the end, or is removed."""
-    made = folder / f"{TEMPORARY}{uuid.uuid4().hex}"
+    temporary = folder / f"{TEMPORARY}{uuid.uuid4().hex}"
     with _disk():
-        made.mkdir()
+        temporary.mkdir()
         try:
-            yield made
-            sync_folder(made)
-            os.rename(made, folder / name)
+            yield temporary
+            sync_folder(temporary)
+            os.rename(temporary, folder / name)
         except BaseException:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             raise
         sync_folder(folder)
 

@@ -44,14 +44,14 @@ class MessageBatchRequest(BaseModel):
 
     requests: list[MessageBatchLine]
 
-    def lines(self, most: int) -> bytes:
+    def lines(self, limit: int) -> bytes:
         """Returns the input of the batch.
 
         Raises:
             InvalidRequest: ``param`` is the path of what is wrong.
         """
-        if not 1 <= len(self.requests) <= most:
-            raise InvalidRequest(f"requests must have 1 to {most} elements.", "requests")
+        if not 1 <= len(self.requests) <= limit:
+            raise InvalidRequest(f"requests must have 1 to {limit} elements.", "requests")
         seen: set[str] = set()
         lines = []
         for i, line in enumerate(self.requests):
@@ -137,8 +137,8 @@ def add_message_batch_routes(
     @app.post(BATCHES + "/{batch_id}/cancel")
     async def cancel(request: Request, batch_id: str) -> MessageBatch:
         batch = await find(request, batch_id)
-        found = await asyncio.to_thread(store_of(folder).cancel, tenant_of(request), batch.id)
-        return shown(request, found)
+        batch = await asyncio.to_thread(store_of(folder).cancel, tenant_of(request), batch.id)
+        return shown(request, batch)
 
     @app.get(BATCHES + "/{batch_id}/results")
     async def results(request: Request, batch_id: str) -> Response:
@@ -164,11 +164,11 @@ def _added(store: BatchFolder, tenant: str, data: bytes, total: int) -> StoredBa
 def shown(request: Request, batch: StoredBatch) -> MessageBatch:
     """Returns a batch as Anthropic's clients see it."""
     left = batch.total - batch.completed - batch.failed
-    own, times = PREFIX + batch.id.removeprefix(OURS), batch.times
+    batch_id, times = PREFIX + batch.id.removeprefix(OURS), batch.times
     state: Any = "canceling" if batch.status == "cancelling" else "in_progress"
     ended = max(times.values(), default=batch.created_at) if batch.ended else None
     return MessageBatch(
-        id=own,
+        id=batch_id,
         processing_status="ended" if batch.ended else state,
         request_counts=MessageCounts(
             processing=0 if batch.ended else left,
@@ -181,7 +181,7 @@ def shown(request: Request, batch: StoredBatch) -> MessageBatch:
         expires_at=_written(batch.expires_at) or "",
         ended_at=_written(ended),
         cancel_initiated_at=_written(times.get("cancelling")),
-        results_url=f"{request.base_url}{BATCHES[1:]}/{own}/results" if batch.ended else None,
+        results_url=f"{request.base_url}{BATCHES[1:]}/{batch_id}/results" if batch.ended else None,
     )
 
 
@@ -225,16 +225,16 @@ def _line(custom_id: str, result: dict[str, Any]) -> str:
     return json.dumps({"custom_id": custom_id, "result": result}, ensure_ascii=False) + "\n"
 
 
-def _page(request: Request, found: list[StoredBatch]) -> MessageBatchList:
+def _page(request: Request, batches: list[StoredBatch]) -> MessageBatchList:
     """Returns a page of a list: ``limit`` batches behind ``after_id``, or before ``before_id``."""
     limit = number_of(request, "limit", PAGE, 1, MAX_PAGE)
-    ids = [PREFIX + batch.id.removeprefix(OURS) for batch in found]
-    first, last = place_behind(request, ids, "after_id"), len(found)
+    ids = [PREFIX + batch.id.removeprefix(OURS) for batch in batches]
+    first, last = place_behind(request, ids, "after_id"), len(batches)
     before = place_behind(request, ids, "before_id")
     if before and not first:
         last = before - 1
         first = max(0, last - limit)
-    page = found[first : min(last, first + limit)]
+    page = batches[first : min(last, first + limit)]
     return MessageBatchList(
         data=[shown(request, batch) for batch in page],
         has_more=first > 0 if "before_id" in request.query_params else first + limit < last,

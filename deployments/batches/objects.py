@@ -145,10 +145,10 @@ def usage_of(body: Any) -> Counter[str]:
     thought = [_part(usage, name) for name in OUTPUT_DETAILS]
     counts = {
         "input": sum(_number(usage, name) for name in INPUT),
-        "cached": sum(_number(own, "cached_tokens") for own in cached)
+        "cached": sum(_number(details, "cached_tokens") for details in cached)
         + _number(usage, "cache_read_input_tokens"),
         "output": sum(_number(usage, name) for name in OUTPUT),
-        "reasoning": sum(_number(own, "reasoning_tokens") for own in thought),
+        "reasoning": sum(_number(details, "reasoning_tokens") for details in thought),
     }
     return Counter({name: value for name, value in counts.items() if value})
 
@@ -166,10 +166,10 @@ def shown_usage(counts: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _part(value: Any, name: str) -> dict[str, Any]:
-    found = value.get(name) if isinstance(value, dict) else None
-    return found if isinstance(found, dict) else {}
+    part = value.get(name) if isinstance(value, dict) else None
+    return part if isinstance(part, dict) else {}
 
 
 def _number(value: dict[str, Any], name: str) -> int:
-    found = value.get(name)
-    return found if isinstance(found, int) else 0
+    number = value.get(name)
+    return number if isinstance(number, int) else 0

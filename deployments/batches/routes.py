@@ -99,18 +99,18 @@ def add_batch_routes(app: FastAPI, folder: BatchFolder | None) -> None:
 
     @app.get("/v1/batches")
     async def list_batches(request: Request) -> dict[str, Any]:
-        found = await asyncio.to_thread(store_of(folder).batches, tenant_of(request))
-        return _page(request, found, MAX_BATCHES_PAGE, 20)
+        batches = await asyncio.to_thread(store_of(folder).batches, tenant_of(request))
+        return _page(request, batches, MAX_BATCHES_PAGE, 20)
 
     @app.get("/v1/batches/{batch_id}")
     async def retrieve_batch(request: Request, batch_id: str) -> dict[str, Any]:
-        found = await asyncio.to_thread(store_of(folder).batch, tenant_of(request), batch_id)
-        return found.shown()
+        batch = await asyncio.to_thread(store_of(folder).batch, tenant_of(request), batch_id)
+        return batch.shown()
 
     @app.post("/v1/batches/{batch_id}/cancel")
     async def cancel_batch(request: Request, batch_id: str) -> dict[str, Any]:
-        found = await asyncio.to_thread(store_of(folder).cancel, tenant_of(request), batch_id)
-        return found.shown()
+        batch = await asyncio.to_thread(store_of(folder).cancel, tenant_of(request), batch_id)
+        return batch.shown()
 
 
 def add_file_routes(app: FastAPI, folder: BatchFolder | None) -> None:
@@ -134,18 +134,18 @@ def add_file_routes(app: FastAPI, folder: BatchFolder | None) -> None:
 
     @app.get(FILES)
     async def list_files(request: Request) -> dict[str, Any]:
-        found = await asyncio.to_thread(store_of(folder).files, tenant_of(request))
+        files = await asyncio.to_thread(store_of(folder).files, tenant_of(request))
         purpose = request.query_params.get("purpose")
         if purpose is not None:
-            found = [file for file in found if file.purpose == purpose]
+            files = [file for file in files if file.purpose == purpose]
         if request.query_params.get("order", "desc") == "asc":
-            found.reverse()
-        return _page(request, found, MAX_FILES_PAGE, MAX_FILES_PAGE)
+            files.reverse()
+        return _page(request, files, MAX_FILES_PAGE, MAX_FILES_PAGE)
 
     @app.get(FILES + "/{file_id}")
     async def retrieve_file(request: Request, file_id: str) -> dict[str, Any]:
-        found = await asyncio.to_thread(store_of(folder).file, tenant_of(request), file_id)
-        return found.shown()
+        file = await asyncio.to_thread(store_of(folder).file, tenant_of(request), file_id)
+        return file.shown()
 
     @app.get(FILES + "/{file_id}/content")
     async def file_content(request: Request, file_id: str) -> Response:
@@ -205,15 +205,15 @@ def check_age(seconds: int, param: str) -> None:
         raise InvalidRequest(f"{param} must be in [{low}, {high}], got {seconds}.", param)
 
 
-def _page(request: Request, found: Sequence[T], most: int, default: int) -> dict[str, Any]:
+def _page(request: Request, objects: Sequence[T], max_page: int, default: int) -> dict[str, Any]:
     """A page of a list: ``limit`` objects behind ``after``."""
-    limit = number_of(request, "limit", default, 1, most)
-    start = place_behind(request, [each.id for each in found])
-    page = [each.shown() for each in found[start : start + limit]]
+    limit = number_of(request, "limit", default, 1, max_page)
+    start = place_behind(request, [each.id for each in objects])
+    page = [each.shown() for each in objects[start : start + limit]]
     return {
         "object": "list",
         "data": page,
         "first_id": page[0]["id"] if page else None,
         "last_id": page[-1]["id"] if page else None,
-        "has_more": start + limit < len(found),
+        "has_more": start + limit < len(objects),
     }

@@ -102,8 +102,8 @@ class BatchList(Page):
 
 
 def _query(name: str, schema: dict[str, Any], text: str) -> dict[str, Any]:
-    found = {"name": name, "in": "query", "required": False}
-    return {**found, "schema": schema, "description": text}
+    parameter = {"name": name, "in": "query", "required": False}
+    return {**parameter, "schema": schema, "description": text}
 
 
 AFTER = _query("after", {"type": "string"}, "The object that the page begins behind.")
@@ -115,9 +115,9 @@ ORDER = _query("order", {"enum": ["asc", "desc"]}, "By the time of their making;
 PURPOSE = _query("purpose", {"type": "string"}, "Files of this purpose only.")
 
 
-def limit(most: int) -> dict[str, Any]:
+def limit(maximum: int) -> dict[str, Any]:
     """The query parameter of a page's length."""
-    schema = {"type": "integer", "minimum": 1, "maximum": most}
+    schema = {"type": "integer", "minimum": 1, "maximum": maximum}
     return _query("limit", schema, "Objects on a page.")
 
 

@@ -96,11 +96,11 @@ class BatchWorker:
     async def _guarded(self, work: Callable[[], Sequence[BatchLease]]) -> None:
         """Works on what is leased; an error of the file system does not end the worker."""
         try:
-            found = await asyncio.to_thread(work)
+            leases = await asyncio.to_thread(work)
         except OSError as error:
             logger.warning("the folder of batches: %s", error)
             return
-        for lease in found:
+        for lease in leases:
             task = asyncio.create_task(self._work(lease))
             self._running[lease.batch.id] = task
 
@@ -183,16 +183,16 @@ class BatchRun:
     async def _validated(self) -> bool:
         """Whether the batch goes on; else it has failed or is cancelled."""
         batch, lease = self._batch, self._lease
-        found = await asyncio.to_thread(
+        outcome = await asyncio.to_thread(
             validate,
             *(lease.input, batch.endpoint, self._worker.serves, self._folder.limits.max_lines),
             lambda: lease.cancelled,
         )
-        if found is None:
+        if outcome is None:
             batch.enter("cancelling")
             await finished_thread(self._finish, "cancelled")
             return False
-        batch.total, batch.errors = found
+        batch.total, batch.errors = outcome
         if batch.errors:
             batch.enter("failed")
             await finished_thread(lease.save)
