@@ -61,8 +61,8 @@ class Sessions:
         shared = self.shared_blocks * BLOCK_TOKENS
         share = 0.0
         for _ in range(50):  # converges fast: the growth is a small part of a prompt
-            found = self.prompt - BLOCK_TOKENS / 2 - share * self.turn / 2
-            share = min(0.95, max(0.0, (self.cached * self.prompt - shared) / (found - shared)))
+            reused = self.prompt - BLOCK_TOKENS / 2 - share * self.turn / 2
+            share = min(0.95, max(0.0, (self.cached * self.prompt - shared) / (reused - shared)))
         return share
 
     @property
@@ -282,4 +282,6 @@ def burst(
         shape = 1 + prompt / 400  # answers to long prompts differ less
         return max(1, round(rng.gammavariate(shape, known.answer(prompt) / shape)))
 
-    return Trace([Call(at, own, answer(own)) for at, own in zip(times, prompts, strict=True)])
+    return Trace(
+        [Call(at, prompt, answer(prompt)) for at, prompt in zip(times, prompts, strict=True)]
+    )

@@ -255,7 +255,7 @@ def is_mooncake_file(path: Path) -> bool:
 
 def _block_ids(reader: "_Rows", line: int, entry: dict[str, Any]) -> tuple[int, ...]:
     ids = entry.get("hash_ids", [])
-    if not isinstance(ids, list) or any(type(own) is not int for own in ids):
+    if not isinstance(ids, list) or any(type(block_id) is not int for block_id in ids):
         raise reader.error(line, f"hash_ids must be a list of integers, got {_short(ids)}")
     return tuple(ids)
 
