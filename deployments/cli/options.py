@@ -52,19 +52,19 @@ class JsonObject(click.ParamType["dict[str, Any]"]):
         if isinstance(value, dict):
             return value
         try:
-            found = json.loads(value)
+            document = json.loads(value)
         except ValueError as error:
             self.fail(f"{value!r} is not JSON: {error}", param, ctx)
-        if not isinstance(found, dict):
+        if not isinstance(document, dict):
             self.fail(f"{value!r} is not a JSON object", param, ctx)
-        return found
+        return document
 
 
 def joined(objects: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Objects as one: later values win, objects inside are joined."""
     whole: dict[str, Any] = {}
-    for found in objects:
-        for name, value in found.items():
+    for mapping in objects:
+        for name, value in mapping.items():
             both = isinstance(value, dict) and isinstance(whole.get(name), dict)
             whole[name] = joined((whole[name], value)) if both else value
     return whole

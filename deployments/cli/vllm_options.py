@@ -163,8 +163,8 @@ def aliases_of(owner: type) -> dict[str, dict[str, Any]]:
         if not isinstance(outcome, Alias) or outcome.setting not in hints:
             continue
         entry = changes.setdefault(outcome.setting, {"aliases": []})
-        own = "--" + outcome.setting.replace("_", "-")
-        for name in (name for name in flag.names if name != own):
+        rayfin_flag = "--" + outcome.setting.replace("_", "-")
+        for name in (name for name in flag.names if name != rayfin_flag):
             is_switch = flag.form == "switch" and name.startswith("--")
             entry["aliases"].append(f"{name}/{negated(name)}" if is_switch else name)
         if outcome.sizes:
@@ -199,22 +199,22 @@ def rewrite(args: Sequence[str]) -> list[str]:
     words may follow a flag that takes several, if MODEL is elsewhere: else the second is MODEL.
     """
     args = list(_without_paths(args))
-    made: list[str] = []
+    arguments: list[str] = []
     model_known = bool(args) and not args[0].startswith("-")
     model_known = model_known or any(re.match(r"--(model|config)(=|$)", arg) for arg in args)
     several, values = "", 0
     for place, arg in enumerate(args):
         if arg == "--":
-            return [*made, *args[place:]]
+            return [*arguments, *args[place:]]
         if re.match(r"--?[A-Za-z]", arg):
-            made.append(_rewritten_flag(arg))
-            several, values = made[-1] if made[-1] in SEVERAL and model_known else "", 0
+            arguments.append(_rewritten_flag(arg))
+            several, values = arguments[-1] if arguments[-1] in SEVERAL and model_known else "", 0
             continue
         if several and values:
-            made.append(several)
-        made.append(arg)
+            arguments.append(several)
+        arguments.append(arg)
         values += 1
-    return made
+    return arguments
 
 
 def _without_paths(args: Sequence[str]) -> Iterator[str]:
@@ -270,7 +270,7 @@ def file_arguments(command: click.Command, file: str, given: dict[str, Any]) -> 
     if not isinstance(held, dict):
         raise click.UsageError(f"--config: {file} must hold flags by name")
     options = options_by_name(command)
-    made: list[str] = []
+    arguments: list[str] = []
     unknown: list[str] = []
     seen: dict[str, str] = {}
     for key, value in held.items():
@@ -285,10 +285,10 @@ def file_arguments(command: click.Command, file: str, given: dict[str, Any]) -> 
             raise click.UsageError(f"--config: {file} sets {earlier} and {key}, which are one")
         positional = option.name == "model" and isinstance(given.get("model_name"), str)
         if option.name not in given and not positional:
-            made += _arguments(flag, option, value, f"--config: {key} of {file}")
+            arguments += _arguments(flag, option, value, f"--config: {key} of {file}")
     if unknown:
         raise click.UsageError(f"--config: {file} has unknown flags: {', '.join(unknown)}")
-    return made
+    return arguments
 
 
 def _arguments(flag: str, option: click.Option, value: Any, what: str) -> Iterator[str]:

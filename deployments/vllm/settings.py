@@ -39,7 +39,7 @@ def engine_settings(given: Mapping[str, Any], known: Container[str] = SETTINGS) 
     Raises:
         InvalidConfig: Rayfin lacks what one asks for, or two are one.
     """
-    made: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     written: dict[str, str] = {}
     for name, value in given.items():
         setting, value = _translated(name, value, known)
@@ -47,8 +47,8 @@ def engine_settings(given: Mapping[str, Any], known: Container[str] = SETTINGS) 
             continue
         if (earlier := written.setdefault(setting, name)) != name:
             raise InvalidConfig(f"{earlier} and {name} are one setting: give one of them", name)
-        made[setting] = value
-    return made
+        settings[setting] = value
+    return settings
 
 
 def _translated(name: str, value: Any, known: Container[str]) -> tuple[str, Any]:
