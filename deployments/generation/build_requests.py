@@ -130,7 +130,9 @@ def sampling_defaults(
     config = {} if model is None else generation_config(model, **hub)
     config = {**config, **(changes or {})}
     defaults = {
-        own: config[name] for name, own in SAMPLING_DEFAULTS.items() if config.get(name) is not None
+        field: config[name]
+        for name, field in SAMPLING_DEFAULTS.items()
+        if config.get(name) is not None
     }
     try:
         SamplingParams(**defaults)
@@ -253,8 +255,8 @@ def _check_uncut(
             "prompt_logprobs",
             "unsupported_parameter",
         )
-    own = [(image.start, image.start + image.length) for image in images]
-    for first, last in info.uncut.spans(own, len(prompt)):
+    spans = [(image.start, image.start + image.length) for image in images]
+    for first, last in info.uncut.spans(spans, len(prompt)):
         if last - first > info.uncut.room:
             part = "a prompt" if info.uncut.ahead == "prompt" else "an image"
             raise InvalidRequest(

@@ -207,10 +207,10 @@ def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
 
 
 def _check_logprobs(name: str, asked: int | None, info: EngineInfo) -> None:
-    most = info.vocab_size if info.max_logprobs == WHOLE_VOCABULARY else info.max_logprobs
-    if asked is not None and (info.vocab_size if asked == WHOLE_VOCABULARY else asked) > most:
+    limit = info.vocab_size if info.max_logprobs == WHOLE_VOCABULARY else info.max_logprobs
+    if asked is not None and (info.vocab_size if asked == WHOLE_VOCABULARY else asked) > limit:
         raise InvalidRequest(
-            f"{name} must be at most {most}, the limit of this engine, got {str(asked)[:24]}.",
+            f"{name} must be at most {limit}, the limit of this engine, got {str(asked)[:24]}.",
             name,
             "integer_above_max_value",
         )

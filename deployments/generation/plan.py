@@ -132,7 +132,7 @@ async def plan_answers(
         InvalidRequest: a field that this model cannot follow, or a grammar that is refused.
         Overloaded: too many unknown grammars wait.
     """
-    most = service.checker.max_bytes
+    max_bytes = service.checker.max_bytes
     answer = await _long_answer(service.checker, rules, tenant)
 
     async def make(rules: AnswerRules) -> OutputPlan:
@@ -143,7 +143,7 @@ async def plan_answers(
             rules,
             opening,
             earlier_calls,
-            most,
+            max_bytes,
             answer=answer,
         )
         return await asyncio.to_thread(work) if rules.take_long else work()
@@ -163,8 +163,8 @@ def plan_offline(
     """As :func:`plan_answers`, for callers without an event loop."""
 
     async def make(rules: AnswerRules) -> OutputPlan:
-        most = checker.max_bytes
-        return make_plan(formats, tokenizer, rules, opening, earlier_calls, most)
+        max_bytes = checker.max_bytes
+        return make_plan(formats, tokenizer, rules, opening, earlier_calls, max_bytes)
 
     try:
         _allowed(make, checker, formats, rules).send(None)
@@ -180,9 +180,11 @@ async def plan_text(service: "OpenAIService", rules: AnswerRules, tenant: str = 
     Raises:
         InvalidRequest, Overloaded: as :func:`plan_answers`.
     """
-    most = service.checker.max_bytes
+    max_bytes = service.checker.max_bytes
     answer = await _long_answer(service.checker, rules, tenant)
-    plan = make_plan(Detected(), service.tokenizer, rules, max_grammar_bytes=most, answer=answer)
+    plan = make_plan(
+        Detected(), service.tokenizer, rules, max_grammar_bytes=max_bytes, answer=answer
+    )
     return _counted(service, await _checked(service.checker, plan, rules, tenant))
 
 

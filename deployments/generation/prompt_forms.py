@@ -137,24 +137,24 @@ def truncated(
     Raises:
         InvalidRequest: it asks for more than the context has, or would cut what is ``uncut``.
     """
-    most = params.truncate_prompt_tokens
-    if most is None:
+    length = params.truncate_prompt_tokens
+    if length is None:
         return ids
-    if most > max_model_len:
+    if length > max_model_len:
         raise InvalidRequest(
             f"truncate_prompt_tokens must be at most {max_model_len}, the context, "
-            f"got {str(most)[:24]}.",
+            f"got {str(length)[:24]}.",
             "truncate_prompt_tokens",
             "integer_above_max_value",
         )
-    if most < 0:
+    if length < 0:
         room = params.max_tokens or 1
         # An answer that cannot fit is cut, too: it leaves half of the context to the prompt.
-        most = max_model_len - (room if room < max_model_len else max_model_len // 2)
-    if uncut and most < len(ids):
+        length = max_model_len - (room if room < max_model_len else max_model_len // 2)
+    if uncut and length < len(ids):
         name = "truncate_prompt_tokens"
         raise InvalidRequest(f"A prompt with {uncut} is not truncated.", name)
-    return ids[-most:] if side == "left" else ids[:most]
+    return ids[-length:] if side == "left" else ids[:length]
 
 
 def check_salt(salt: object, param: str = SALT) -> str:

@@ -79,10 +79,10 @@ class Cursor:
         if written is None:
             fresh._named = EVENT_STREAM in request.headers.get("accept", "").lower()
             return fresh
-        found = EVENT_ID.fullmatch(written)
-        if found is None or not written.startswith(f"{prefix}-"):
+        match = EVENT_ID.fullmatch(written)
+        if match is None or not written.startswith(f"{prefix}-"):
             raise InvalidRequest("Last-Event-ID is no id of an event of this API.", LAST_EVENT_ID)
-        return cls(found[1], found[2])
+        return cls(match[1], match[2])
 
     async def open(
         self,

@@ -171,8 +171,8 @@ class ServedModels:
     def max_upload_bytes(self) -> int:
         """Of a recording, for any of the models; 0: none hears."""
         media = [each.media for each in self.services if each.reads == "audio"]
-        open_ = [own for own in media if own is not None and own.off is None]
-        return max((own.settings.max_upload_bytes for own in open_), default=0)
+        open_ = [reader for reader in media if reader is not None and reader.off is None]
+        return max((reader.settings.max_upload_bytes for reader in open_), default=0)
 
     def adapters_of(self, service: OpenAIService) -> list[AdapterRef]:
         """The adapters of a model; names of models come first."""
@@ -202,17 +202,17 @@ class ServedModels:
             return self._by_name[name]
         if name in self.failed:
             raise EngineUnavailable(f"the model `{name}` has failed: {self.failed[name]}", "model")
-        for service, own in self._candidates(name):
-            if service.adapters is not None and own in service.adapters.refs:
-                return service.with_adapter(service.adapters.refs[own], name)
+        for service, adapter in self._candidates(name):
+            if service.adapters is not None and adapter in service.adapters.refs:
+                return service.with_adapter(service.adapters.refs[adapter], name)
         raise ModelNotFound(f"The model `{name[:128]}` does not exist.", "model")
 
     async def look_up(self, name: str | None) -> None:
         """Loads an adapter of that name where it is in the folder of adapters only."""
         if name is None or name in self._by_name:
             return
-        for service, own in self._candidates(name):
-            if service.adapters is not None and await service.adapters.find(own) is not None:
+        for service, adapter in self._candidates(name):
+            if service.adapters is not None and await service.adapters.find(adapter) is not None:
                 return
 
     def _candidates(self, name: str) -> Iterator[tuple[OpenAIService, str]]:
