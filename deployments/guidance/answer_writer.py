@@ -53,7 +53,7 @@ class AnswerWriter:
 
     def behind_the_last(self, callees: Sequence[Callee]) -> str:
         """Returns the expression of what follows a single call: its closing text, and no call."""
-        ends = [found for text in self._row.closings if (found := self._lark.mark(text))]
+        ends = [end for text in self._row.closings if (end := self._lark.mark(text))]
         closing = f"({' | '.join(ends)})?" if ends else ""
         if not self._row.bare:
             return f"{closing} {self._lark.free(*self._text_marks())}".lstrip()
@@ -80,14 +80,14 @@ class AnswerWriter:
     def _text_marks(self) -> list[str]:
         """Those of them that hold no token."""
         parts = [(mark, self._lark.parts(mark)) for mark in self.openings if mark]
-        return [mark for mark, found in parts if all(isinstance(part, str) for part in found)]
+        return [mark for mark, pieces in parts if all(isinstance(part, str) for part in pieces)]
 
     def _behind(self, mark: str, callees: Sequence[Callee], several: bool) -> str:
         """The calls behind a mark; other texts may end those that other texts begin."""
         row, calls = self._row, self._calls
         if mark not in row.openings:
             return calls.behind(mark, callees, several=several)
-        ends = [found for text in row.closings if (found := self._lark.mark(text))]
+        ends = [end for text in row.closings if (end := self._lark.mark(text))]
         closing = f"({' | '.join(ends)})?" if ends else ""
         return f"{BLANK} {calls.run(callees, several=several)} {closing}".rstrip()
 
@@ -111,7 +111,7 @@ class AnswerWriter:
 
     def _call_message(self, callees: Sequence[Callee]) -> str:
         """A call's recipient stands before its channel or behind it."""
-        mark, found = self._lark.mark, []
+        mark, options = self._lark.mark, []
         kind = f'(" "? {mark("<|constrain|>")} "json" | " json")?'
         for callee in callees:
             schema = ANY_OBJECT if callee.schema is None else callee.schema
@@ -119,5 +119,5 @@ class AnswerWriter:
             header = (
                 f"({to} {mark('<|channel|>')} {_CHANNELS} | {mark('<|channel|>')} {_CHANNELS} {to})"
             )
-            found.append(f"{header} {kind} {mark('<|message|>')} {self._lark.json(schema)}")
-        return f"({' | '.join(found)}) {mark(self._row.call[1])}".rstrip()
+            options.append(f"{header} {kind} {mark('<|message|>')} {self._lark.json(schema)}")
+        return f"({' | '.join(options)}) {mark(self._row.call[1])}".rstrip()

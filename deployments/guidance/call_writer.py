@@ -134,7 +134,9 @@ class CallWriter:
         """All functions that take any arguments together, and each other alone."""
         loose = [callee.name for callee in callees if callee.schema is None]
         groups: list[Group] = [(loose, None)] if loose else []
-        return groups + [([own.name], own.schema) for own in callees if own.schema is not None]
+        return groups + [
+            ([callee.name], callee.schema) for callee in callees if callee.schema is not None
+        ]
 
     def _bodies(self, callees: Sequence[Callee], *, begun: bool = False) -> str:
         """An alternative for each group; ``begun``: the mark before the name is written."""
@@ -276,14 +278,14 @@ class CallWriter:
 
     def _by_type(self, before: str, schema: Schema, root: Mapping[str, Any]) -> str | None:
         """A value behind the mark of its type: an alternative for each."""
-        row, found = self._row, resolved(schema, root)
-        if found is None:
+        row, target = self._row, resolved(schema, root)
+        if target is None:
             return None
-        plain = found if isinstance(found, Mapping) else {}
+        plain = target if isinstance(target, Mapping) else {}
         if keywords(plain) == {"anyOf"}:
             parts = [self._by_type(before, part, root) for part in plain["anyOf"]]
         else:
-            types, parts = types_of(found, root), []
+            types, parts = types_of(target, root), []
             if "string" in types:
                 parts.append(self._string(before + row.key[1], {**plain, "type": "string"}, root))
             for kind, end in row.json_key_ends.items():
@@ -294,10 +296,10 @@ class CallWriter:
         return alternatives(parts)
 
     def _string(self, before: str, schema: Schema, root: Mapping[str, Any]) -> str | None:
-        found = resolved(schema, root)
-        if not isinstance(found, Mapping) or {"anyOf", "allOf"} & set(found):
+        target = resolved(schema, root)
+        if not isinstance(target, Mapping) or {"anyOf", "allOf"} & set(target):
             return None
-        terms = string_terms(found)
+        terms = string_terms(target)
         if terms is None:
             return None
         if not terms:

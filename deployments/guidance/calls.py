@@ -234,10 +234,10 @@ def held_callee(tool: Tool) -> tuple[Callee, tuple[str, ...]]:
         if tool.strict:
             raise
         return Callee(tool.name), (tool.path,)
-    (found,) = json.loads(grammar.text)["grammars"]
+    (entry,) = json.loads(grammar.text)["grammars"]
     if tool.pattern:
-        found["json_schema"]["properties"][INPUT]["pattern"] = tool.pattern
-    return Callee(tool.name, found["json_schema"]), grammar.unenforced
+        entry["json_schema"]["properties"][INPUT]["pattern"] = tool.pattern
+    return Callee(tool.name, entry["json_schema"]), grammar.unenforced
 
 
 def arguments_grammar(tool: Tool) -> str:

@@ -253,7 +253,9 @@ def _any_of(mask: bytes, draw: random.Random) -> int | None:
 def _dead_end(matcher: "LLMatcher", number: int) -> Verdict:
     """Of a matcher that failed at its mask or token ``number``."""
     error = matcher.get_error()
-    if matcher.stop_reason() in TOO_COMPLEX or any(f"Stop: {own}" in error for own in TOO_COMPLEX):
+    if matcher.stop_reason() in TOO_COMPLEX or any(
+        f"Stop: {stop}" in error for stop in TOO_COMPLEX
+    ):
         return Verdict("too_complex", reason(error))
     if "NoExtension" in error:
         said = "some answers cannot be completed" if number else "no token may be the first"
@@ -317,8 +319,8 @@ def _walk_schema(value: Any, place: str, refs: dict[str, set[str]]) -> Iterator[
                 yield kind in ("#/$defs", "#/definitions")
                 refs.setdefault(place, set()).add(target)
             elif name in ("$defs", "definitions") and isinstance(item, dict):
-                for own, definition in item.items():
-                    yield from _walk_schema(definition, own, refs)
+                for key, definition in item.items():
+                    yield from _walk_schema(definition, key, refs)
             else:
                 yield from _walk_schema(item, place, refs)
 
@@ -326,10 +328,10 @@ def _walk_schema(value: Any, place: str, refs: dict[str, set[str]]) -> Iterator[
 def _is_fixed(pattern: str) -> bool:
     """Whether a pattern is a date's, or matches texts of one short length: an automaton of it has
     one state for each character."""
-    found = FIXED_PATTERN.fullmatch(pattern)
-    if found is None:
+    match = FIXED_PATTERN.fullmatch(pattern)
+    if match is None:
         return pattern in DATE_PATTERNS
-    repeats = re.findall(rf"{LITERAL}(?:\{{([0-9]+)\}})?", found["parts"])
+    repeats = re.findall(rf"{LITERAL}(?:\{{([0-9]+)\}})?", match["parts"])
     return sum(int(count or 1) for count in repeats) <= FIXED_CHARACTERS
 
 

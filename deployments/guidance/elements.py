@@ -52,16 +52,16 @@ class Elements:
         """A value and the tag behind it."""
         if isinstance(schema, Mapping) and "$ref" in schema:
             return self._reference(schema, root, close)
-        found = schema if isinstance(schema, Mapping) else {}
+        members = schema if isinstance(schema, Mapping) else {}
         if schema is False:
             return None
-        if not keywords(found):
+        if not keywords(members):
             return f"({self._text(close)} | {self.any()}+ {self._lark.mark(close, exact=True)})"
-        if keywords(found) == {"anyOf"}:
-            return alternatives([self._value(part, root, close) for part in found["anyOf"]])
-        kinds = types_of(found, root)
+        if keywords(members) == {"anyOf"}:
+            return alternatives([self._value(part, root, close) for part in members["anyOf"]])
+        kinds = types_of(members, root)
         parts = [
-            self._typed({**found, "type": kind}, root, close)
+            self._typed({**members, "type": kind}, root, close)
             for kind in sorted(kinds)
             if kind != "integer" or "number" not in kinds
         ]
@@ -95,10 +95,10 @@ class Elements:
             return None
         if not properties:
             return f"{self.any()}*" if extra else ""
-        found = [(self.element(key, part, root), key) for key, part in properties.items()]
-        if any(element is None for element, _ in found):
+        elements = [(self.element(key, part, root), key) for key, part in properties.items()]
+        if any(element is None for element, _ in elements):
             return None
-        return " ".join(f"({part})" if key in needed else f"({part})?" for part, key in found)
+        return " ".join(f"({part})" if key in needed else f"({part})?" for part, key in elements)
 
     def _reference(
         self, schema: Mapping[str, Any], root: Mapping[str, Any], close: str

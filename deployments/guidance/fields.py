@@ -105,7 +105,7 @@ def read_structured_outputs(value: object, path: str) -> AnswerFormat:
         }
     else:
         named = as_object(value, path)
-    given = {name: own for name, own in named.items() if own is not None}
+    given = {name: member for name, member in named.items() if member is not None}
     for name in given:
         if name not in KINDS and name not in _OPTIONS:
             raise InvalidRequest(f"{path} has no field {name[:64]!r}.", f"{path}.{name[:64]}")
@@ -114,30 +114,30 @@ def read_structured_outputs(value: object, path: str) -> AnswerFormat:
         which = f"got {', '.join(kinds)}" if kinds else "got none"
         raise InvalidRequest(f"{path} must have exactly one of {', '.join(KINDS)}, {which}.", path)
     checked = {
-        name: _kind(name, own, f"{path}.{name}")
+        name: _kind(name, member, f"{path}.{name}")
         if name in KINDS
-        else _OPTIONS[name](own, f"{path}.{name}")
-        for name, own in given.items()
+        else _OPTIONS[name](member, f"{path}.{name}")
+        for name, member in given.items()
     }
     checked.pop("disable_fallback", None)  # of vLLM's choice between libraries
     return AnswerFormat(_outputs(checked), f"{path}.{kinds[0]}")
 
 
-def check_size(outputs: StructuredOutputs, param: str, most: int) -> None:
-    """Refuses a form that is longer than ``most`` bytes, about as compact JSON."""
-    if size_up_to(outputs, most) > most:
+def check_size(outputs: StructuredOutputs, param: str, max_bytes: int) -> None:
+    """Refuses a form that is longer than ``max_bytes`` bytes, about as compact JSON."""
+    if size_up_to(outputs, max_bytes) > max_bytes:
         raise InvalidRequest(
-            f"{param} is too complex: it has more than {most} bytes (--max-grammar-bytes).",
+            f"{param} is too complex: it has more than {max_bytes} bytes (--max-grammar-bytes).",
             param,
             "schema_too_complex",
         )
 
 
-def size_up_to(outputs: StructuredOutputs, most: int) -> int:
-    """Returns the bytes of a form. It stops counting beyond ``most``: megabytes cost no more."""
+def size_up_to(outputs: StructuredOutputs, max_bytes: int) -> int:
+    """Returns the bytes of a form. Counts no further than ``max_bytes``: megabytes cost no more."""
     size = 0
     waiting: list[Any] = [getattr(outputs, kind) for kind in KINDS]
-    while waiting and size <= most:
+    while waiting and size <= max_bytes:
         value = waiting.pop()
         if isinstance(value, str):
             size += len(value) if value.isascii() else len(value.encode("utf-8", "surrogatepass"))

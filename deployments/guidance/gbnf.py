@@ -82,7 +82,7 @@ class Several:
     parts: tuple["Element", ...]
     kind: str  # "all", "one", "repeat"
     least: int = 1
-    most: int | None = 1
+    largest: int | None = 1
 
 
 Element = Chars | Text | Reference | SpecialToken | Several
@@ -158,12 +158,12 @@ class _Reader:
             c = self._peek()
             if c and c in "*+?":
                 self._at += 1
-                least, most = (1 if c == "+" else 0), (1 if c == "?" else None)
+                least, largest = (1 if c == "+" else 0), (1 if c == "?" else None)
             elif c == "{":
-                least, most = self._bounds()
+                least, largest = self._bounds()
             else:
                 return element
-            element = Several((element,), "repeat", least, most)
+            element = Several((element,), "repeat", least, largest)
             if _nested_bounds(element) > MAX_UNROLLED:
                 raise too_complex(
                     f"{self._path} repeats more than {MAX_UNROLLED} times, "
@@ -173,17 +173,17 @@ class _Reader:
         raise self._invalid("repeats a repetition again and again")
 
     def _bounds(self) -> tuple[int, int | None]:
-        found = _BOUNDS.match(self._text, self._at)
-        if found is None or not (found[1] or found[3]):
+        match = _BOUNDS.match(self._text, self._at)
+        if match is None or not (match[1] or match[3]):
             raise self._invalid("has incomplete bounds")
-        least = int(found[1] or 0)
-        most = (int(found[3]) if found[3] else None) if found[2] else least
-        if most is not None and most < least:
+        least = int(match[1] or 0)
+        largest = (int(match[3]) if match[3] else None) if match[2] else least
+        if largest is not None and largest < least:
             raise self._invalid("has bounds out of order")
-        if max(least, most or 0) > MAX_UNROLLED:
+        if max(least, largest or 0) > MAX_UNROLLED:
             raise too_complex(f"{self._path} repeats more than {MAX_UNROLLED} times.", self._path)
-        self._at = found.end()
-        return least, most
+        self._at = match.end()
+        return least, largest
 
     def _element(self) -> Element:
         c = self._peek()
@@ -223,15 +223,15 @@ class _Reader:
         self._at += 1
         return inner
 
-    def _special(self, found: re.Match[str]) -> Element:
-        text = found[0]
+    def _special(self, match: re.Match[str]) -> Element:
+        text = match[0]
         if text.startswith("<[") and text[2:-2].isdecimal():
             number: int | None = int(text[2:-2])
         else:
             number = self._special_tokens.get(text)
         if number is None:
             raise self._invalid(f"names {text[:64]}, which is no special token")
-        self._at = found.end()
+        self._at = match.end()
         return SpecialToken(number)
 
     def _string(self) -> Element:
@@ -297,8 +297,8 @@ class _Reader:
         return self._text[self._at] if self._at < len(self._text) else ""
 
     def _skip(self) -> None:
-        found = _SKIP.match(self._text, self._at)
-        self._at = found.end() if found is not None else self._at
+        match = _SKIP.match(self._text, self._at)
+        self._at = match.end() if match is not None else self._at
 
     def _invalid(self, what: str) -> InvalidRequest:
         line = self._text.count("\n", 0, self._at) + 1
@@ -347,7 +347,7 @@ class _Writer:
                 return self._parts[name]
             case SpecialToken():
                 return None
-            case Several(elements, kind, least, most):
+            case Several(elements, kind, least, largest):
                 parts: list[Part] = []
                 size = 0
                 for one in elements:
@@ -357,7 +357,7 @@ class _Writer:
                         return None
                     parts.append(part)
                 if kind == "repeat":
-                    return Repeat(parts[0], least, most)
+                    return Repeat(parts[0], least, largest)
                 return OneOf(tuple(parts)) if kind == "one" else Sequence(tuple(parts))
 
     def _element(self, element: Element, follow: Ranges, depth: int) -> str:
@@ -386,19 +386,19 @@ class _Writer:
         return " ".join(texts[::-1]) if texts else '""'
 
     def _repeat(self, element: Several, follow: Ranges, depth: int) -> str:
-        inner, least, most = element.parts[0], element.least, element.most
-        if most == 0:
+        inner, least, largest = element.parts[0], element.least, element.largest
+        if largest == 0:
             return '""'
         if isinstance(inner, Chars):
-            if most == 1 or not intersects(inner.ranges, follow):
-                terminal = regex(write(Repeat(inner, max(1, least), most)))
+            if largest == 1 or not intersects(inner.ranges, follow):
+                terminal = regex(write(Repeat(inner, max(1, least), largest)))
                 return self._group(terminal, depth, least == 0)
         first, _ = self._first(inner)
-        after = follow if most == 1 else _join(follow, first)
+        after = follow if largest == 1 else _join(follow, first)
         text = self._element(inner, after, depth + 1)
-        bounds = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((least, most))
+        bounds = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((least, largest))
         if bounds is None:
-            bounds = f"{{{least},{'' if most is None else most}}}"
+            bounds = f"{{{least},{'' if largest is None else largest}}}"
         return f"({text}){bounds}" if depth < MAX_GROUPS else f"{self._rule(text)}{bounds}"
 
     def _group(self, text: str, depth: int, empty: bool = False) -> str:
@@ -467,9 +467,9 @@ class _Writer:
             case Several(elements, "one"):
                 for one in elements:
                     self._note_follows(one, follow)
-            case Several(elements, "repeat", _, most):
+            case Several(elements, "repeat", _, largest):
                 first, _ = self._first(elements[0])
-                self._note_follows(elements[0], follow if most == 1 else _join(follow, first))
+                self._note_follows(elements[0], follow if largest == 1 else _join(follow, first))
             case Several(elements):
                 for one, after in self._with_follows(elements, follow):
                     self._note_follows(one, after)
@@ -507,4 +507,4 @@ def _nested_bounds(element: Element) -> int:
     if not isinstance(element, Several):
         return 1
     inner = max(map(_nested_bounds, element.parts), default=1)
-    return inner * (max(1, element.least, element.most or 0) if element.kind == "repeat" else 1)
+    return inner * (max(1, element.least, element.largest or 0) if element.kind == "repeat" else 1)

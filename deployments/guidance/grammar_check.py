@@ -257,8 +257,8 @@ class ProcessChecker:
     def _send_waiting(self) -> None:
         if self._helper is None:
             return
-        for plain, most in ((True, MAX_PLAIN), (False, MAX_CHILDREN)):
-            while sum(own.plain is plain for own in self._helper.sent.values()) < most:
+        for plain, limit in ((True, MAX_PLAIN), (False, MAX_CHILDREN)):
+            while sum(check.plain is plain for check in self._helper.sent.values()) < limit:
                 check = self._queues[plain].pop()
                 if check is None:
                     break

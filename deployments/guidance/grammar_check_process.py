@@ -270,8 +270,8 @@ class Helper:
         except InvalidRequest as error:
             refusal = (error.message, error.param, error.code)
             return {"kind": "invalid", "reason": "", "refusal": refusal}
-        made = (grammar.text, grammar.kind, grammar.unenforced)
-        return {**_said(judge(self._tokenizer, grammar.text)), "grammar": made}
+        parts = (grammar.text, grammar.kind, grammar.unenforced)
+        return {**_said(judge(self._tokenizer, grammar.text)), "grammar": parts}
 
     def _read(self, descriptor: int) -> None:
         child = self._children[descriptor]
@@ -350,8 +350,8 @@ class Helper:
         if not (processes or self._leaving):  # what waits does so for the latter
             return None
         due = min((child.deadline for child in processes), default=math.inf)
-        most = CHECKER_REAP_SECONDS if self._waiting else CHECKER_TICK_SECONDS
-        return max(0.0, min(due - time.monotonic(), most)) * 1000
+        tick = CHECKER_REAP_SECONDS if self._waiting else CHECKER_TICK_SECONDS
+        return max(0.0, min(due - time.monotonic(), tick)) * 1000
 
     def _answer(self, number: int, said: dict[str, Any]) -> None:
         self._send({"id": number, **said})
@@ -381,19 +381,19 @@ def _compute_and_exit(
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic of the library quotes the grammar
         with open("/proc/self/statm") as file:
             memory = int(file.read().split()[0]) * resource.getpagesize() + CHILD_MEMORY
-        for limit, most in (
+        for limit, size in (
             (resource.RLIMIT_AS, memory),
             (resource.RLIMIT_STACK, CHILD_STACK),
             (resource.RLIMIT_CORE, 0),
         ):
-            resource.setrlimit(limit, (most, most))
+            resource.setrlimit(limit, (size, size))
         frames = FrameBuffer()
         while True:
-            most = math.ceil(time.process_time()) + GRAMMAR_CPU_LIMIT_SECONDS
+            seconds = math.ceil(time.process_time()) + GRAMMAR_CPU_LIMIT_SECONDS
             hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
             resource.setrlimit(
                 resource.RLIMIT_CPU,
-                (most if hard == resource.RLIM_INFINITY else min(most, hard), hard),
+                (seconds if hard == resource.RLIM_INFINITY else min(seconds, hard), hard),
             )
             link.sendall(frame(work(task)))
             while (message := next(frames.push(data := link.recv(2**20)), None)) is None and data:

@@ -131,8 +131,8 @@ def _blank(part: Part, path: str) -> Part:
             if properties or not inside:
                 raise InvalidRequest(f"{path} may match blanks, tabs and line ends only.", path)
             return part
-        case Repeat(inner, least, most):
-            return Repeat(_blank(inner, path), least, most)
+        case Repeat(inner, least, largest):
+            return Repeat(_blank(inner, path), least, largest)
         case Sequence(parts):
             return Sequence(tuple(_blank(p, path) for p in parts))
         case OneOf(parts):

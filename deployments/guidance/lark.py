@@ -56,16 +56,16 @@ def rewrite_schemas(
     unenforced: tuple[str, ...] = ()
     at = 0
     while at < len(text):
-        found = _PART.match(text, at)
-        assert found is not None, "a part is any character"
-        part, at = found[0], found.end()
-        if found["json"]:
+        match = _PART.match(text, at)
+        assert match is not None, "a part is any character"
+        part, at = match[0], match.end()
+        if match["json"]:
             value, at = parse_json_prefix(text, at, path)
             if part == "%json":
                 part, paths = json_rule(value, path, style)
                 unenforced += paths
             else:
-                part = text[found.start() : at]
+                part = text[match.start() : at]
         kept.append(part)
     return "".join(kept), unenforced
 
@@ -157,16 +157,16 @@ class LarkWriter:
 
     def parts(self, text: str) -> list[str | int]:
         """Returns a mark as its texts and tokens; it ends before a token that ends the answer."""
-        found: list[str | int] = []
+        parts: list[str | int] = []
         start = 0
         for match in self._pattern.finditer(text):
             token = self._tokens[match[0]]
-            found += [text[start : match.start()]] * (match.start() > start)
+            parts += [text[start : match.start()]] * (match.start() > start)
             if token in self._ends:
-                return found
-            found.append(token)
+                return parts
+            parts.append(token)
             start = match.end()
-        return found + [text[start:]] * (start < len(text))
+        return parts + [text[start:]] * (start < len(text))
 
     def mark(self, text: str, *, exact: bool = False) -> str:
         """Returns the expression of a mark; blanks at its edges are free if not exact.

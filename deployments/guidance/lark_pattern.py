@@ -125,8 +125,8 @@ def _mapped(part: Part, change: Callable[[Chars], Chars]) -> Part:
     match part:
         case Chars():
             return change(part)
-        case Repeat(inner, least, most):
-            return Repeat(_mapped(inner, change), least, most)
+        case Repeat(inner, least, largest):
+            return Repeat(_mapped(inner, change), least, largest)
         case Sequence(parts) | OneOf(parts):
             return type(part)(tuple(_mapped(p, change) for p in parts))
         case _:
@@ -154,9 +154,9 @@ def _any_case(chars: Chars) -> Chars:
 def _of_text(token: str) -> Part:
     """Reads a text with its quotes and its flag, as a sequence."""
 
-    def char(found: "re.Match[str]") -> str:
-        code = found[1] or found[2]
-        return chr(int(code, 16)) if code else _LETTERS.get(found[3], found[3])
+    def char(match: "re.Match[str]") -> str:
+        code = match[1] or match[2]
+        return chr(int(code, 16)) if code else _LETTERS.get(match[3], match[3])
 
     text = _ESCAPE.sub(char, token.removesuffix("i")[1:-1])
     part = Sequence(tuple(Chars(of_text(c)) for c in text))
@@ -168,7 +168,7 @@ class _Reader:
 
     def __init__(self, text: str, path: str) -> None:
         self._path = path
-        self._tokens = [found[1] for found in _TOKEN.finditer(text)]
+        self._tokens = [match[1] for match in _TOKEN.finditer(text)]
         self._at = 0
         self._open = 0  # brackets: a line may end within them
         self.rules: dict[str, Any] = {}
@@ -271,18 +271,18 @@ class _Reader:
             return _TIMES[mark]
         if self._take("~"):
             least = self._number()
-            most: int | None = self._number() if self._take("..") else least
+            largest: int | None = self._number() if self._take("..") else least
         elif self._take("{"):
             least = 0 if self._next == "," else self._number()
-            most = least
+            largest = least
             if self._take(","):
-                most = None if self._next == "}" else self._number()
+                largest = None if self._next == "}" else self._number()
             self._expect("}")
         else:
             return None
-        if most is not None and most < max(least, 1):
+        if largest is not None and largest < max(least, 1):
             raise self.invalid("a repetition has no times")
-        return least, most
+        return least, largest
 
     def _atom(self) -> Any:
         token = self._next
@@ -365,15 +365,15 @@ class _Inliner:
         match part:
             case Name(name):
                 return self._named(name, in_rule)
-            case Repeat(inner, least, most):
+            case Repeat(inner, least, largest):
                 written = self._written(inner, in_rule)
                 if written is None:
                     return Sequence(()) if least == 0 else None
-                return Repeat(written, least, most)
+                return Repeat(written, least, largest)
             case Sequence(parts) | OneOf(parts):
-                found = [self._written(p, in_rule) for p in parts]
-                kept = tuple(p for p in found if p is not None)
-                whole = len(kept) == len(found) if isinstance(part, Sequence) else bool(kept)
+                members = [self._written(p, in_rule) for p in parts]
+                kept = tuple(p for p in members if p is not None)
+                whole = len(kept) == len(members) if isinstance(part, Sequence) else bool(kept)
                 return type(part)(kept) if whole else None
         plain: Part = part.part
         self._size += unrolled(plain)
@@ -401,8 +401,8 @@ class _Inliner:
     def _ignored(self) -> list[Part]:
         """Returns what may stand before each lexeme, and at the end."""
         parts = [self._written(part, False) for part in self._reader.ignored]
-        found = tuple(part for part in parts if part is not None)
-        return [Repeat(OneOf(found), 0, None)] if found else []
+        lexemes = tuple(part for part in parts if part is not None)
+        return [Repeat(OneOf(lexemes), 0, None)] if lexemes else []
 
 
 def _repeated(name: Name, rule: Any) -> Any:

@@ -34,20 +34,20 @@ def resolved(schema: Schema, root: Mapping[str, Any]) -> Schema | None:
 
 def types_of(schema: Schema, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
     """Returns the JSON types that a value may have; all where that is not plain."""
-    found = resolved(schema, root)
-    if not isinstance(found, Mapping) or depth > MAX_DEPTH:
+    target = resolved(schema, root)
+    if not isinstance(target, Mapping) or depth > MAX_DEPTH:
         return ALL_TYPES
     types = ALL_TYPES
-    named = found.get("type")
+    named = target.get("type")
     if isinstance(named, str | list):
         names = {named} if isinstance(named, str) else {str(name) for name in named}
         types = frozenset(names | ({"integer"} if "number" in names else set())) & ALL_TYPES
-    values = [found["const"]] if "const" in found else found.get("enum")
+    values = [target["const"]] if "const" in target else target.get("enum")
     if isinstance(values, list):
         types &= {type_of(value) for value in values}
-    if "anyOf" in found:
-        types &= frozenset().union(*(types_of(part, root, depth + 1) for part in found["anyOf"]))
-    for part in found.get("allOf") or ():
+    if "anyOf" in target:
+        types &= frozenset().union(*(types_of(part, root, depth + 1) for part in target["anyOf"]))
+    for part in target.get("allOf") or ():
         types &= types_of(part, root, depth + 1)
     return types
 
@@ -67,13 +67,13 @@ def type_of(value: object) -> str:
 
 def says_types_only(schema: Schema, root: Mapping[str, Any], depth: int = 0) -> bool:
     """Whether each value of the schema's types is valid."""
-    found = resolved(schema, root)
-    if not isinstance(found, Mapping) or depth > MAX_DEPTH:
-        return found is True
-    parts = found.get("anyOf", ())
-    if keywords(found) - {"type"} not in ({"anyOf"}, frozenset()):
+    target = resolved(schema, root)
+    if not isinstance(target, Mapping) or depth > MAX_DEPTH:
+        return target is True
+    parts = target.get("anyOf", ())
+    if keywords(target) - {"type"} not in ({"anyOf"}, frozenset()):
         return False
-    if parts and "type" in found:
+    if parts and "type" in target:
         return False
     return all(says_types_only(part, root, depth + 1) for part in parts)
 

@@ -46,13 +46,13 @@ def unanchored(pattern: str) -> str | None:
 
     None if it has anchors in other places than its ends.
     """
-    found = list(_ANCHORS.finditer(pattern))
-    anchors = [match.start() for match in found if match[1]]
+    matches = list(_ANCHORS.finditer(pattern))
+    anchors = [match.start() for match in matches if match[1]]
     starts = bool(anchors) and anchors[0] == 0
     ends = bool(anchors) and anchors[-1] == len(pattern) - 1 and pattern[-1] == "$"
     if len(anchors) != starts + ends:
         return None
-    if anchors and any(match[2] and not _is_grouped(pattern, match.start()) for match in found):
+    if anchors and any(match[2] and not _is_grouped(pattern, match.start()) for match in matches):
         return None
     inner = pattern[starts : len(pattern) - ends]
     before, after = ("" if starts else "(?s:.*)"), ("" if ends else "(?s:.*)")
@@ -61,5 +61,5 @@ def unanchored(pattern: str) -> str | None:
 
 def _is_grouped(pattern: str, place: int) -> bool:
     """Whether the alternation at ``place`` stands within a group, so that anchors hold for all."""
-    plain = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", lambda own: "x" * len(own[0]), pattern[:place])
+    plain = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", lambda match: "x" * len(match[0]), pattern[:place])
     return plain.count("(") > plain.count(")")

@@ -283,15 +283,15 @@ class _TagWriter:
             raise InvalidRequest(f"{path}.triggers must not be empty strings.", f"{path}.triggers")
         for tag in tags:
             begin = self._string(tag.given, "begin", tag.path)
-            found = [trigger for trigger in bodies if begin.startswith(trigger)]
-            if len(found) != 1:
-                how = "no trigger" if not found else "several triggers"
+            matches = [trigger for trigger in bodies if begin.startswith(trigger)]
+            if len(matches) != 1:
+                how = "no trigger" if not matches else "several triggers"
                 raise InvalidRequest(
                     f"{tag.path}.begin must begin with one of the triggers, and begins with {how}.",
                     f"{tag.path}.begin",
                 )
-            rest = self._mark(begin[len(found[0]) :]) if begin != found[0] else ""
-            bodies[found[0]].append(self._tag_rule(rest, tag).text)
+            rest = self._mark(begin[len(matches[0]) :]) if begin != matches[0] else ""
+            bodies[matches[0]].append(self._tag_rule(rest, tag).text)
         options = [
             f"{self._lazy(ANY, [trigger])} ({' | '.join(texts)})"
             for trigger, texts in bodies.items()

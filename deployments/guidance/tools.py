@@ -106,7 +106,7 @@ def flat_name(name: str, namespace: str | None) -> str:
 
 def chat_tools(tools: Sequence[Any]) -> list[WrittenTool]:
     """Reads the tools of a chat completion, and of ``LLM.chat``."""
-    found = []
+    entries = []
     for i, written in enumerate(tools):
         path = f"tools[{i}]"
         tool = as_object(written, path)
@@ -114,12 +114,12 @@ def chat_tools(tools: Sequence[Any]) -> list[WrittenTool]:
         if kind == "custom":
             custom = as_object(required(tool, "custom", path), f"{path}.custom")
             name = as_name(required(custom, "name", f"{path}.custom"), f"{path}.custom.name")
-            found.append(_custom(custom, name, "", path, ".custom.format", "grammar"))
+            entries.append(_custom(custom, name, "", path, ".custom.format", "grammar"))
         elif kind == "function":
-            found.append(WrittenTool(tool, path, ".function.parameters"))
+            entries.append(WrittenTool(tool, path, ".function.parameters"))
         else:
-            found.append(WrittenTool({}, path, "", "unserved", called=kind))
-    return found
+            entries.append(WrittenTool({}, path, "", "unserved", called=kind))
+    return entries
 
 
 def flat_tools(tools: Sequence[Any]) -> list[WrittenTool]:
@@ -137,28 +137,28 @@ def _is_search(tool: Mapping[str, Any]) -> bool:
 
 
 def _flat(tools: Sequence[Any], at: str, namespace: str, searched: bool) -> list[WrittenTool]:
-    found: list[WrittenTool] = []
+    entries: list[WrittenTool] = []
     for i, written in enumerate(tools):
         path = f"{at}[{i}]"
         tool = as_object(written, path)
         kind = as_string(required(tool, "type", path), f"{path}.type")
         if kind not in ("namespace", "custom", "function") and not _is_search(tool):
-            found.append(WrittenTool({}, path, "", "unserved", called=kind))
+            entries.append(WrittenTool({}, path, "", "unserved", called=kind))
             continue
         name = SEARCH if kind == SEARCH else required(tool, "name", path)
         name = as_name(name, f"{path}.name", MAX_FLAT_NAME)
         if kind == "namespace":
             inner = as_list(required(tool, "tools", path), f"{path}.tools", MAX_TOOLS)
-            found += _flat(inner, f"{path}.tools", flat_name(name, namespace), searched)
+            entries += _flat(inner, f"{path}.tools", flat_name(name, namespace), searched)
             continue
         deferred = searched and tool.get("defer_loading") is True
         if kind == "custom":
-            found.append(_custom(tool, name, namespace, path, ".format", "", deferred))
+            entries.append(_custom(tool, name, namespace, path, ".format", "", deferred))
             continue
         members = ("description", "parameters", "strict")
         function = {"name": flat_name(name, namespace)}
         function |= {key: tool[key] for key in members if tool.get(key) is not None}
-        found.append(
+        entries.append(
             WrittenTool(
                 {"type": "function", "function": function},
                 path,
@@ -169,7 +169,7 @@ def _flat(tools: Sequence[Any], at: str, namespace: str, searched: bool) -> list
                 deferred=deferred,
             )
         )
-    return found
+    return entries
 
 
 def _custom(
@@ -264,11 +264,11 @@ def _read(text: bytes, form: ToolForm, longest_name: int) -> DeclaredTools:
     longest = MAX_CALL_NAME if form is flat_tools else longest_name
     paths = [tool.path for tool in served]
     plain = plain_tools([tool.function for tool in served], longest, paths)
-    found, shown = [], []
+    tools, shown = [], []
     for tool, declared in zip(served, plain, strict=True):
         function = declared["function"]
         strict = function.get("strict") is True
-        found.append(
+        tools.append(
             Tool(
                 function["name"],
                 function.get("parameters") or {},
@@ -285,7 +285,7 @@ def _read(text: bytes, form: ToolForm, longest_name: int) -> DeclaredTools:
             declared["function"] = {k: v for k, v in function.items() if k != "strict"}
         if not tool.deferred:
             shown.append(declared)
-    return DeclaredTools(tuple(found), PlainTools(shown) if shown else None, left_out)
+    return DeclaredTools(tuple(tools), PlainTools(shown) if shown else None, left_out)
 
 
 def _check_hosted(tools: Sequence[WrittenTool]) -> None:

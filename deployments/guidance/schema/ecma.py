@@ -137,24 +137,24 @@ class _Reader:
         self._skip("?")  # lazy
         if self._bounds() is not None:
             raise invalid("multiple repeat", self._path)
-        least, most = bounds
-        if most is not None and least > most:
+        least, largest = bounds
+        if largest is not None and least > largest:
             raise invalid("min repeat greater than max repeat", self._path)
-        return Repeat(part, least, most)
+        return Repeat(part, least, largest)
 
     def _bounds(self) -> tuple[int, int | None] | None:
         c = self._peek()
         if c in ("*", "+", "?"):
             self._at += 1
             return (1 if c == "+" else 0), (1 if c == "?" else None)
-        found = _BOUNDS.match(self._text, self._at) if c == "{" else None
-        if found is None:
+        match = _BOUNDS.match(self._text, self._at) if c == "{" else None
+        if match is None:
             return None
-        self._at = found.end()
-        least = int(found[1])
-        if found[2] is None:
+        self._at = match.end()
+        least = int(match[1])
+        if match[2] is None:
             return least, least
-        return least, None if found[3] is None else int(found[3])
+        return least, None if match[3] is None else int(match[3])
 
     def _atom(self) -> Part:
         c = self._next()
@@ -208,10 +208,10 @@ class _Reader:
 
     def _escaped(self) -> tuple[Ranges, tuple[str, ...]]:
         """What stands after a backslash, in a set and outside of it."""
-        found = _PROPERTY.match(self._text, self._at)
-        if found is not None:
-            self._at = found.end()
-            return (), (f"\\{found[0]}",)
+        match = _PROPERTY.match(self._text, self._at)
+        if match is not None:
+            self._at = match.end()
+            return (), (f"\\{match[0]}",)
         c = self._next()
         if c in _SETS:
             return _SETS[c], ()
@@ -228,13 +228,13 @@ class _Reader:
         return self._single(ord(c)), ()
 
     def _hexadecimal(self, kind: str) -> int:
-        found = re.compile(
+        match = re.compile(
             r"[0-9a-fA-F]{2}" if kind == "x" else r"[0-9a-fA-F]{4}|\{[0-9a-fA-F]{1,6}\}"
         ).match(self._text, self._at)
-        if found is None:
+        if match is None:
             raise invalid(f"incomplete escape '\\{kind}'", self._path)
-        self._at = found.end()
-        point = int(found[0].strip("{}"), 16)
+        self._at = match.end()
+        point = int(match[0].strip("{}"), 16)
         if 0xD800 <= point < 0xDC00:  # the pair is one character
             low = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})").match(self._text, self._at)
             if low is not None:

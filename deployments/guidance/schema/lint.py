@@ -70,8 +70,8 @@ def parse_json(text: str, path: str, max_bytes: int) -> Any:
 def parse_json_prefix(text: str, start: int, path: str) -> tuple[Any, int]:
     """Returns the JSON value that begins at a place of a text, and where it ends."""
     depth = 0
-    for found in _BRACKETS.finditer(text, start):
-        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+    for bracket in _BRACKETS.finditer(text, start):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(bracket[0], 0)
         if depth > MAX_DEPTH:
             raise _too_deep(path)
         if depth <= 0:
@@ -113,9 +113,9 @@ def check_document(document: Any, path: str, max_bytes: int) -> None:
             raise too_complex(f"{path} takes at most {max_bytes} bytes.", path)
 
 
-def check_count(values: int, most: int, what: str, path: str) -> None:
-    if values > most:
-        raise too_complex(f"{path} takes at most {most} {what}, got {values}.", path)
+def check_count(values: int, limit: int, what: str, path: str) -> None:
+    if values > limit:
+        raise too_complex(f"{path} takes at most {limit} {what}, got {values}.", path)
 
 
 def _too_deep(path: str) -> InvalidRequest:

@@ -139,10 +139,10 @@ def _type_of(value: Any) -> str:
     return "string" if isinstance(value, str) else "number"
 
 
-def _crossed(parts: Parts, least: str, most: str) -> bool:
+def _crossed(parts: Parts, minimum: str, maximum: str) -> bool:
     """Whether the bounds of several leave no number."""
-    lows = list(_bounds(parts, least, "exclusiveMinimum"))
-    highs = list(_bounds(parts, most, "exclusiveMaximum"))
+    lows = list(_bounds(parts, minimum, "exclusiveMinimum"))
+    highs = list(_bounds(parts, maximum, "exclusiveMaximum"))
     return bool(lows and highs) and (
         max(lows)[0] > min(highs)[0]
         or any(low == high and (is_open or too) for low, is_open in lows for high, too in highs)

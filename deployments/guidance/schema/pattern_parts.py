@@ -27,11 +27,11 @@ class Edge:
 
 @dataclass(slots=True, frozen=True)
 class Repeat:
-    """A part, ``least`` to ``most`` times; None is no limit."""
+    """A part, ``least`` to ``largest`` times; None is no limit."""
 
     part: "Part"
     least: int
-    most: int | None
+    largest: int | None
 
 
 @dataclass(slots=True, frozen=True)
@@ -65,11 +65,11 @@ def write(part: Part, *, edges: bool = True) -> str:
             return _write_chars(part)
         case Edge(at_end):
             return ("$" if at_end else "^") if edges else ""
-        case Repeat(inner, least, most):
+        case Repeat(inner, least, largest):
             text = write(inner, edges=edges)
             if not isinstance(inner, Chars):
                 text = f"(?:{text})"
-            return text + _write_bounds(least, most)
+            return text + _write_bounds(least, largest)
         case Sequence(parts):
             return "".join(
                 f"(?:{write(p, edges=edges)})" if isinstance(p, OneOf) else write(p, edges=edges)
@@ -84,19 +84,19 @@ def unrolled(part: Part) -> int:
     match part:
         case Chars() | Edge():
             return 1
-        case Repeat(inner, least, most):
-            return unrolled(inner) * max(1, least if most is None else most)
+        case Repeat(inner, least, largest):
+            return unrolled(inner) * max(1, least if largest is None else largest)
         case Sequence(parts) | OneOf(parts):
             return max(1, sum(unrolled(p) for p in parts))
 
 
-def _write_bounds(least: int, most: int | None) -> str:
-    short = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}.get((least, most))
+def _write_bounds(least: int, largest: int | None) -> str:
+    short = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}.get((least, largest))
     if short is not None:
         return short
-    if most is None:
+    if largest is None:
         return f"{{{least},}}"
-    return f"{{{least}}}" if least == most else f"{{{least},{most}}}"
+    return f"{{{least}}}" if least == largest else f"{{{least},{largest}}}"
 
 
 def _write_chars(part: Chars) -> str:
@@ -132,45 +132,45 @@ def _write_point(point: int) -> str:
     return f"\\x{{{point:x}}}"
 
 
-def texts_of(part: Part, most: int) -> list[str] | None:
-    """Returns what a pattern between ``^`` and ``$`` matches; None if that is over ``most``."""
+def texts_of(part: Part, limit: int) -> list[str] | None:
+    """Returns what a pattern between ``^`` and ``$`` matches; None if that is over ``limit``."""
     if not isinstance(part, Sequence) or len(part.parts) < 2:
         return None
     first, *inner, last = part.parts
     if first != Edge(at_end=False) or last != Edge(at_end=True):
         return None
-    return _texts(Sequence(tuple(inner)), most)
+    return _texts(Sequence(tuple(inner)), limit)
 
 
-def _texts(part: Part, most: int) -> list[str] | None:
+def _texts(part: Part, limit: int) -> list[str] | None:
     texts: list[str] = []
     match part:
-        case Chars(ranges, ()) if count(ranges) <= most:
+        case Chars(ranges, ()) if count(ranges) <= limit:
             texts = [chr(point) for low, high in ranges for point in range(low, high + 1)]
         case OneOf(parts):
             for one in parts:
-                several = _texts(one, most)
+                several = _texts(one, limit)
                 if several is None:
                     return None
                 texts += several
         case Sequence(parts):
             texts = [""]
             for one in parts:
-                several = _texts(one, most)
-                if several is None or len(texts) * len(several) > most:
+                several = _texts(one, limit)
+                if several is None or len(texts) * len(several) > limit:
                     return None
                 texts = [before + after for before in texts for after in several]
-        case Repeat(inner, least, largest) if largest is not None and largest <= most:
-            once = _texts(inner, most)
+        case Repeat(inner, least, largest) if largest is not None and largest <= limit:
+            once = _texts(inner, limit)
             if once is None:
                 return None
             repeated = [""]
             for times in range(largest + 1):
                 texts += repeated if times >= least else []
-                if len(texts) > 2 * most or len(repeated) * len(once) > most * most:
+                if len(texts) > 2 * limit or len(repeated) * len(once) > limit * limit:
                     return None
                 repeated = list(dict.fromkeys(text + more for text in repeated for more in once))
             texts = list(dict.fromkeys(texts))
         case _:
             return None
-    return list(dict.fromkeys(texts)) if len(texts) <= most else None
+    return list(dict.fromkeys(texts)) if len(texts) <= limit else None
