@@ -92,9 +92,9 @@ def session_of(headers: Mapping[str, str], body: object = None) -> SessionRef | 
         )
     name, parent = next(
         (
-            (_name(headers.get(own)), _name(headers.get(of)))
-            for own, of in SESSION_HEADERS
-            if _name(headers.get(own))
+            (_name(headers.get(header)), _name(headers.get(of)))
+            for header, of in SESSION_HEADERS
+            if _name(headers.get(header))
         ),
         ("", ""),
     )

@@ -130,8 +130,8 @@ def failure_response(
     elif log_stack:
         # Not the exception's own trace: its message may quote a body of any length.
         stack = "".join(traceback.format_tb(error.__traceback__)).rstrip()
-        own = (response.status_code, type(error).__name__, str(error)[:MAX_MESSAGE])
-        logger.warning("%s %s: %d %s: %r\n%s", method, path, *own, stack)
+        summary = (response.status_code, type(error).__name__, str(error)[:MAX_MESSAGE])
+        logger.warning("%s %s: %d %s: %r\n%s", method, path, *summary, stack)
     elif isinstance(error, RayfinError) and response.status_code >= 500:
         logger.warning("%s %s: %s", method, path, error)
     return response

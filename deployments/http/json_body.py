@@ -140,8 +140,8 @@ def _check_surrogates(value: dict[str, Any]) -> None:
         ) from None
 
 
-def _too_many(what: str, most: int) -> InvalidRequest:
-    return InvalidRequest(f"The body has more than {most} {what}.", None, "body_too_complex")
+def _too_many(what: str, limit: int) -> InvalidRequest:
+    return InvalidRequest(f"The body has more than {limit} {what}.", None, "body_too_complex")
 
 
 # A request's body as a checked model, and the names of the fields that were ignored.

@@ -65,11 +65,11 @@ class ApiKeys:
         """
         scheme, _, key = authorization.partition(" ")
         given = _digest(key.strip().encode("latin-1", "replace"))
-        found: str | None = None
+        tenant: str | None = None
         for digest, name in self.tenants:
             if hmac.compare_digest(given, digest):
-                found = name
-        return found if scheme.lower() == "bearer" else None
+                tenant = name
+        return tenant if scheme.lower() == "bearer" else None
 
 
 def _digest(key: bytes) -> bytes:
