@@ -60,11 +60,11 @@ def _blocks(av: Any, container: Any, track: Any) -> Iterator[Block]:
     plain = av.AudioResampler(format="fltp", layout=codec.layout, rate=codec.sample_rate)
     held: list[Block] = []
     for frame in container.decode(track):
-        held += [own.to_ndarray().T for own in plain.resample(frame)]
+        held += [part.to_ndarray().T for part in plain.resample(frame)]
         if sum(map(len, held)) >= codec.sample_rate:
             yield np.concatenate(held)
             held = []
-    held += [own.to_ndarray().T for own in plain.resample(None)]
+    held += [part.to_ndarray().T for part in plain.resample(None)]
     if held:
         yield np.concatenate(held)
 

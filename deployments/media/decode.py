@@ -122,7 +122,7 @@ def _clear_color(image: Image.Image) -> Clear:
         return bool(clear) if image.mode == "1" else clear * SCALES.get(raw, 1)
     if len(clear) != 3:
         return None
-    return tuple(own >> 8 for own in clear) if "16" in raw or max(clear) > 255 else clear
+    return tuple(sample >> 8 for sample in clear) if "16" in raw or max(clear) > 255 else clear
 
 
 def _turned(image: Image.Image) -> Image.Image:

@@ -42,7 +42,7 @@ def read_parts_now(
         InvalidRequest: ``param`` is the path of what is wrong, such as
             messages[0].content[1].data.
     """
-    found: list[PromptEmbeds] = []
+    embeds: list[PromptEmbeds] = []
     rows = 0
     for number, part in enumerate(marked.parts):
         path, value = f"{part.path}.data", part.part.get("data")
@@ -54,13 +54,13 @@ def read_parts_now(
                 "array_above_max_length",
             )
         if isinstance(value, str) and value:
-            found.append(reading.read_now(value, path, info, before=rows))
+            embeds.append(reading.read_now(value, path, info, before=rows))
         elif tensor_of is not None and value is not None:
-            found.append(reading.take(_tensor(tensor_of, value, path), path, info, before=rows))
+            embeds.append(reading.take(_tensor(tensor_of, value, path), path, info, before=rows))
         else:
             raise InvalidRequest(f"'{path}' must be {HOW}.", path, "invalid_type")
-        rows += found[-1].sent.length
-    return found
+        rows += embeds[-1].sent.length
+    return embeds
 
 
 def place_embeds(
@@ -85,9 +85,9 @@ def place_embeds(
         if token >= 0:
             whole.append(token)
             continue
-        own = read[FIRST_PLACE - token].at(len(whole))
-        placed.append(own)
-        whole += [0] * own.sent.length
+        embeds = read[FIRST_PLACE - token].at(len(whole))
+        placed.append(embeds)
+        whole += [0] * embeds.sent.length
     return whole, tuple(placed)
 
 

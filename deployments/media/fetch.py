@@ -72,9 +72,9 @@ class MediaFetcher:
             except (httpx.InvalidURL, ValueError, TypeError):
                 raise _refused(param) from None
             address = await self._pinned(parsed, param)
-            found, location = await self._get(parsed, address, param, max_bytes)
-            if found is not None:
-                return found
+            data, location = await self._get(parsed, address, param, max_bytes)
+            if data is not None:
+                return data
             try:
                 url = str(parsed.join(location))
             except (httpx.InvalidURL, ValueError):
@@ -178,7 +178,7 @@ def _unwrapped(address: Address) -> list[Address]:
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
             return [address.ipv4_mapped]
-        inner += [own for own in (address.sixtofour, *(address.teredo or ())) if own is not None]
+        inner += [ipv4 for ipv4 in (address.sixtofour, *(address.teredo or ())) if ipv4 is not None]
         if address in NAT64:
             inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
             return inner
@@ -187,8 +187,8 @@ def _unwrapped(address: Address) -> list[Address]:
 
 async def _resolve(host: str, port: int) -> list[str]:
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-    return [str(address[0]) for *_, address in found]
+    infos = await loop.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in infos]
 
 
 @lru_cache(1)

@@ -61,8 +61,8 @@ def _frame(header: bytes) -> bytes:
         place, bits, side = 9, 144 * 128_000, 17 if mono else 32
     else:
         place, bits, side = 8, 72 * 64_000, 9 if mono else 17
-    made = bytearray(bits // rate)
-    made[:4] = bytes((0xFF, header[1] | 1, place << 4 | header[2] & 0x0C, header[3]))
+    frame = bytearray(bits // rate)
+    frame[:4] = bytes((0xFF, header[1] | 1, place << 4 | header[2] & 0x0C, header[3]))
     tag = b"Xing" + WITH_FRAMES.to_bytes(4, "big") + MOST_FRAMES.to_bytes(4, "big")
-    made[4 + side : 4 + side + len(tag)] = tag
-    return bytes(made)
+    frame[4 + side : 4 + side + len(tag)] = tag
+    return bytes(frame)

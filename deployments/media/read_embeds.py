@@ -138,33 +138,33 @@ def embeds_size(info: EngineInfo) -> int:
     return 0 if facts is None else facts.size
 
 
-def listed(value: object, most: int) -> list[tuple[str, str]]:
+def listed(value: object, limit: int) -> list[tuple[str, str]]:
     """The field's texts, one or a list, each behind its path.
 
     Raises:
-        InvalidRequest: it is something else, empty, or has more than ``most``.
+        InvalidRequest: it is something else, empty, or has more than ``limit``.
     """
     single = isinstance(value, str)
     texts: Sequence[Any] = [value] if single else value if isinstance(value, list) else [None]
-    if len(texts) > most:
+    if len(texts) > limit:
         raise InvalidRequest(
-            f"'{FIELD}' takes at most {most} prompts, got {len(texts)}.",
+            f"'{FIELD}' takes at most {limit} prompts, got {len(texts)}.",
             FIELD,
             "array_above_max_length",
         )
-    found = []
+    embeds = []
     for i, text in enumerate(texts):
         path = FIELD if single or not isinstance(value, list) else f"{FIELD}[{i}]"
         if not isinstance(text, str) or not text:
             raise InvalidRequest(f"'{path}' must be {HOW}.", path, "invalid_type")
-        found.append((path, text))
-    return found
+        embeds.append((path, text))
+    return embeds
 
 
 def _decoded(data: str, info: EngineInfo) -> Tensor:
     size = embeds_size(info)
-    most = info.max_model_len * size * DTYPES["float64"].itemsize + FRAME_BYTES
-    if size_of_base64(data) > most:
+    max_bytes = info.max_model_len * size * DTYPES["float64"].itemsize + FRAME_BYTES
+    if size_of_base64(data) > max_bytes:
         raise refused(
             f"it has {len(data)} characters, more than {info.max_model_len} tokens of "
             f"{size} numbers take"

@@ -76,8 +76,8 @@ class MediaReader:
     @property
     def speech(self) -> "SpeechPrompts | None":
         """The prompts of a model that does nothing but write down speech (Whisper)."""
-        own = self.processor
-        return own.transcription.speech if isinstance(own, AudioProcessor) else None
+        processor = self.processor
+        return processor.transcription.speech if isinstance(processor, AudioProcessor) else None
 
     @property
     def media_token_id(self) -> int:
@@ -87,8 +87,10 @@ class MediaReader:
         self, ids: Sequence[int], media: Sequence[ProcessedMedia], param: str
     ) -> tuple[list[int], tuple[MediaInput, ...]]:
         """See ``put_media``."""
-        own = self.processor
-        return put_media(ids, media, own.media_token_id, param, own.place_id, own.kind)
+        processor = self.processor
+        return put_media(
+            ids, media, processor.media_token_id, param, processor.place_id, processor.kind
+        )
 
     async def read(self, messages: Any, param: str) -> list[ProcessedMedia]:
         """The images or clips in unchecked messages, in their order.
@@ -118,9 +120,9 @@ class MediaReader:
         files: list[MediaPart] = []
         for part in parts:
             if part.url is not None:
-                most = min(self.settings.max_bytes, rest)
+                max_bytes = min(self.settings.max_bytes, rest)
                 started = loop.time()
-                data = await self._fetcher.fetch(part.url, part.param, most)
+                data = await self._fetcher.fetch(part.url, part.param, max_bytes)
                 self.counts.fetch.observe(loop.time() - started)
                 part = replace(part, data=data)
             rest -= self._check_bytes(part, rest)
@@ -142,10 +144,10 @@ class MediaReader:
         """
 
         def read(gone: threading.Event) -> list[ProcessedMedia]:
-            own = self.processor
-            assert isinstance(self._open, Clips) and isinstance(own, AudioProcessor)
+            processor = self.processor
+            assert isinstance(self._open, Clips) and isinstance(processor, AudioProcessor)
             blocks = self._open.recording(data, param)
-            windows = cut_at_quiet(blocks, own.rate, self._window_seconds())
+            windows = cut_at_quiet(blocks, processor.rate, self._window_seconds())
             return self._processed(windows, place, gone)
 
         return await self._on_thread(read, param, place, len(data))
@@ -165,16 +167,18 @@ class MediaReader:
         """
 
         def read(gone: threading.Event) -> Recording:
-            own, blocks = self.processor, [np.zeros(0, np.float32)]
-            assert isinstance(self._open, Clips) and isinstance(own, AudioProcessor)
+            processor, blocks = self.processor, [np.zeros(0, np.float32)]
+            assert isinstance(self._open, Clips) and isinstance(processor, AudioProcessor)
             for block in self._open.recording(data, param):
                 if gone.is_set():
                     break
                 place.take(block.nbytes)
                 blocks.append(block)
             samples = np.concatenate(blocks)
-            window = int(self._window_seconds() * own.rate)
-            return Recording(samples, own.rate, window, find_speech(samples) if skip else None)
+            window = int(self._window_seconds() * processor.rate)
+            return Recording(
+                samples, processor.rate, window, find_speech(samples) if skip else None
+            )
 
         return await self._on_thread(read, param, place, len(data))
 
@@ -211,9 +215,9 @@ class MediaReader:
                 self.counts.images.observe(1)
             place.take(file_bytes)
             loop = asyncio.get_running_loop()
-            made = await loop.run_in_executor(self._recordings, work, gone)
+            result = await loop.run_in_executor(self._recordings, work, gone)
             place.take(-file_bytes)
-            return made
+            return result
         except RayfinError as error:
             self.counts.refused(error.code)
             if isinstance(error, InvalidRequest):
@@ -225,20 +229,20 @@ class MediaReader:
     def _processed(
         self, windows: Iterable[Samples], place: RecordingPlace, gone: threading.Event
     ) -> list[ProcessedMedia]:
-        made: list[ProcessedMedia] = []
+        media: list[ProcessedMedia] = []
         for clip in windows:
             if gone.is_set():
                 return []
-            made.append(self._process(clip))
-            place.take(made[-1].num_bytes)
-        return made
+            media.append(self._process(clip))
+            place.take(media[-1].num_bytes)
+        return media
 
     def _window_seconds(self) -> float:
         """Of a recording that is heard at once."""
-        own, settings = self.processor, self.settings
-        assert isinstance(own, AudioProcessor)
-        seconds = min(settings.chunk_seconds or own.window_seconds, settings.max_seconds)
-        return seconds if own.max_seconds is None else min(seconds, own.max_seconds)
+        processor, settings = self.processor, self.settings
+        assert isinstance(processor, AudioProcessor)
+        seconds = min(settings.chunk_seconds or processor.window_seconds, settings.max_seconds)
+        return seconds if processor.max_seconds is None else min(seconds, processor.max_seconds)
 
     def read_now(self, messages: Any, param: str) -> list[ProcessedMedia]:
         """As ``read``, for callers without an event loop, or with one that is not to be used."""
@@ -251,23 +255,23 @@ class MediaReader:
         Raises:
             InvalidRequest: a part is wrong, or there are too many.
         """
-        found: list[MediaPart] = []
+        parts: list[MediaPart] = []
         for i, message in enumerate(messages if isinstance(messages, list | tuple) else ()):
             content = message.get("content") if isinstance(message, Mapping) else None
             for j, part in enumerate(content if isinstance(content, list) else ()):
                 if media_of(part) == self.kind:
-                    found.append(read_part(part, f"{param}[{i}].content[{j}]"))
-        self.check_count(len(found), param)
-        return found
+                    parts.append(read_part(part, f"{param}[{i}].content[{j}]"))
+        self.check_count(len(parts), param)
+        return parts
 
     def check_count(self, count: int, param: str) -> None:
         """Raises:
         InvalidRequest: more of them than a prompt may have.
         """
-        most = self.settings.most(self.kind)
-        if count > most:
+        limit = self.settings.limit(self.kind)
+        if count > limit:
             raise InvalidRequest(
-                f"A prompt has at most {most} {WORDS[self.kind][1]} here, got {count}.",
+                f"A prompt has at most {limit} {WORDS[self.kind][1]} here, got {count}.",
                 param,
                 f"too_many_{self.kind}s",
             )
@@ -289,8 +293,8 @@ class MediaReader:
             raise
 
     def _process(self, opened: Any) -> ProcessedMedia:
-        made = self.processor.process(opened)
-        return made if self._put is None else replace(made, arrays=self._put(made.arrays))
+        media = self.processor.process(opened)
+        return media if self._put is None else replace(media, arrays=self._put(media.arrays))
 
     def _check_bytes(self, part: MediaPart, rest: int) -> int:
         size = part.size
@@ -320,10 +324,10 @@ class _Processed:
 
     def get(self, name: bytes) -> ProcessedMedia | None:
         with self._lock:
-            found = self._kept.get(name)
-            if found is not None:
+            media = self._kept.get(name)
+            if media is not None:
                 self._kept.move_to_end(name)
-            return found
+            return media
 
     def add(self, name: bytes, one: ProcessedMedia) -> None:
         with self._lock:

@@ -33,7 +33,7 @@ class MediaSettings:
     folder: str | None = None  # of files that requests may name
     cache_bytes: int = 2**30  # of images and clips that were processed last
 
-    def most(self, kind: MediaKind) -> int:
+    def limit(self, kind: MediaKind) -> int:
         """Images or clips of a prompt, at most."""
         return self.max_images if kind == "image" else self.max_audios
 

@@ -111,21 +111,22 @@ class Clips:
         if first is None and not file.to_its_end:
             raise InvalidRequest(f"'{param}' has a header that gives no length.", param, CODE)
         self._check(1 if first is None else first, file.rate, param, longest, file.channels)
-        most, found = int(longest.seconds * file.rate), 0
+        limit, samples = int(longest.seconds * file.rate), 0
 
         def blocks() -> Iterator[Samples]:
-            nonlocal found
+            nonlocal samples
             for block in file.blocks:
-                found += len(block)
-                self._check(min(found, most + 1), file.rate, param, longest, file.channels)
+                samples += len(block)
+                self._check(min(samples, limit + 1), file.rate, param, longest, file.channels)
                 yield block.mean(axis=1)
 
         for block in _resampled(blocks(), file.rate, self._rate):
             yield self._finite(block, param)
-        self._check(found, file.rate, param, longest)
-        if found < file.least:
+        self._check(samples, file.rate, param, longest)
+        if samples < file.least:
             raise InvalidRequest(
-                f"'{param}' ends early: it has {found} of the {file.least} samples of its header.",
+                f"'{param}' ends early: "
+                f"it has {samples} of the {file.least} samples of its header.",
                 param,
                 CODE,
             )
@@ -231,18 +232,18 @@ def cut_at_quiet(blocks: Iterable[Samples], rate: int, seconds: float) -> Iterat
     A cut is where the power of the sound around it is least, near the longest clip's end; the last
     two clips are nearly even, since a rest of a few samples would be too short for a model.
     """
-    most = max(1, int(seconds * rate))
-    reach = int(min(SEARCH * rate, most / 4))
+    longest = max(1, int(seconds * rate))
+    reach = int(min(SEARCH * rate, longest / 4))
     rest = np.zeros(0, np.float32)
     for block in blocks:
         rest = np.concatenate([rest, block])
-        while len(rest) >= 2 * most:
-            place = _quietest(rest, most - reach, most, rate)
+        while len(rest) >= 2 * longest:
+            place = _quietest(rest, longest - reach, longest, rate)
             yield rest[:place]
             rest = rest[place:]
-    while len(rest) > most:
-        even = -(-len(rest) // -(-len(rest) // most))
-        place = _quietest(rest, even - reach, min(even + reach, most), rate)
+    while len(rest) > longest:
+        even = -(-len(rest) // -(-len(rest) // longest))
+        place = _quietest(rest, even - reach, min(even + reach, longest), rate)
         yield rest[:place]
         rest = rest[place:]
     if len(rest):

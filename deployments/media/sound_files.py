@@ -60,13 +60,13 @@ def open_sound(soundfile: Any, data: bytes) -> Iterator[SoundFile]:
             yield file
         return
     mp3 = endless_mp3(data, start)
-    with soundfile.SoundFile(io.BytesIO(data if mp3 is None else mp3.data)) as own:
-        if own.format not in FORMATS:
-            raise ValueError(own.format)
-        samples = None if own.frames >= UNKNOWN else own.frames
+    with soundfile.SoundFile(io.BytesIO(data if mp3 is None else mp3.data)) as sound:
+        if sound.format not in FORMATS:
+            raise ValueError(sound.format)
+        samples = None if sound.frames >= UNKNOWN else sound.frames
         if mp3 is not None:
             samples = mp3.samples
-        yield SoundFile(own.samplerate, own.channels, samples, _blocks(own), mp3 is not None)
+        yield SoundFile(sound.samplerate, sound.channels, samples, _blocks(sound), mp3 is not None)
 
 
 def is_served(data: bytes) -> bool:
@@ -108,17 +108,17 @@ def _open_flac(soundfile: Any, data: bytes) -> Iterator[SoundFile]:
         endless[FLAC_SAMPLES : FLAC_SAMPLES + 5] = bytes((head[0] & 0xF0, 0, 0, 0, 0))
 
     def blocks(file: Any) -> Iterator[Block]:
-        found = 0
+        samples = 0
         try:
             for block in _blocks(file):
-                found += len(block)
+                samples += len(block)
                 yield block
         except soundfile.LibsndfileError:
-            skip = found
+            skip = samples
             # This one stops where the header says, before what is no FLAC: tags, say.
             with soundfile.SoundFile(io.BytesIO(data)) as whole:
                 for block in _blocks(whole):
-                    found += max(0, len(block) - skip)
+                    samples += max(0, len(block) - skip)
                     yield block[skip:]
                     skip = max(0, skip - len(block))
 

@@ -79,8 +79,8 @@ def find_speech(samples: Samples) -> list[tuple[int, int]]:
         ImportError: see ``speech_off``.
     """
     package, model = _detector()
-    found = package.get_speech_timestamps_sequence(samples, model, speech_pad_ms=0)
-    return [(int(own["start"]), int(own["end"])) for own in found]
+    stretches = package.get_speech_timestamps_sequence(samples, model, speech_pad_ms=0)
+    return [(int(stretch["start"]), int(stretch["end"])) for stretch in stretches]
 
 
 @lru_cache(maxsize=1)

@@ -204,5 +204,5 @@ def _storage(persistent: Any) -> _Storage:
     return _Storage(name, dtype, length)
 
 
-def _unknown(found: str) -> InvalidRequest:
-    return refused(f"its pickle holds {found[:96]}: {WHAT}")
+def _unknown(part: str) -> InvalidRequest:
+    return refused(f"its pickle holds {part[:96]}: {WHAT}")
