@@ -44,7 +44,7 @@ async def pool(
     service.check_priority(priority, caller.tenant)
     requests = build_pooling(
         inputs,
-        [service.recipe.pooling(task, own.skip, own.second) for own in inputs],
+        [service.recipe.pooling(task, prompt.skip, prompt.second) for prompt in inputs],
         await service.client.info(),
         request_id=request_id,
         params=params,
@@ -55,7 +55,7 @@ async def pool(
     for request in requests:
         request.tenant, request.timeout = caller.tenant, caller.timeout
         request.session, request.background = caller.session, caller.background
-    tokens = sum(len(own.ids) for own in inputs)
+    tokens = sum(len(prompt.ids) for prompt in inputs)
     headers: dict[str, str] = {}
     if service.quotas is not None:
         headers = service.quotas.admit(caller.tenant, tokens)

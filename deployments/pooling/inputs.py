@@ -161,7 +161,7 @@ def build_pooling(
     return [
         EngineRequest(
             request_id=f"{request_id}-{index}",
-            prompt=_prompt(own.ids, info, param),
+            prompt=_prompt(prompt.ids, info, param),
             sampling=Sampling(),
             stopping=StopRules(max_tokens=0),
             key=(first_key + index) % 2**KEY_BITS,
@@ -170,7 +170,7 @@ def build_pooling(
             extra_keys=() if cache_salt is None else (f"salt:{cache_salt}",),
             parts=(pooling,),
         )
-        for index, (own, pooling, param) in enumerate(zip(inputs, poolings, params, strict=True))
+        for index, (prompt, pooling, param) in enumerate(zip(inputs, poolings, params, strict=True))
     ]
 
 

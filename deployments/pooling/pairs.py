@@ -55,18 +55,18 @@ class ScoredPairs:
     def scores(self, vectors: Sequence[Float32Array]) -> list[float]:
         """The score of each pair, from the vectors of all inputs."""
         if self.recipe.kind == "embed":
-            found = [
+            vector_pairs = [
                 (vectors[self._places[pair.first]], vectors[self._places[pair.second]])
                 for pair in self.pairs
             ]
-            return [similarity(first, second, self.recipe) for first, second in found]
+            return [similarity(first, second, self.recipe) for first, second in vector_pairs]
         activation = "identity" if self.raw else self.recipe.activation
         return [float(activated(vector, activation)[0]) for vector in vectors]
 
-    def add(self, text: str, own: PoolingInput, path: str) -> None:
+    def add(self, text: str, pooling_input: PoolingInput, path: str) -> None:
         """Adds the input of an embedder's text."""
         self._places[text] = len(self.inputs)
-        self.inputs.append(own)
+        self.inputs.append(pooling_input)
         self.paths.append(path)
 
     def __contains__(self, text: str) -> bool:
@@ -85,27 +85,29 @@ def prepare_pairs(
         raise InvalidRequest(
             f"Scores need a model of one label, this one has {len(recipe.labels)}.", "model"
         )
-    found = ScoredPairs(pairs, recipe, settings.raw)
+    scored = ScoredPairs(pairs, recipe, settings.raw)
     for pair in pairs:
         first = cut_text(tokenizer, pair.first, settings.first_tokens)
         second = cut_text(tokenizer, pair.second, settings.second_tokens)
         if recipe.kind == "embed":
-            for text, own, path in (
+            for text, cut, path in (
                 (pair.first, first, pair.first_path),
                 (pair.second, second, pair.second_path),
             ):
-                if text not in found:
+                if text not in scored:
                     prefix = instruction(recipe, None)
-                    made = text_input(tokenizer, recipe, own, prefix=prefix, limit=settings.limit)
-                    found.add(text, made, path)
+                    pooling_input = text_input(
+                        tokenizer, recipe, cut, prefix=prefix, limit=settings.limit
+                    )
+                    scored.add(text, pooling_input, path)
             continue
         if recipe.label_tokens:
-            made = _template_input(tokenizer, first, second, settings)
+            pooling_input = _template_input(tokenizer, first, second, settings)
         else:
-            made = pair_input(tokenizer, first, second, settings.limit)
-        found.inputs.append(made)
-        found.paths.append(pair.second_path)
-    return found
+            pooling_input = pair_input(tokenizer, first, second, settings.limit)
+        scored.inputs.append(pooling_input)
+        scored.paths.append(pair.second_path)
+    return scored
 
 
 def _template_input(
@@ -121,14 +123,14 @@ def _template_input(
     return PoolingInput([*start, *middle, *end])
 
 
-def cut_text(tokenizer: Tokenizer, text: str, most: int | None) -> str:
-    """The text of the first ``most`` tokens."""
-    if most is None:
+def cut_text(tokenizer: Tokenizer, text: str, limit: int | None) -> str:
+    """The text of the first ``limit`` tokens."""
+    if limit is None:
         return text
-    found = tokenizer.backend.encode(text, add_special_tokens=False)
-    if len(found.ids) <= most:
+    encoding = tokenizer.backend.encode(text, add_special_tokens=False)
+    if len(encoding.ids) <= limit:
         return text
-    return text[: found.offsets[most - 1][1]] if most > 0 else ""
+    return text[: encoding.offsets[limit - 1][1]] if limit > 0 else ""
 
 
 def make_pairs(

@@ -98,7 +98,9 @@ class _Route:
         if (task or self._recipe.kind) == "embed":
             vectors = self._cut(vectors, body.dimensions)
         elif self._recipe.kind == "classify" and task != "token_embed":
-            vectors = [activated(own, self._activation(body.use_activation)) for own in vectors]
+            vectors = [
+                activated(vector, self._activation(body.use_activation)) for vector in vectors
+            ]
         return await self._listed("pool", "pooling", "data", vectors, pooled, body)
 
     async def classify(self, body: ClassificationRequest) -> Response:
@@ -216,7 +218,7 @@ def _cohere_texts(body: CohereEmbedRequest) -> list[str]:
     if body.texts is not None:
         texts = body.texts
     else:
-        parts = [part for own in body.inputs or () for part in own.get("content", ())]
+        parts = [part for entry in body.inputs or () for part in entry.get("content", ())]
         texts = [part.get("text") for part in parts]
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise InvalidRequest("texts must be a list of strings.", "texts", "invalid_type")

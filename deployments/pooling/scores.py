@@ -94,18 +94,18 @@ async def _scores(
         body.use_activation is False,
     )
     characters = sum(len(pair.first) + len(pair.second) for pair in pairs)
-    found = await off_loop(
+    scored = await off_loop(
         characters, partial(prepare_pairs, service.tokenizer, recipe, pairs, settings)
     )
     work = pool(
-        *(service, found.inputs, found.paths, caller),
+        *(service, scored.inputs, scored.paths, caller),
         request_id=uuid.uuid4().hex,
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
     )
     pooled = await while_connected(request, work)
     headers = ignored_header(body.ignored_fields()) | pooled.headers
-    return found.scores(pooled.vectors), pooled, headers
+    return scored.scores(pooled.vectors), pooled, headers
 
 
 def _read_pairs(body: ScoreRequest) -> list[Pair]:
@@ -124,7 +124,7 @@ def _read_pairs(body: ScoreRequest) -> list[Pair]:
 def _texts(value: Any, name: str) -> list[str]:
     """A text or a list of texts, each a string or an object with ``text``."""
     listed = value if isinstance(value, list) else [value]
-    texts: list[Any] = [own.get("text") if isinstance(own, dict) else own for own in listed]
+    texts: list[Any] = [entry.get("text") if isinstance(entry, dict) else entry for entry in listed]
     for place, text in enumerate(texts):
         if not isinstance(text, str):
             path = f"{name}[{place}]" if isinstance(value, list) else name
