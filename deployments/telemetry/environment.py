@@ -39,7 +39,7 @@ def collect() -> Sections:
             "kernels": ", ".join(_kernels()) or "none compiled",
         },
         "Python": {"version": platform.python_version(), "executable": sys.executable}
-        | {name: found for name in PACKAGES if (found := _version(name))},
+        | {name: version for name in PACKAGES if (version := _version(name))},
         "CPU": _cpu(_text("/proc/cpuinfo")),
         "Memory": _memory(_text("/proc/meminfo")),
         "GPU": _gpus(),
@@ -103,14 +103,14 @@ def _cpu(text: str) -> dict[str, str]:
 def _memory(text: str) -> dict[str, str]:
     names = {"MemTotal": "total", "MemAvailable": "available"}
     sizes = (line.replace(":", "").split() for line in text.splitlines())
-    found = {
+    memory = {
         names[size[0]]: f"{int(size[1]) / 2**20:.1f} GiB" for size in sizes if size[0] in names
     }
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         limit = _text(path).strip()
         if limit.isdigit() and int(limit) < 2**60:
-            found["limit of the container"] = f"{int(limit) / 2**30:.1f} GiB"
-    return found
+            memory["limit of the container"] = f"{int(limit) / 2**30:.1f} GiB"
+    return memory
 
 
 def _gpus() -> dict[str, str]:

@@ -69,9 +69,9 @@ class RequestLog:
             return
         parts = {"reasoning": reasoning, "tool_calls": ", ".join(calls), "output": text}
         shown = [
-            f"{name}: {own[: self._longest]!r}"
-            for name, own in parts.items()
-            if own or name == "output"
+            f"{name}: {part[: self._longest]!r}"
+            for name, part in parts.items()
+            if part or name == "output"
         ]
         logger.info(
             "Answered request %s: %s, finish_reason: %s", request_id, ", ".join(shown), reason
