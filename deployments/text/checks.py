@@ -74,15 +74,15 @@ def as_choice(value: object, choices: Sequence[str], path: str) -> str:
     return word
 
 
-def as_list(value: object, path: str, most: int, expected: str = "a list") -> Sequence[Any]:
+def as_list(value: object, path: str, limit: int, expected: str = "a list") -> Sequence[Any]:
     """A list that is not empty; ``expected`` names the types that the caller accepts."""
     if not isinstance(value, list | tuple):
         raise wrong_type(expected, value, path)
     if not value:
         raise InvalidRequest(f"'{path}' must not be empty.", path, "empty_array")
-    if len(value) > most:
+    if len(value) > limit:
         raise InvalidRequest(
-            f"'{path}' takes at most {most} elements, got {len(value)}.",
+            f"'{path}' takes at most {limit} elements, got {len(value)}.",
             path,
             "array_above_max_length",
         )

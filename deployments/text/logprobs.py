@@ -23,18 +23,18 @@ class Logprob:
 
 
 def by_token(
-    token: int, entry: TokenLogprob, most: int, tokenizer: Tokenizer | None
+    token: int, entry: TokenLogprob, count: int, tokenizer: Tokenizer | None
 ) -> dict[int, Logprob]:
-    """Returns the log probabilities of ``token``, which comes first, and of the ``most`` likeliest.
+    """Returns the log probabilities of ``token``, which comes first, and the ``count`` likeliest.
 
-    ``entry`` may hold more than ``most``.
+    ``entry`` may hold more than ``count``.
     """
 
     def text(token: int) -> str | None:
         return None if tokenizer is None else tokenizer.token_text(token)
 
     logprobs = {token: Logprob(entry.logprob, entry.rank, text(token))}
-    for rank, (other, logprob) in enumerate(entry.top[:most], start=1):
+    for rank, (other, logprob) in enumerate(entry.top[:count], start=1):
         logprobs.setdefault(other, Logprob(logprob, rank, text(other)))
     return logprobs
 
@@ -42,12 +42,12 @@ def by_token(
 def of_prompt(
     ids: Sequence[int],
     entries: Mapping[int, TokenLogprob],
-    most: int,
+    count: int,
     tokenizer: Tokenizer | None,
 ) -> list[dict[int, Logprob] | None]:
     """Returns those of each prompt token from ``entries`` by position; the first has none."""
     return [
-        by_token(token, entries[position], most, tokenizer) if position in entries else None
+        by_token(token, entries[position], count, tokenizer) if position in entries else None
         for position, token in enumerate(ids)
     ]
 

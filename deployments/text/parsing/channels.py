@@ -74,13 +74,13 @@ class ChannelReader:
         parts: list[str] = []
         size = 0
         while True:
-            found = self._tokens.find(feed.text, feed.pos, feed.ended)
-            while feed.pos < found.start:
+            match = self._tokens.find(feed.text, feed.pos, feed.ended)
+            while feed.pos < match.start:
                 parts.append(feed.take(feed.pos + 1))
                 size += 1
                 if size > MAX_HEADER or not _may_be_header(before, "".join(parts[:64])):
                     return None
-            if found.mark or feed.ended:
+            if match.mark or feed.ended:
                 return "".join(parts)
             yield
 

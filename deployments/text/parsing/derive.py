@@ -44,8 +44,8 @@ def _as_object(text: str) -> Iterator[ToolFormat]:
             continue
         if not isinstance(value, dict):
             continue
-        names = [key for key, own in value.items() if own == FIRST.name]
-        bodies = [key for key, own in value.items() if own == dict(FIRST.arguments)]
+        names = [key for key, member in value.items() if member == FIRST.name]
+        bodies = [key for key, member in value.items() if member == dict(FIRST.arguments)]
         if not names or not bodies:
             continue
         before, after = text[:at], text[end:]
@@ -85,8 +85,8 @@ def _as_tags(text: str) -> Iterator[ToolFormat]:
     gaps: list[str] = []
     rest = text
     for word in words:
-        gap, found, rest = rest.partition(word)
-        if not found:
+        gap, separator, rest = rest.partition(word)
+        if not separator:
             return
         gaps.append(gap)
     before, to_key, to_value, between, to_other = gaps

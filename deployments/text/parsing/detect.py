@@ -88,29 +88,29 @@ def detect(
     """
     check_parsers(tool_parser, reasoning_parser)
     suffix = suffix_of(tokenizer.added_ids)
-    found = ThoughtsFound([], "the model has no chat template")
+    thoughts = ThoughtsFound([], "the model has no chat template")
     content: ContentFormat = "string" if content_format == "auto" else content_format
     rules, switch = NO_RULES, ThinkingSwitch()
     without_place = False
     if chat_template is None and not tokenizer.inner.chat_template:
         tools = _named_tools(tool_parser, suffix)
-        as_text, why = False, found.why
+        as_text, why = False, thoughts.why
     else:
         probe = TemplateProbe(tokenizer, chat_template)
         written = probe.render([called([FIRST], False, "")]) or ""
         suffix = suffix_of((written, *tokenizer.added_ids))
-        found, switch = find_reasoning(tokenizer, probe, suffix), find_switch(probe)
-        both = [CallTrials(tokenizer, probe, found.best(None), text) for text in (False, True)]
+        thoughts, switch = find_reasoning(tokenizer, probe, suffix), find_switch(probe)
+        both = [CallTrials(tokenizer, probe, thoughts.best(None), text) for text in (False, True)]
         content = probe.content_format() if content_format == "auto" else content_format
         without_place = not probe.shows_tools
         rows = [row for row in tool_rows(suffix) if row.name != FOR_ANY]
         tools, as_text, why = _find_tools(tokenizer, both, rows, tool_parser, without_place)
         rules = find_rules(probe, as_text)
-    reasoning = found.best(tools)
+    reasoning = thoughts.best(tools)
     if reasoning_parser != AUTO:
         named = find_reasoning_format(reasoning_parser)
         reasoning = None if named is None else with_suffix(named, suffix)
-    thoughts_why = found.why if reasoning_parser == AUTO else "as set"
+    thoughts_why = thoughts.why if reasoning_parser == AUTO else "as set"
     writes = without_place and tools is not None
     if writes:
         why = f"{why}; it has no place for tools: they are written into the system message"

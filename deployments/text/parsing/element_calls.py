@@ -144,10 +144,10 @@ def _property(schema: Any, key: str, root: Mapping[str, Any]) -> Any:
 
 def _branch(schema: Any, root: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     """What a schema says of values of this type: itself, or one of its alternatives."""
-    found = resolve(schema, root)
-    found = found if isinstance(found, Mapping) else {}
+    branch = resolve(schema, root)
+    branch = branch if isinstance(branch, Mapping) else {}
     for word in ("anyOf", "oneOf"):
-        for part in found.get(word) or ():
+        for part in branch.get(word) or ():
             if kind in types_of(part, root):
                 return _branch(part, root, kind)
-    return found
+    return branch

@@ -526,7 +526,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 
 def suffix_of(texts: Iterable[str]) -> str:
     """Returns what the tags of Hunyuan end with in texts, such as ``:opensource``, or ""."""
-    return next((found[1] for text in texts if (found := _SUFFIXED.search(text))), "")
+    return next((match[1] for text in texts if (match := _SUFFIXED.search(text))), "")
 
 
 def tool_rows(suffix: str = "") -> list[ToolFormat]:

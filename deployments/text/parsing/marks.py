@@ -266,8 +266,8 @@ class Feed:
         """
         mark = yield from self.sees(marks)
         if mark:
-            found = marks.at(self.text, self.pos, True)
-            self.take(found.end if found is not None else self.pos)
+            match = marks.at(self.text, self.pos, True)
+            self.take(match.end if match is not None else self.pos)
         elif self.is_cut and marks.may_become(self.rest):
             self.take(len(self.text))
         return mark
@@ -275,9 +275,9 @@ class Feed:
     def sees(self, marks: MarkSet) -> Steps[str]:
         """Returns the mark that is next without reading it, or ""."""
         while True:
-            found = marks.at(self.text, self.pos, self.ended)
-            if found is not None:
-                return found.mark
+            match = marks.at(self.text, self.pos, self.ended)
+            if match is not None:
+                return match.mark
             if self.ended:
                 return ""
             yield
@@ -298,14 +298,14 @@ class Feed:
             return True
 
         while True:
-            found = marks.find(self.text, self.pos, self.ended)
+            match = marks.find(self.text, self.pos, self.ended)
             # No further than one character too many, however much has arrived.
-            part = self.take(min(found.start, self.pos + left + 1))
+            part = self.take(min(match.start, self.pos + left + 1))
             parts.append(part)
             left -= len(part)
             if left < 0:
                 return None
-            if found.mark:
+            if match.mark:
                 return "".join(parts)
             if self.ended:
                 return None
@@ -332,16 +332,16 @@ def emit_text(
     """
     direct = stops.safe_text("", blanks).direct(kind)
     while True:
-        found = stops.find(feed.text, feed.pos, feed.ended)
-        if closing is not None and feed.is_cut and not found.mark:
+        match = stops.find(feed.text, feed.pos, feed.ended)
+        if closing is not None and feed.is_cut and not match.mark:
             start = closing.find(feed.text, feed.pos, False).start
             if len(feed.text) - start > 1:
-                found = Found(start)
+                match = Found(start)
                 feed.text = feed.text[:start]
-        end = _without(blanks, feed.text, feed.pos, found.start)
+        end = _without(blanks, feed.text, feed.pos, match.start)
         writer.add(kind, feed.markers.decode(feed.take(end)))
-        if found.mark:
-            return found.mark
+        if match.mark:
+            return match.mark
         if feed.ended:
             return ""
         if feed.pos == len(feed.text):

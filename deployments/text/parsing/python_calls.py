@@ -157,10 +157,10 @@ class ValueReader:
         end = self._dialect.quotes
         direct = end.safe_text(JSON_UNSAFE).direct("arguments", writer.calls - 1)
         while True:
-            found = end.find(feed.text, feed.pos, feed.ended)
-            writer.arguments(escape(feed.markers.decode(feed.take(found.start))))
-            if found.mark:
-                feed.take(found.end)
+            match = end.find(feed.text, feed.pos, feed.ended)
+            writer.arguments(escape(feed.markers.decode(feed.take(match.start))))
+            if match.mark:
+                feed.take(match.end)
                 return True
             if feed.ended:
                 return False
@@ -173,14 +173,14 @@ class ValueReader:
         stop = feed.markers.marks(quote, "\\")
         direct = stop.safe_text(JSON_UNSAFE).direct("arguments", writer.calls - 1)
         while True:
-            found = stop.find(feed.text, feed.pos, feed.ended)
-            writer.arguments(escape(feed.markers.decode(feed.take(found.start))))
-            if found.mark == quote:
-                feed.take(found.end)
+            match = stop.find(feed.text, feed.pos, feed.ended)
+            writer.arguments(escape(feed.markers.decode(feed.take(match.start))))
+            if match.mark == quote:
+                feed.take(match.end)
                 return True
-            if found.mark:
+            if match.mark:
                 feed.record()
-                feed.take(found.end)
+                feed.take(match.end)
                 if not (yield from self._read_escape()):
                     return False
                 feed.forget()

@@ -129,13 +129,13 @@ class TaggedCalls:
         direct = self._value_end.safe_text(JSON_UNSAFE).direct("arguments", writer.calls - 1)
         writer.arguments('"')
         while True:
-            found = self._value_end.find(feed.text, feed.pos, feed.ended)
-            end = found.start
-            if edge and feed.text.endswith(edge, feed.pos, end) and (found.mark or not feed.ended):
+            match = self._value_end.find(feed.text, feed.pos, feed.ended)
+            end = match.start
+            if edge and feed.text.endswith(edge, feed.pos, end) and (match.mark or not feed.ended):
                 end -= 1  # it goes if the tag follows
             writer.arguments(escape(feed.markers.decode(feed.take(end))))
-            if found.mark:
-                feed.take(found.end)
+            if match.mark:
+                feed.take(match.end)
                 writer.arguments('"')
                 return True
             if feed.ended:

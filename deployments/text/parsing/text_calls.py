@@ -67,8 +67,8 @@ class _Text:
         return self._unescaped() if self._place == "text" else ""
 
     def _unescaped(self) -> str:
-        found = _WHOLE.match(self._held)
-        whole = found[0] if found is not None else ""
+        match = _WHOLE.match(self._held)
+        whole = match[0] if match is not None else ""
         high = _HIGH.search(whole)
         if high is not None and self._held[len(whole) :][:1] in ("", "\\"):
             whole = whole[: high.start(1)]

@@ -65,8 +65,8 @@ class CallTrials:
         """
         read = loose = exact = 0
         for calls, segments in self.trials:
-            own = next((s for s in segments if self._reads(row, s, calls)), None)
-            if own is None:
+            segment = next((s for s in segments if self._reads(row, s, calls)), None)
+            if segment is None:
                 if calls == (FIRST,):
                     return (0, 0, 0)
                 continue
@@ -75,8 +75,8 @@ class CallTrials:
                 render_calls(row, calls),
                 render_calls(row, [c._replace(id="") for c in calls]),
             }
-            exact += any(text in own for text in texts)
-            bare = "".join(own.split())
+            exact += any(text in segment for text in texts)
+            bare = "".join(segment.split())
             loose += any("".join(text.split()) in bare for text in texts)
         return (read, loose, exact)
 
@@ -86,15 +86,15 @@ class CallTrials:
             reasoning = None
         parser = OutputParser(row, reasoning, functions=FUNCTIONS, special=self._special)
         events = parser.push(self.pieces(segment, parser.markers))
-        found, content = read_calls([*events, *parser.finish("stop")])
+        parsed, content = read_calls([*events, *parser.finish("stop")])
         wanted = [(call.name, dict(call.arguments)) for call in calls]
-        return found == wanted and not self._turn_marks.sub("", content).strip()
+        return parsed == wanted and not self._turn_marks.sub("", content).strip()
 
     def triggers_of(self, row: ToolFormat) -> tuple[str, ...]:
         """Returns the last token within the mark that begins a call, unless turns have it."""
-        found = [token for token in self._added if token in (row.begins or ("",))[0]]
-        found = [token for token in found if not self._turn_marks.search(token)]
-        return tuple(sorted(found, key=row.begins[0].rfind)[-1:]) if found else ()
+        tokens = [token for token in self._added if token in (row.begins or ("",))[0]]
+        tokens = [token for token in tokens if not self._turn_marks.search(token)]
+        return tuple(sorted(tokens, key=row.begins[0].rfind)[-1:]) if tokens else ()
 
     def pieces(self, text: str, markers: frozenset[str]) -> list[Piece]:
         """Returns a text as a detokenizer would: markers that are tokens on their own."""
