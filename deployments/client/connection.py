@@ -179,12 +179,12 @@ class _Attachment:
             scheduler.submit.remote(self.client, requests, aborts, stopped)
             return
         # Ray's object store counts references to arrays, so Ray must carry them.
-        own = [one for one in requests if any(part.by_reference for part in one.parts)]
-        self._by_ray.update(request.key for request in own)
+        referenced = [one for one in requests if any(part.by_reference for part in one.parts)]
+        self._by_ray.update(request.key for request in referenced)
         if self._by_ray:
             dropped = [[key for key in keys if key in self._by_ray] for keys in (aborts, stopped)]
-            if own or any(dropped):
-                scheduler.submit.remote(self.client, own, *dropped)
+            if referenced or any(dropped):
+                scheduler.submit.remote(self.client, referenced, *dropped)
             requests = [request for request in requests if request.key not in self._by_ray]
             aborts, stopped = (
                 [key for key in keys if key not in self._by_ray] for keys in (aborts, stopped)

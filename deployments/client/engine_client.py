@@ -31,7 +31,7 @@ class EngineReport:
 
     def as_json(self) -> dict[str, Any]:
         """With those of the counters that are numbers, words, or numbers by word."""
-        counters = {own.name: getattr(self.stats, own.name) for own in fields(self.stats)}
+        counters = {field.name: getattr(self.stats, field.name) for field in fields(self.stats)}
         plain = {name: _plain(value) for name, value in counters.items()}
         plain = {name: value for name, value in plain.items() if value is not None}
         return {"engine": self.engine, "name": self.name, "state": self.state, "stats": plain}
@@ -39,8 +39,10 @@ class EngineReport:
 
 def _plain(value: Any) -> Any:
     """The value as JSON, with the words of several labels as one; None if it is of another kind."""
-    if isinstance(value, dict) and all(isinstance(own, int) for own in value.values()):
-        return {own if isinstance(own, str) else " ".join(own): value[own] for own in value}
+    if isinstance(value, dict) and all(isinstance(number, int) for number in value.values()):
+        return {
+            words if isinstance(words, str) else " ".join(words): value[words] for words in value
+        }
     return value if isinstance(value, int | float | str) else None
 
 

@@ -29,11 +29,11 @@ def is_prefill(name: str) -> bool:
 
 def find_engines(app: str, deployment: str = ENGINE) -> dict[str, Any]:
     """The handles of the deployment's schedulers, by name."""
-    found: dict[str, Any] = {}
+    handles: dict[str, Any] = {}
     for name in engine_names(engine_prefix(app, deployment)):
         with suppress(ValueError):  # only its runners live, or it died between the two calls
-            found[name] = ray.get_actor(name, namespace=NAMESPACE)
-    return found
+            handles[name] = ray.get_actor(name, namespace=NAMESPACE)
+    return handles
 
 
 def find_engine(app: str, deployment: str = ENGINE) -> Any | None:

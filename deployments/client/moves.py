@@ -99,7 +99,7 @@ class Moves:
         for engine in ready if len(ready) > 1 else ():
             if engine not in self._met:
                 self._met.add(engine)
-                other = next(own for own in ready if own is not engine)
+                other = next(peer for peer in ready if peer is not engine)
                 self._begin(engine.warm(np.zeros(0, np.int32), (), PagesAt(other.name, 0)))
 
     def _begin(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -121,9 +121,13 @@ class Moves:
             stream.moving = False
 
     def _next_home(self, stream: OpenStream) -> EngineConnection | None:
-        ready = {own.name: own for own in self._ready() if own is not stream.connection}
+        ready = {
+            connection.name: connection
+            for connection in self._ready()
+            if connection is not stream.connection
+        }
         whole = replace(stream.request, prompt=stream.replay.tokens)
-        candidates = [own.candidate() for own in ready.values()]
+        candidates = [connection.candidate() for connection in ready.values()]
         chosen = self._router.next_home(whole, stream.connection.candidate(), candidates)
         return None if chosen is None else ready[chosen.name]
 

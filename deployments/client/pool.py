@@ -307,7 +307,7 @@ class EnginePool:
         Raises:
             InvalidRequest: the part does not fit the model.
         """
-        await asyncio.gather(*(own.prepare(part) for own in self._native))
+        await asyncio.gather(*(connection.prepare(part) for connection in self._native))
 
     async def _report(self, connections: Iterable[EngineConnection]) -> list[EngineReport]:
         labelled = sorted((self._label(connection.name), connection) for connection in connections)
@@ -414,11 +414,11 @@ class EnginePool:
     async def _refresh(self) -> None:
         while True:
             try:
-                found = await asyncio.to_thread(self._source.find)
+                schedulers = await asyncio.to_thread(self._source.find)
             except Exception as error:  # any error of Ray's: the registry is away
                 logger.warning("cannot look for engines: %s", error)
             else:
-                self._update_connections(found)
+                self._update_connections(schedulers)
             self._lost_last.clear()
             searching = not self._any_ready.is_set() and not self._room.is_quiet
             if searching:
@@ -441,13 +441,13 @@ class EnginePool:
                 logger.warning("cannot ask Serve whether an engine will come: %s", error)
             self._changed()
 
-    def _update_connections(self, found: Mapping[str, Any]) -> None:
+    def _update_connections(self, schedulers: Mapping[str, Any]) -> None:
         for name, connection in list(self._connections.items()):
-            gone = name not in found and not connection.connected
-            if gone or (name in found and connection.scheduler != found[name]):
+            gone = name not in schedulers and not connection.connected
+            if gone or (name in schedulers and connection.scheduler != schedulers[name]):
                 del self._connections[name]
                 connection.close()
-        for name, scheduler in found.items():
+        for name, scheduler in schedulers.items():
             if name not in self._connections:
                 self._connections[name] = EngineConnection(
                     self._source.client_names, name, scheduler, self._changed, self._source.identity

@@ -77,7 +77,7 @@ class Router(Protocol):
         Args:
             request: the tokens so far are its prompt.
         """
-        homes = [own for own in candidates if not own.prefill]
+        homes = [candidate for candidate in candidates if not candidate.prefill]
         if at.draining:
             homes = homes or list(candidates)
         return self.pick(request, homes) if homes and (at.draining or at.prefill) else None
@@ -90,7 +90,7 @@ class LeastLoaded(Router):
         self._last = ""
 
     def pick(self, request: EngineRequest, candidates: Sequence[Candidate]) -> Candidate:
-        chosen = cheapest(candidates, lambda own: own.work_for(request), self._last)
+        chosen = cheapest(candidates, lambda candidate: candidate.work_for(request), self._last)
         self._last = chosen.name
         return chosen
 
@@ -100,8 +100,11 @@ def cheapest(
 ) -> Candidate:
     """The candidate of the least cost; of even ones the next after the one named ``last``."""
     least = min(map(cost, candidates))
-    even = sorted((own for own in candidates if cost(own) == least), key=lambda own: own.name)
-    return next((own for own in even if own.name > last), even[0])
+    even = sorted(
+        (candidate for candidate in candidates if cost(candidate) == least),
+        key=lambda candidate: candidate.name,
+    )
+    return next((candidate for candidate in even if candidate.name > last), even[0])
 
 
 # Which engine takes a request: the one that has its prompt's head in the cache, if it has time.
@@ -144,12 +147,12 @@ class SentPages:
                 return number
         return len(hashes)
 
-    def add(self, hashes: Sequence[bytes], most: int, now: float = 0.0) -> None:
+    def add(self, hashes: Sequence[bytes], limit: int, now: float = 0.0) -> None:
         """It has these ``now``; heads are forgotten last, as by the engines' page pools."""
         for page in reversed(hashes):
             self._hashes[page] = now
             self._hashes.move_to_end(page)
-        while len(self._hashes) > most:
+        while len(self._hashes) > limit:
             self._hashes.popitem(last=False)
 
 
@@ -176,11 +179,13 @@ class PrefixAware(Router):
         digest = None if session is None else session.digest(request.tenant)
         now, digests = self._clock(), digests_of(chain.hashes)
         matched = {
-            own.name: max(
-                self._of(own).match(chain.hashes, 0.0 if own.held is None else now - SENT_SECONDS),
-                held_of(digests, own.held),
+            engine.name: max(
+                self._of(engine).match(
+                    chain.hashes, 0.0 if engine.held is None else now - SENT_SECONDS
+                ),
+                held_of(digests, engine.held),
             )
-            for own in candidates
+            for engine in candidates
         }
 
         def cost(engine: Candidate) -> int:
@@ -193,21 +198,23 @@ class PrefixAware(Router):
             taken = 0 if engine.unclaimed is None else max(missing - engine.unclaimed, 0)
             return engine.work_for(request) + page_size * (taken - CACHED_WEIGHT * cached)
 
-        homes = [own for own in candidates if not own.prefill] or candidates
+        homes = [candidate for candidate in candidates if not candidate.prefill] or candidates
         if digest is None:
             chosen = cheapest(homes, cost, self._last)
         else:
             chosen = min(homes, key=lambda engine: (cost(engine), _draw(digest, engine)))
         if len(homes) < len(candidates) and may_part(request):
-            away = cheapest([own for own in candidates if own.prefill], cost, self._last)
+            away = cheapest(
+                [candidate for candidate in candidates if candidate.prefill], cost, self._last
+            )
             size = len(request.prompt)
-            missing = [size - page_size * matched[own.name] for own in (chosen, away)]
+            missing = [size - page_size * matched[engine.name] for engine in (chosen, away)]
             if pays_apart(chosen, away, *missing):
                 chosen = away
         self._last = chosen.name
-        most = max(matched, key=lambda name: matched[name])
-        if matched[most] > matched[chosen.name]:
-            request.pages_at = PagesAt(most, matched[most])
+        holder = max(matched, key=lambda name: matched[name])
+        if matched[holder] > matched[chosen.name]:
+            request.pages_at = PagesAt(holder, matched[holder])
         self._of(chosen).add(chain.hashes, chosen.num_pages, now)
         return chosen
 
