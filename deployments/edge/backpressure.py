@@ -73,12 +73,12 @@ class ReplicaFlow:
             return await self._app(scope, receive, send)
         offer = scope["extensions"].pop(OFFER)
         address, number = offer.get(LANE, (None, 0))
-        found = await self._lanes.find(address)
+        lane = await self._lanes.find(address)
         # One that carries this number has another answer to the same request: Serve tries again.
-        if found is None or found.carries(number):
+        if lane is None or lane.carries(number):
             passage = _Passage(send)
         else:
-            passage = _LanePassage(send, found, number)
+            passage = _LanePassage(send, lane, number)
         asked = not _awaits_continue(scope)
         answer = _Answer(receive, passage, self._window, offer.get(BODY), asked=asked)
         with passage.open(answer.leave):
@@ -170,9 +170,9 @@ class _Passage:
 class _LanePassage(_Passage):
     """An answer that takes a lane past Serve."""
 
-    def __init__(self, send: Send, own: Lane, number: int) -> None:
+    def __init__(self, send: Send, lane: Lane, number: int) -> None:
         super().__init__(send)
-        self._lane = own
+        self._lane = lane
         self._number = number
         self._started: Message | None = None
         self._ended = False

@@ -59,9 +59,9 @@ def server_class(settings: dict[str, Any]) -> type[uvicorn.Server]:
 
 def unix_socket(path: str) -> socket.socket:
     """A socket bound to ``path``, whose permissions are those of a new file."""
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    made.bind(path)
-    return made
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    return listener
 
 
 class CertificateFiles:

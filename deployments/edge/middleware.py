@@ -74,15 +74,15 @@ def load(path: str) -> Any:
     """
     module, _, name = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name)
+        layer = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise InvalidConfig(
             f"middleware {path!r} cannot be imported: {error}", "middleware"
         ) from None
-    if inspect.isclass(found):
-        return found
-    if inspect.iscoroutinefunction(found):
-        return partial(BaseHTTPMiddleware, dispatch=found)
+    if inspect.isclass(layer):
+        return layer
+    if inspect.iscoroutinefunction(layer):
+        return partial(BaseHTTPMiddleware, dispatch=layer)
     raise InvalidConfig(
         f"middleware {path!r} is neither a class nor an async function", "middleware"
     )
