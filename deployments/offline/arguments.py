@@ -69,13 +69,13 @@ def beside_ids(prompts: Any, ids: Any) -> Any:
     if not listed or isinstance(listed[0], int):
         listed = [listed]
     if prompts is None:
-        return [{IDS: own} for own in listed]
+        return [{IDS: prompt_ids} for prompt_ids in listed]
     beside = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
     if len(beside) != len(listed):
         message = f"{len(beside)} prompts and {len(listed)} prompt_token_ids"
         raise InvalidRequest(message, "prompt_token_ids")
     parts = [one if isinstance(one, Mapping) else {TEXT: one} for one in beside]
-    return [{**part, IDS: own} for part, own in zip(parts, listed, strict=True)]
+    return [{**part, IDS: prompt_ids} for part, prompt_ids in zip(parts, listed, strict=True)]
 
 
 def priorities_of(priority: Sequence[int] | None, count: int) -> list[int]:

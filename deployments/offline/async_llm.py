@@ -419,7 +419,9 @@ class AsyncLLM:
         """
         client = (await self._service()).client
         async with asyncio.timeout(drain_timeout):
-            while any(own.stats.running + own.stats.waiting for own in await client.engines()):
+            while any(
+                engine.stats.running + engine.stats.waiting for engine in await client.engines()
+            ):
                 await asyncio.sleep(WEIGHTS_POLL_SECONDS)
 
     async def pause_generation(
@@ -501,7 +503,7 @@ class AsyncLLM:
             await self._source.prepare(parts_of([request])[0][0])
         else:
             await adapters.load(name, folder.name, in_place=True, files=files)
-        self._adapters = {i: own for i, own in self._adapters.items() if own.lora_name != name}
+        self._adapters = {i: lora for i, lora in self._adapters.items() if lora.lora_name != name}
         self._adapters[number] = request
         self._folders[name] = [*self._folders.get(name, [])[-1:], folder]
         return request

@@ -244,8 +244,8 @@ class LLM:
         params = self._params_for(listed, sampling_params)
         tokens = [self._tokens(prompt, special) for prompt in listed]
         listed, tokens = self._media.place(listed, tokens)
-        made = {id(param): self._plan(param) for param in params}
-        plans = [made[id(param)] for param in params]
+        planned = {id(param): self._plan(param) for param in params}
+        plans = [planned[id(param)] for param in params]
         return self._prepare(listed, tokens, params, plans, lora_request, priority)
 
     def wait_for_completion(
@@ -471,8 +471,8 @@ class LLM:
         Raises:
             InvalidRequest: as :meth:`score`.
         """
-        found = self.score(query, documents, pooling_params, use_tqdm=use_tqdm)
-        scores = [one.outputs.score for one in found if isinstance(one.outputs, ScoringOutput)]
+        outputs = self.score(query, documents, pooling_params, use_tqdm=use_tqdm)
+        scores = [one.outputs.score for one in outputs if isinstance(one.outputs, ScoringOutput)]
         return [(place, scores[place]) for place in ranked(scores, top_n)]
 
     def __getattr__(self, name: str) -> Any:

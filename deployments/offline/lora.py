@@ -40,8 +40,8 @@ def write_adapter(
     said = config if isinstance(config, Mapping) else config.to_dict()
     named = tensors.items() if isinstance(tensors, Mapping) else tensors
     content = {
-        plain_name(name): own.detach().to("cpu", copy=True).contiguous()
-        for name, own in named
+        plain_name(name): tensor.detach().to("cpu", copy=True).contiguous()
+        for name, tensor in named
         if ".lora_" in name
     }
     if not content:

@@ -165,14 +165,16 @@ def list_prompts(prompts: Any, *, embeds: bool = False) -> list[WrittenPrompt]:
     each = [_joined(item, at) for at, item in enumerate(items if several else [items])]
     media = [_media(item, place) for place, item in enumerate(each)]
     tensors = [_tensor(item, place) if embeds else None for place, item in enumerate(each)]
-    empty = [bool(own) and _empty(item) for item, (_, own) in zip(each, media, strict=True)]
+    empty = [bool(given) and _empty(item) for item, (_, given) in zip(each, media, strict=True)]
     texts = [_text_side(*parts) for parts in zip(each, tensors, empty, strict=True)]
     written = read_prompts(texts if several else texts[0], mixed=True)
-    made = [
-        replace(one, given=own, kind=kind, tensor=tensor)
-        for one, (kind, own), tensor in zip(written, media, tensors, strict=True)
+    placed = [
+        replace(one, given=given, kind=kind, tensor=tensor)
+        for one, (kind, given), tensor in zip(written, media, tensors, strict=True)
     ]
-    return [replace(one, ids=[]) if alone else one for one, alone in zip(made, empty, strict=True)]
+    return [
+        replace(one, ids=[]) if alone else one for one, alone in zip(placed, empty, strict=True)
+    ]
 
 
 def list_texts(prompts: Any) -> list[WrittenPrompt]:

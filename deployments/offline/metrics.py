@@ -51,19 +51,19 @@ def read_metrics(stats: EngineStats, model: str) -> list[Metric]:
     now = time.time()
     ledger.apply(engine_report("offline", stats, now), now)
     text = render(model, ALIAS, ledger, ENGINE_METRICS).decode()
-    made: list[Metric] = []
+    metrics: list[Metric] = []
     for family in text_string_to_metric_families(text):
         if family.type == "histogram":
-            made += _histograms(family.name, family.samples)
+            metrics += _histograms(family.name, family.samples)
             continue
         for sample in family.samples:
             if family.type == "counter" and sample.name.endswith("_total"):
-                made.append(
+                metrics.append(
                     Counter(name=family.name, labels=sample.labels, value=int(sample.value))
                 )
             elif family.type == "gauge":
-                made.append(Gauge(name=family.name, labels=sample.labels, value=sample.value))
-    return made
+                metrics.append(Gauge(name=family.name, labels=sample.labels, value=sample.value))
+    return metrics
 
 
 def _histograms(name: str, samples: list[Sample]) -> Iterator[HistogramMetric]:
@@ -72,11 +72,13 @@ def _histograms(name: str, samples: list[Sample]) -> Iterator[HistogramMetric]:
     for sample in samples:
         labels = {label: value for label, value in sample.labels.items() if label != "le"}
         key = tuple(sorted(labels.items()))
-        own = known.setdefault(key, HistogramMetric(name=name, labels=labels, count=0, sum=0.0))
+        histogram = known.setdefault(
+            key, HistogramMetric(name=name, labels=labels, count=0, sum=0.0)
+        )
         if sample.name.endswith("_bucket"):
-            own.buckets[sample.labels["le"]] = int(sample.value)
+            histogram.buckets[sample.labels["le"]] = int(sample.value)
         elif sample.name.endswith("_count"):
-            own.count = int(sample.value)
+            histogram.count = int(sample.value)
         elif sample.name.endswith("_sum"):
-            own.sum = sample.value
+            histogram.sum = sample.value
     yield from known.values()

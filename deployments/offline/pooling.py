@@ -140,7 +140,7 @@ class OfflinePooling:
         recipe = self.recipe()
         requests = build_pooling(
             inputs,
-            [recipe.pooling(task, own.skip, own.second) for own in inputs],
+            [recipe.pooling(task, prompt.skip, prompt.second) for prompt in inputs],
             self._engine.info,
             request_id=str(self._requests),
             params=params,
@@ -185,7 +185,7 @@ class OfflinePooling:
         requests, vectors = self.run(inputs, paths, use_tqdm=use_tqdm)
         activation = "identity" if params.use_activation is False else recipe.class_activation
         probs = [activated(vector, activation) for vector in vectors]
-        return _outputs(requests, [ClassificationOutput(own.tolist()) for own in probs])
+        return _outputs(requests, [ClassificationOutput(row.tolist()) for row in probs])
 
     def encode(
         self,
@@ -208,15 +208,17 @@ class OfflinePooling:
     ) -> list[PooledRequest]:
         """A score of each pair; the prompts' ids are those of cross-encoders."""
         recipe, context = self.recipe(), self._engine.info.max_model_len
-        firsts, seconds = ([own] if isinstance(own, str) else list(own) for own in (first, second))
+        firsts, seconds = (
+            [texts] if isinstance(texts, str) else list(texts) for texts in (first, second)
+        )
         limit = Cut(params.truncate_prompt_tokens, params.truncation_side).limit(context)
-        found = prepare_pairs(
+        scored = prepare_pairs(
             self._tokenizer(),
             recipe,
             make_pairs(firsts, seconds, "text_1", "text_2"),
             PairSettings(limit, raw=params.use_activation is False),
         )
-        requests, vectors = self.run(found.inputs, found.paths, use_tqdm=use_tqdm)
+        requests, vectors = self.run(scored.inputs, scored.paths, use_tqdm=use_tqdm)
         whole = recipe.kind == "classify"
         return [
             PooledRequest(
@@ -224,7 +226,7 @@ class OfflinePooling:
                 ScoringOutput(score),
                 requests[place].prompt.tolist() if whole else [],
             )
-            for place, score in enumerate(found.scores(vectors))
+            for place, score in enumerate(scored.scores(vectors))
         ]
 
 
@@ -290,9 +292,9 @@ def in_groups(
     if len(params) != len(prompts):
         message = f"{len(prompts)} prompts and {len(params)} pooling_params"
         raise InvalidRequest(message, "pooling_params")
-    found: dict[int, PooledRequest] = {}
+    pooled: dict[int, PooledRequest] = {}
     for setting in dict.fromkeys(params):
         places = [place for place, one in enumerate(params) if one == setting]
         outputs = run([prompts[place] for place in places], setting)
-        found |= dict(zip(places, outputs, strict=True))
-    return [found[place] for place in range(len(prompts))]
+        pooled |= dict(zip(places, outputs, strict=True))
+    return [pooled[place] for place in range(len(prompts))]
