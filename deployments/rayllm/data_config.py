@@ -59,8 +59,8 @@ class RayfinConfig:
         for name in ("batch_size", "concurrent_batches"):
             if getattr(self, name) < 1:
                 raise InvalidConfig(f"{name} must be at least 1", name)
-        least, most = pool_size(self)
-        if not 1 <= least <= most:
+        least, largest = pool_size(self)
+        if not 1 <= least <= largest:
             rule = "concurrency must be at least 1, and the least at most the most"
             raise InvalidConfig(rule, "concurrency")
         if self.url and self.application:

@@ -76,7 +76,7 @@ class Processor:
             dataset = dataset.map(_beside(self._preprocess), **self._before)
         if names is not None:
             dataset = dataset.map(names.given)
-        least, most = pool_size(config)
+        least, largest = pool_size(config)
         dataset = dataset.map_batches(
             RayfinRows,
             fn_constructor_kwargs={"config": config},
@@ -84,7 +84,7 @@ class Processor:
             batch_format="pyarrow",
             compute=ActorPoolStrategy(
                 min_size=least,
-                max_size=most,
+                max_size=largest,
                 max_concurrent_calls_per_actor=config.concurrent_batches,
             ),
             num_cpus=actor_cpus(config),

@@ -50,8 +50,8 @@ class RowReader:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that it reads, where a dataset has them."""
-        own = () if self._config.row_id is None else (self._config.row_id,)
-        return (*INPUTS[self._config.task], *own)
+        key = () if self._config.row_id is None else (self._config.row_id,)
+        return (*INPUTS[self._config.task], *key)
 
     def lines(self, rows: Sequence[Row]) -> list[Line | LineAnswer]:
         """The request of each row, or the error of one that is none.
@@ -59,7 +59,7 @@ class RowReader:
         Equal rows of a batch have seeds of their own, by their order.
         """
         seen: Counter[str] = Counter()
-        made: list[Line | LineAnswer] = []
+        lines: list[Line | LineAnswer] = []
         for place, row in enumerate(rows):
             row = without_nulls(row)
             key = _digest(row)
@@ -67,10 +67,10 @@ class RowReader:
             name = f"{key}-{seen[key]}"
             try:
                 url, body = self._body(row)
-                made.append(Line(place + 1, name, url, body))
+                lines.append(Line(place + 1, name, url, body))
             except InvalidRequest as error:
-                made.append(LineAnswer(name, place + 1, error={"message": error.message}))
-        return made
+                lines.append(LineAnswer(name, place + 1, error={"message": error.message}))
+        return lines
 
     def outputs(self, answers: Iterable[LineAnswer]) -> list[Row]:
         """The new columns of each row."""
@@ -129,11 +129,13 @@ def without_nulls(value: Any) -> Any:
     A table gives all its rows the same members, and those that a row lacks are null.
     """
     if isinstance(value, Mapping):
-        return {str(name): without_nulls(own) for name, own in value.items() if own is not None}
+        return {
+            str(name): without_nulls(member) for name, member in value.items() if member is not None
+        }
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, list | tuple):
-        return [without_nulls(own) for own in value]
+        return [without_nulls(element) for element in value]
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -169,7 +171,7 @@ def _generated(choice: Row) -> Row:
 
 
 def _error(answer: LineAnswer) -> str:
-    found = answer.error or (answer.body.get("error") if isinstance(answer.body, dict) else None)
-    if isinstance(found, dict) and "message" in found:
-        return str(found["message"])
+    error = answer.error or (answer.body.get("error") if isinstance(answer.body, dict) else None)
+    if isinstance(error, dict) and "message" in error:
+        return str(error["message"])
     return f"status {answer.status}: {str(answer.body)[:200]}"

@@ -134,7 +134,7 @@ class _Model:
 
 def _server(given: Mapping[str, Any]) -> ServerArgs:
     """Settings of the whole application, checked."""
-    known = [own.name for own in fields(ServerArgs)]
+    known = [field.name for field in fields(ServerArgs)]
     for name in sorted(given.keys() - set(known)):
         raise InvalidConfig(_unknown(name, [*LLMServingArgs.model_fields, *known]), name)
     settings: dict[str, Any] = AppArgs.model_validate(given).model_dump(exclude_unset=True)
