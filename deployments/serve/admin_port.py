@@ -58,17 +58,17 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         InvalidConfig: somebody has it, or there is no such address here.
     """
-    own = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        own.bind((host, port))
+        listener.bind((host, port))
     except OSError as error:
-        own.close()
+        listener.close()
         reason = error.strerror or str(error)
         raise InvalidConfig(
             f"admin_port: cannot listen on {host}:{port}: {reason}", "admin_port"
         ) from None
-    return own
+    return listener
 
 
 AdminModel = tuple[list[str], str, dict[str, Any], EngineArgs]

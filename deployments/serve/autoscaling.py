@@ -48,13 +48,13 @@ def wanted(reports: Mapping[str, Sequence[float]]) -> int:
 def engines_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     """Serve's autoscaling policy; keeps the current number until an engine has reported."""
     metrics = context.aggregated_metrics or {}
-    reports = {name: list(own.values()) for name, own in metrics.items()}
+    reports = {name: list(by_engine.values()) for name, by_engine in metrics.items()}
     if not any(reports.values()):
         return context.target_num_replicas, {}
     return wanted(reports), {}
 
 
-def autoscaling(least: int, most: int, idle_seconds: float) -> dict[str, Any]:
+def autoscaling(least: int, limit: int, idle_seconds: float) -> dict[str, Any]:
     """The ``autoscaling_config`` of the engine deployment.
 
     With ``least`` 0 the first engine is started all the same: ingresses learn its limits. From zero
@@ -64,7 +64,7 @@ def autoscaling(least: int, most: int, idle_seconds: float) -> dict[str, Any]:
     return {
         "min_replicas": least,
         "initial_replicas": max(1, least),
-        "max_replicas": most,
+        "max_replicas": limit,
         "upscale_delay_s": UPSCALE_SECONDS,
         "downscale_delay_s": idle_seconds,
         "metrics_interval_s": 2.0,

@@ -68,9 +68,11 @@ class BatchDeployment:
         await asyncio.to_thread(prepare_text, models)
         self._loading = {
             asyncio.create_task(
-                model_service(place, model, own, shared, self._report if place == 0 else no_ingress)
+                model_service(
+                    place, model, handle, shared, self._report if place == 0 else no_ingress
+                )
             ): model
-            for place, (model, own) in enumerate(zip(models, engines, strict=True))
+            for place, (model, handle) in enumerate(zip(models, engines, strict=True))
         }
         self._served = await first_services(self._loading)
         app = BackgroundCalls(build_api(models=self._served))
@@ -101,7 +103,7 @@ class BatchDeployment:
                 service.adapters.close()
 
     def _serves(self, name: str) -> bool:
-        if any(own.server.adapter_flags().root is not None for own in self._models):
+        if any(model.server.adapter_flags().root is not None for model in self._models):
             return True  # an adapter is looked for when a line names it
         try:
             self._served.named(name)
@@ -147,8 +149,8 @@ def concurrency(server: ServerArgs, models: Sequence[ModelArgs]) -> int:
     if server.batch_concurrency is not None:
         return server.batch_concurrency
     slots = sum(
-        (own.engine.max_decoding_batch or SLOTS) * max(1, own.server.data_parallel_size)
-        for own in models
+        (model.engine.max_decoding_batch or SLOTS) * max(1, model.server.data_parallel_size)
+        for model in models
     )
     return 2 * slots
 

@@ -49,11 +49,11 @@ class EngineDeployment:
         set_up(args.log_format, args.log_level)
         self._drain_seconds = drain_seconds
         self._report = AutoscalingReport(batches_scale, ongoing_requests)
-        own = serve.get_replica_context()
-        self._app = own.app_name
-        prefix = engine_prefix(own.app_name, own.deployment)
+        context = serve.get_replica_context()
+        self._app = context.app_name
+        prefix = engine_prefix(context.app_name, context.deployment)
         if prefills_for:  # another deployment, as one of whose engines it is found
-            prefix = engine_prefix(own.app_name, prefills_for) + PREFILL
+            prefix = engine_prefix(context.app_name, prefills_for) + PREFILL
         self._supervisor = Supervisor(args, prefix, detached=True)
         await self._supervisor.start()
 

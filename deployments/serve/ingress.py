@@ -93,8 +93,8 @@ class IngressDeployment:
         # The services load theirs side by side.
         await asyncio.to_thread(prepare_text, models)
         self._loading = {  # held: the loop does not hold the tasks of models that are late
-            asyncio.create_task(model_service(place, model, own, shared)): model
-            for place, (model, own) in enumerate(zip(models, engines, strict=True))
+            asyncio.create_task(model_service(place, model, handle, shared)): model
+            for place, (model, handle) in enumerate(zip(models, engines, strict=True))
         }
         self._served = await first_services(self._loading)
 

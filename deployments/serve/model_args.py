@@ -83,21 +83,21 @@ def several_models(
     Raises:
         InvalidConfig: a setting that is none of a model's, or names that are not different.
     """
-    made: list[ModelArgs] = []
+    models: list[ModelArgs] = []
     for place, given in enumerate(settings):
         param = f"{path}[{place}]"
-        own = _checked(given, param)
-        if "model" not in own:
+        checked = _checked(given, param)
+        if "model" not in checked:
             raise InvalidConfig(f"{param} must name its model", param)
-        doors = {"served_model_name": None} | {n: v for n, v in own.items() if n in OF_MODEL}
-        inner = {name: value for name, value in own.items() if name not in OF_MODEL}
+        doors = {"served_model_name": None} | {n: v for n, v in checked.items() if n in OF_MODEL}
+        inner = {name: value for name, value in checked.items() if name not in OF_MODEL}
         try:
             model = ModelArgs(replace(server, **doors), replace(engine, **inner))
         except InvalidConfig as error:
             raise InvalidConfig(f"{param}: {error.message}", error.param) from error
-        made.append(replace(model, deployment=f"{ENGINE}-{_word(model.names[0])}"))
-    _check_apart(made)
-    return made
+        models.append(replace(model, deployment=f"{ENGINE}-{_word(model.names[0])}"))
+    _check_apart(models)
+    return models
 
 
 def read_engine_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def read_models(server: ServerArgs, engine: EngineArgs, files: Sequence[str]) ->
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise InvalidConfig(f"{file} cannot be read: {error}", "model_config") from error
         models = held if isinstance(held, list) else [held]
-        if not all(isinstance(own, dict) for own in models):
+        if not all(isinstance(model, dict) for model in models):
             raise InvalidConfig(f"{file} holds no settings of a model", "model_config")
         settings += models
     return several_models(server, engine, settings)

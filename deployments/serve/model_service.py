@@ -168,10 +168,10 @@ async def first_services(
             task.result()
         if waiting and len(waiting) < len(loading):
             models = [loading[task] for task in waiting]
-            found = await asyncio.gather(
+            whys = await asyncio.gather(
                 *(asyncio.to_thread(why_failed, app, model.deployment) for model in models)
             )
-            reasons = {model.names[0]: why for model, why in zip(models, found, strict=True)}
+            reasons = {model.names[0]: why for model, why in zip(models, whys, strict=True)}
             if all(reasons.values()):
                 break
     failed = {

@@ -72,11 +72,11 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
     from huggingface_hub.utils import logging as hub_logging
 
     hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # one clear line at the end, not one for each retry
-    found = located(args)
-    _check_config(found, read_recipe(found))
+    local = located(args)
+    _check_config(local, read_recipe(local))
     if args.load_format != "dummy" and not is_bucket(args.model):
-        require_safetensors(found.model)
-    _check_settings(args, found.model)
+        require_safetensors(local.model)
+    _check_settings(args, local.model)
     if draft is not None:
         try:
             _check_config(draft)
@@ -138,14 +138,14 @@ def check_audio(args: EngineArgs) -> None:
     Raises:
         InvalidConfig: it has no text to serve (Whisper).
     """
-    found = located(args)
-    if model_media(found) != "audio":
+    local = located(args)
+    if model_media(local) != "audio":
         return
     # Here, for it imports packages that other models do not need.
     from rayfin.deployments.media.sound import audio_off
 
     if (off := audio_off()) is not None:
-        if model_json(found.model, "config.json", **found.hub).get("model_type") in SPEECH_MODELS:
+        if model_json(local.model, "config.json", **local.hub).get("model_type") in SPEECH_MODELS:
             raise InvalidConfig(f"{args.model} writes down speech, and {off}", "model")
         logger.warning("%s hears, but audio is off: %s", args.model, off)
 

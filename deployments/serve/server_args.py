@@ -466,7 +466,7 @@ def words(values: list[str] | None, name: str) -> tuple[str, ...]:
     Raises:
         InvalidConfig: it starts like a JSON list of strings, and is none.
     """
-    found: list[str] = []
+    words: list[str] = []
     for value in values or ():
         listed: Any = [value]
         if value.startswith("["):
@@ -476,8 +476,8 @@ def words(values: list[str] | None, name: str) -> tuple[str, ...]:
                 listed = None
         if not isinstance(listed, list) or not all(isinstance(word, str) for word in listed):
             raise InvalidConfig(f"{name} must be a JSON list of strings, got {value!r}", name)
-        found += listed
-    return tuple(found)
+        words += listed
+    return tuple(words)
 
 
 def key_of_environment(variables: Iterable[str] = KEY_VARIABLES) -> str | None:
@@ -501,7 +501,7 @@ OF_MODEL = frozenset(f.name for f in fields(ServerArgs) if "of_model" in f.metad
 ModelSettings: type[_AppArgs] = create_model(
     "ModelSettings",
     __base__=_AppArgs,
-    **{name: own for name, own in _fields_of(ServerArgs).items() if name in OF_MODEL},
+    **{name: field for name, field in _fields_of(ServerArgs).items() if name in OF_MODEL},
     **_fields_of(EngineArgs),
 )
 """One of several models: what is its own; the rest is as for all."""
@@ -523,7 +523,7 @@ def split_args(values: dict[str, Any]) -> tuple[ServerArgs, EngineArgs]:
     Raises:
         InvalidConfig: a name or value that is none.
     """
-    own = {f.name for f in fields(ServerArgs)}
+    of_server = {f.name for f in fields(ServerArgs)}
     values = {name: value for name, value in values.items() if name != "models"}
-    server = ServerArgs(**{name: value for name, value in values.items() if name in own})
-    return server, EngineArgs.from_dict({n: v for n, v in values.items() if n not in own})
+    server = ServerArgs(**{name: value for name, value in values.items() if name in of_server})
+    return server, EngineArgs.from_dict({n: v for n, v in values.items() if n not in of_server})

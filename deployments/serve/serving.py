@@ -171,7 +171,7 @@ def _serve(
             with start_up.stage(f"Loading {what}", partial(progress, name), announced=True) as done:
                 finish()
                 done(f"Loaded {what}")
-            infos = [engine_info(name, own) for own in models]
+            infos = [engine_info(name, model) for model in models]
             start_up.summary(*summary(models, *address, infos))
             _wait_for_signal()
             print("Stopping: running requests finish first (Ctrl-C again: at once).", flush=True)

@@ -118,7 +118,7 @@ def _refresh(
 
 def sought(models: Sequence[ModelArgs]) -> str:
     """The models that are no folders, and where they are looked for; empty if there are none."""
-    names = [own.engine.model for own in models if on_hub(own.engine.model)]
+    names = [model.engine.model for model in models if on_hub(model.engine.model)]
     if not names:
         return ""
     from huggingface_hub import constants
@@ -128,7 +128,7 @@ def sought(models: Sequence[ModelArgs]) -> str:
 
 def loading(models: Sequence[ModelArgs]) -> str:
     """What is loaded, and how large its weights are where that is known."""
-    return ", ".join(f"{own.engine.model}{_size(own)}" for own in models)
+    return ", ".join(f"{model.engine.model}{_size(model)}" for model in models)
 
 
 def _size(model: ModelArgs) -> str:
@@ -156,7 +156,7 @@ def progress(name: str) -> str:
 
     application = ray_serve.status().applications.get(name)
     parts = application.deployments if application is not None else {}
-    ready = [part for part, own in parts.items() if own.status.value == "HEALTHY"]
+    ready = [part for part, deployment in parts.items() if deployment.status.value == "HEALTHY"]
     return f"{len(ready)} of {len(parts)} parts ready" if parts else ""
 
 
@@ -181,7 +181,7 @@ def summary(
 ) -> tuple[list[tuple[str, str]], str]:
     """The rows of the summary, the title first, and a command that asks the first model."""
     address, more = listen_options.address(host, port)
-    served = ", ".join(own.names[0] for own in models)
+    served = ", ".join(model.names[0] for model in models)
     server = models[0].server
     rows = [(f"Rayfin serves {served} at {address}/v1", "(Ctrl-C stops it)")]
     if listen_options.uds is not None:
@@ -215,8 +215,8 @@ def _writes_tools(model: ModelArgs) -> bool:
     if template is None and (path := _local(args, "chat_template.jinja")) is not None:
         template = path.read_text(encoding="utf-8")
     if template is None and (path := _local(args, "tokenizer_config.json")) is not None:
-        found = read_object(str(path.parent), path.name).get("chat_template")
-        template = str(found) if found else None  # of several names, a list
+        named = read_object(str(path.parent), path.name).get("chat_template")
+        template = str(named) if named else None  # of several names, a list
     return bool(template) and "tools" not in str(template)
 
 
@@ -229,8 +229,8 @@ def _local(args: EngineArgs, name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     revision = args.tokenizer_hub["revision"]
-    found = try_to_load_from_cache(folder, name, cache_dir=args.download_dir, revision=revision)
-    return Path(found) if isinstance(found, str) else None
+    file = try_to_load_from_cache(folder, name, cache_dir=args.download_dir, revision=revision)
+    return Path(file) if isinstance(file, str) else None
 
 
 def _context(model: ModelArgs, info: EngineInfo) -> str:
