@@ -173,11 +173,11 @@ async def patches(client: httpx.AsyncClient, count: int, biases: dict[str, float
         return whole and parses(answer["output"][-1]["input"]), answer["usage"]["output_tokens"]
 
     started = time.perf_counter()
-    found = await asyncio.gather(*map(one, range(count)))
-    tokens = sum(tokens for _, tokens in found)
+    answers = await asyncio.gather(*map(one, range(count)))
+    tokens = sum(tokens for _, tokens in answers)
     seconds = time.perf_counter() - started
     print(
-        f"patches: {sum(ok for ok, _ in found)} of {count} parse; {tokens / seconds:.0f} tokens/s"
+        f"patches: {sum(ok for ok, _ in answers)} of {count} parse; {tokens / seconds:.0f} tokens/s"
     )
 
 

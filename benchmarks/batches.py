@@ -90,8 +90,8 @@ async def _until_it_runs(store: BatchFolder, file: str, lines: int) -> None:
 
 def memory(name: str) -> int:
     """A line of this process's status, KiB."""
-    (found,) = (own for own in Path(SEEN).read_text().splitlines() if own.startswith(f"{name}:"))
-    return int(found.split()[1])
+    (line,) = (line for line in Path(SEEN).read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1])
 
 
 def offline(options: argparse.Namespace) -> None:
@@ -117,7 +117,7 @@ def offline(options: argparse.Namespace) -> None:
         whole = median([tokens / seconds for seconds, tokens in rounds])
         later = median([tokens / (seconds - alone[name]) for seconds, tokens in rounds])
         speeds[name] = whole, later
-        ratios = [own / its for own, its in zip(speeds["rayfin"], speeds[name], strict=True)]
+        ratios = [rate / its for rate, its in zip(speeds["rayfin"], speeds[name], strict=True)]
         print(
             f"offline: {name:7} {options.requests} lines: {whole:7.1f} output tokens/s, "
             f"{later:7.1f} after a start of {alone[name]:.1f} s; rayfin is {ratios[0]:.2f} x, "
@@ -150,12 +150,12 @@ def run(name: str, options: argparse.Namespace, folder: Path, source: Path) -> t
         seconds = time.perf_counter() - began
     if ended.returncode:
         raise RuntimeError(f"{name} failed: {log.read_text()[-2000:]}")
-    answers = [json.loads(own) for own in output.read_text().splitlines()]
-    wanted = {own["custom_id"]: own["body"]["max_tokens"] for own in read(source)}
-    found = {own["custom_id"]: tokens_of(own) for own in answers}
-    if found != wanted:
+    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    wanted = {line["custom_id"]: line["body"]["max_tokens"] for line in read(source)}
+    counts = {answer["custom_id"]: tokens_of(answer) for answer in answers}
+    if counts != wanted:
         raise RuntimeError(f"{name} has other answers: {answers[0]}")
-    return seconds, sum(found.values())
+    return seconds, sum(counts.values())
 
 
 def tokens_of(answer: dict[str, Any]) -> int:
@@ -192,7 +192,7 @@ def interactive(options: argparse.Namespace) -> None:
                     seconds = time.monotonic() - began
                     pace = (api.done(batch) - done) / seconds
                     beside += streams
-                    idle = 1 - sum(own.e2el or 0.0 for own in streams) / seconds
+                    idle = 1 - sum(stream.e2el or 0.0 for stream in streams) / seconds
                     kept.append(pace / (alone * idle))
     report(quiet, beside, median(kept), options)
 
@@ -201,14 +201,14 @@ def report(
     quiet: Sequence[Timeline], beside: Sequence[Timeline], kept: float, options: argparse.Namespace
 ) -> None:
     results = {"without": figures(quiet), "beside": figures(beside)}
-    for name, own in results.items():
-        assert not own.failed, own.errors
-        points = {"TTFT": own.ttft, "ITL": own.itl}
+    for name, result in results.items():
+        assert not result.failed, result.errors
+        points = {"TTFT": result.ttft, "ITL": result.itl}
         shown = ", ".join(
             f"{kind} p50 {1000 * (at.p50 or 0):.0f} ms, p99 {1000 * (at.p99 or 0):.0f} ms"
             for kind, at in points.items()
         )
-        print(f"interactive: {name:8} {own.requests} streams: {shown}")
+        print(f"interactive: {name:8} {result.requests} streams: {shown}")
     ratios = [
         (getattr(results["beside"], kind).p99 or 0.0) / (getattr(results["without"], kind).p99 or 1)
         for kind in ("ttft", "itl")
@@ -253,10 +253,10 @@ class Batches:
         Raises:
             RuntimeError: the batch has ended: it needs more lines.
         """
-        found = self._batch(batch)
-        if found["status"] not in ("validating", "in_progress"):
-            raise RuntimeError(f"the batch is {found['status']}: see --batch")
-        return int(found["request_counts"]["completed"] + found["request_counts"]["failed"])
+        state = self._batch(batch)
+        if state["status"] not in ("validating", "in_progress"):
+            raise RuntimeError(f"the batch is {state['status']}: see --batch")
+        return int(state["request_counts"]["completed"] + state["request_counts"]["failed"])
 
     def pace(self, batch: str, seconds: float) -> float:
         """Lines a second of a batch that has the server for itself."""
@@ -268,8 +268,8 @@ class Batches:
         return self._json("GET", f"/v1/batches/{batch}")
 
     def _json(self, method: str, path: str, **body: Any) -> dict[str, Any]:
-        found: dict[str, Any] = self._http.request(method, path, **body).raise_for_status().json()
-        return found
+        answer: dict[str, Any] = self._http.request(method, path, **body).raise_for_status().json()
+        return answer
 
 
 def chats(model: Path, count: int) -> Iterator[dict[str, Any]]:
@@ -295,11 +295,11 @@ def line(number: int, url: str, **body: Any) -> dict[str, Any]:
 
 def write(path: Path, lines: Iterator[dict[str, Any]] | Sequence[dict[str, Any]]) -> None:
     with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(own) + "\n" for own in lines)
+        file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(own) for own in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 SECTIONS = {"validation": validation, "offline": offline, "interactive": interactive}

@@ -105,8 +105,8 @@ def compare(
     unit = "vectors" if workload == "embed" else "output tokens"
     print("\n".join(comparison(title, runs, unit)))
     if json_file is not None:
-        found = {name: [run.as_json() for run in named] for name, named in runs.items()}
-        json.dump(found, json_file, indent=2)
+        reports = {name: [run.as_json() for run in named] for name, named in runs.items()}
+        json.dump(reports, json_file, indent=2)
     raise SystemExit(any(run.failed for named in runs.values() for run in named))
 
 

@@ -285,17 +285,17 @@ def write_preemption(report: Report, *, toy: bool = False) -> None:
             for name, by_pages in outcomes.items()
         },
     )
-    most, least = sizes[0], sizes[-1]
+    full, least = sizes[0], sizes[-1]
     plain = outcomes["recompute"]
     again = plain[least].prompt_tokens / prompts - 1
     better = [
         outcomes[way][least].rate / plain[least].rate - 1
         for way in ("swap", "recompute, no prefix cache")
     ]
-    report.text(f"""With {least:,} of {most:,} pages recomputing keeps
-        {plain[least].rate / plain[most].rate:.0%} of the throughput: requests wait for room (the
+    report.text(f"""With {least:,} of {full:,} pages recomputing keeps
+        {plain[least].rate / plain[full].rate:.0%} of the throughput: requests wait for room (the
         median first token comes after {number(middle(plain[least].ttft))} s instead of
-        {number(middle(plain[most].ttft))} s), and {max(0.0, again):.0%} of the prompts' tokens are
+        {number(middle(plain[full].ttft))} s), and {max(0.0, again):.0%} of the prompts' tokens are
         computed again. There, swapping gives {better[0]:+.1%} tokens/s against it; recomputing
         without the prefix cache {better[1]:+.1%}.""")
 
@@ -317,8 +317,8 @@ def shared(share: float, *, caching: bool, requests: int = 200) -> Outcome:
     common = random_tokens(random, round(PROMPT * share))
     visits = []
     for at in times:
-        own = random_tokens(random, PROMPT - len(common))
-        visits.append(Visit(at, np.concatenate([common, own]), 64))
+        rest = random_tokens(random, PROMPT - len(common))
+        visits.append(Visit(at, np.concatenate([common, rest]), 64))
     return run(make_config(prefix_caching=caching), visits)
 
 
@@ -419,9 +419,9 @@ def _write_shared(report: Report, shares: tuple[float, ...], requests: int) -> N
             for name, caching in (("reuse", True), ("no reuse", False))
         },
     )
-    most = shares[-1]
-    on, off = outcomes[most].values()
-    report.text(f"""At {most:.0%} in common {1 - on.prompt_tokens / off.prompt_tokens:.0%} of the
+    largest = shares[-1]
+    on, off = outcomes[largest].values()
+    report.text(f"""At {largest:.0%} in common {1 - on.prompt_tokens / off.prompt_tokens:.0%} of the
         prompt tokens are not computed, and the first token comes
         {middle(off.ttft) / middle(on.ttft):.1f} times as soon.""")
 

@@ -267,7 +267,9 @@ def measure(subjects: Mapping[str, Subject], case: Case, rounds: int) -> Costs:
                     times[name].setdefault(what, []).append(answer[what])
     return {
         name: {
-            what: Cost(*(middle([quantile(own, share) for own in all_]) for share in (0.5, 0.99)))
+            what: Cost(
+                *(middle([quantile(times_of, share) for times_of in all_]) for share in (0.5, 0.99))
+            )
             for what, all_ in by_what.items()
         }
         for name, by_what in times.items()
@@ -324,7 +326,7 @@ def _write_sizes(
     costs: dict[int, dict[str, Cost]] = {}
     for size in sizes:
         measured = measure(subjects, steps_case(size, steps=steps), rounds)
-        costs[size] = {name: own["step"] for name, own in measured.items()}
+        costs[size] = {name: by_what["step"] for name, by_what in measured.items()}
     report.heading("Steady decode", 3)
     ours, *peers = subjects
     report.table(
@@ -333,12 +335,12 @@ def _write_sizes(
         [
             [
                 f"{size:,}",
-                *(microseconds(seconds) for seconds in (own[ours].p50, own[ours].p99)),
+                *(microseconds(seconds) for seconds in (cost[ours].p50, cost[ours].p99)),
                 microseconds(target(size)),
-                *(microseconds(s) for peer in peers for s in (own[peer].p50, own[peer].p99)),
-                *_ratio(own),
+                *(microseconds(s) for peer in peers for s in (cost[peer].p50, cost[peer].p99)),
+                *_ratio(cost),
             ]
-            for size, own in costs.items()
+            for size, cost in costs.items()
         ],
     )
     lines = {name: (sizes, [1e6 * costs[size][name].p50 for size in sizes]) for name in subjects}
@@ -377,7 +379,7 @@ def _write_variants(
         steady: Cost | None = None
         for name, case in variants(steps, stock).items():
             measured = measure(subjects, case(size), rounds)
-            costs = {subject: own["step"] for subject, own in measured.items()}
+            costs = {subject: by_what["step"] for subject, by_what in measured.items()}
             steady = steady or costs[ours]
             change = costs[ours].p50 / steady.p50 - 1
             rows.append(
@@ -391,9 +393,9 @@ def _write_variants(
         ["running", "", ours, "against steady", *peers, *["ratio"] * len(peers)],
         rows,
     )
-    most = max(changes)
-    report.text(f"""{stock:,} waiting requests change a step by {most:+.0%} at most (target: under
-        {MOST_FOR_WAITING:.0%}, {verdict(most < MOST_FOR_WAITING)}). *One step at a time* has no
+    worst = max(changes)
+    report.text(f"""{stock:,} waiting requests change a step by {worst:+.0%} at most (target: under
+        {MOST_FOR_WAITING:.0%}, {verdict(worst < MOST_FOR_WAITING)}). *One step at a time* has no
         step in flight while the next is scheduled (vLLM's plain Scheduler). Where *requests come
         and go*, outputs of 33 to 96 tokens end and prompts are admitted in every step.""")
 
@@ -415,12 +417,12 @@ def _write_queue(
             [
                 f"{size:,}",
                 *(
-                    microseconds(own[name][what].p50)
+                    microseconds(by_name[name][what].p50)
                     for name in subjects
                     for what in ("add", "abort")
                 ),
             ]
-            for size, own in costs.items()
+            for size, by_name in costs.items()
         ],
     )
     first, last = costs[queues[0]][ours], costs[queues[-1]][ours]

@@ -200,15 +200,15 @@ def attentions(kernels: CpuKernels, machine: Machine, shape: str, seconds: float
         operations = 4 * rows * chunk * (cached + (chunk + 1) / 2) * heads * dim
         for dtype in (torch.float32, torch.bfloat16):
             size = 2 * rows * length * kv_heads * dim * dtype.itemsize
-            own, other = (
+            ours, other = (
                 time_attention(kernel, shape, dtype, (rows, cached, chunk), seconds)
                 for kernel in (CpuAttention(kernels), paged_attention)
             )
             step = f"{rows} rows of {length}" if chunk == 1 else f"{chunk} tokens after {cached}"
             print(
-                f"| {step} | {str(dtype)[6:]} | {operations / own / 1e9:.0f} "
-                f"| {size / own / 1e9:.1f} | {machine.floor(size, operations) / own:.2f} "
-                f"| {other / own:.1f} |",
+                f"| {step} | {str(dtype)[6:]} | {operations / ours / 1e9:.0f} "
+                f"| {size / ours / 1e9:.1f} | {machine.floor(size, operations) / ours:.2f} "
+                f"| {other / ours:.1f} |",
                 flush=True,
             )
 

@@ -165,7 +165,7 @@ def rayfin(folder: str, threads: int) -> Encode:
     from rayfin import LLM
 
     llm = LLM(folder, threads=threads)
-    return lambda texts: [own.outputs.embedding for own in llm.embed(texts, use_tqdm=False)]
+    return lambda texts: [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)]
 
 
 def sentence_transformers(folder: str, threads: int) -> Encode:
@@ -184,7 +184,7 @@ def vllm(folder: str, threads: int) -> Encode:
     from vllm import LLM
 
     llm = LLM(folder, runner="pooling", dtype="float32", max_model_len=MAX_LENGTH)
-    return lambda texts: [own.outputs.embedding for own in llm.embed(texts, use_tqdm=False)]
+    return lambda texts: [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)]
 
 
 ENGINES: dict[str, Callable[[str, int], Encode]] = {

@@ -40,8 +40,8 @@ def make_batch(lengths: list[int], chunk: int, bench: Bench) -> PagedBatch:
     pages = [-(-length // PAGE_SIZE) for length in lengths]
     order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     tables = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
-    for row, own in enumerate(order.split(pages)):
-        tables[row, : len(own)] = own
+    for row, row_pages in enumerate(order.split(pages)):
+        tables[row, : len(row_pages)] = row_pages
     starts = np.arange(len(lengths) + 1, dtype=np.int32) * chunk
     kv_len = np.array(lengths, np.int32)
     tokens = torch.zeros(int(starts[-1]), dtype=torch.int64, device=bench.device)

@@ -133,9 +133,9 @@ def check_steps(bench: Bench) -> None:
     ours = given["Rayfin's kernels"]
     for name, tokens in given.items():
         first = float(
-            np.mean([own[0] == wanted[0] for own, wanted in zip(tokens, ours, strict=True)])
+            np.mean([ids[0] == wanted[0] for ids, wanted in zip(tokens, ours, strict=True)])
         )
-        alike = [_alike(own, wanted) for own, wanted in zip(tokens, ours, strict=True)]
+        alike = [_alike(ids, wanted) for ids, wanted in zip(tokens, ours, strict=True)]
         table.add(name, f"{first:.2f}", f"{np.mean(alike):.1f} of {outputs}")
         assert first > 0.8, f"{name}: other tokens, nothing below would mean anything"
 
@@ -145,6 +145,6 @@ def _greedy(llm: LLM, prompts: list[list[int]], outputs: int) -> list[list[int]]
     return [each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def _alike(own: list[int], wanted: list[int]) -> int:
-    same = (np.array(own) == np.array(wanted)).tolist()
+def _alike(ids: list[int], wanted: list[int]) -> int:
+    same = (np.array(ids) == np.array(wanted)).tolist()
     return same.index(False) if False in same else len(same)

@@ -44,23 +44,23 @@ WARM_UP = 3
 
 def totals(metrics: str) -> dict[str, float]:
     """The values of Rayfin's series, summed over labels."""
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for line in metrics.splitlines():
         if line.startswith("rayfin_"):
             series, _, value = line.rpartition(" ")
             name = series.partition("{")[0].removeprefix("rayfin_")
-            found[name] = found.get(name, 0.0) + float(value)
-    return found
+            sums[name] = sums.get(name, 0.0) + float(value)
+    return sums
 
 
 async def counted(http: httpx.AsyncClient, requests: int) -> dict[str, float]:
     """Waits until the totals count this many requests, and returns them."""
     deadline = time.monotonic() + PATIENCE
     while True:
-        found = totals((await http.get("/metrics")).raise_for_status().text)
-        counts = (found.get(f"{name}_count", 0) for name in (TTFT, "request_prefill_time_seconds"))
+        sums = totals((await http.get("/metrics")).raise_for_status().text)
+        counts = (sums.get(f"{name}_count", 0) for name in (TTFT, "request_prefill_time_seconds"))
         if min(counts) >= requests:
-            return found
+            return sums
         assert time.monotonic() < deadline, "the hub has not counted all requests"
         await asyncio.sleep(0.2)
 

@@ -299,16 +299,16 @@ class Workloads:
         """As many requests with an image, from a tenth of ``seconds`` to eight."""
         texts = self.texts(STREAMS, self.prompt, 4, seed)
         times = [seconds * (1 + at) / (STREAMS + 2) for at in range(STREAMS)]
-        return [about(self.pictures.new(), *own) for own in zip(texts, times, strict=True)]
+        return [about(self.pictures.new(), *pair) for pair in zip(texts, times, strict=True)]
 
 
 def measure(peers: Sequence[Peer], work: Workloads, rounds: int) -> dict[str, Rounds]:
     """Runs the workloads on all engines in turns; an uncounted round warms up."""
-    found = {peer.spec.name: Rounds() for peer in peers}
+    results = {peer.spec.name: Rounds() for peer in peers}
     seeing = [peer for peer in peers if peer.spec.name != TEXT]
     for number in range(rounds + 1):
         seed = 10 * number
-        one = {name: Rounds() for name in found}
+        one = {name: Rounds() for name in results}
         batch, text = work.batch(seed), work.without_images(seed + 1)
         for peer in peers:
             one[peer.spec.name].text.append(speed(peer.run(text)))
@@ -316,9 +316,9 @@ def measure(peers: Sequence[Peer], work: Workloads, rounds: int) -> dict[str, Ro
             one[peer.spec.name].batch.append(speed(peer.run(batch)))
         questions = work.questions(seed + 2)
         for peer in seeing:
-            for own, job in zip(("first", "second"), questions, strict=True):
+            for column, job in zip(("first", "second"), questions, strict=True):
                 (timeline,) = answered(peer.run([job]))
-                getattr(one[peer.spec.name], own).append(timeline.ttft or 0.0)
+                getattr(one[peer.spec.name], column).append(timeline.ttft or 0.0)
         streams = work.streams(seed + 3)
         quickest = float("inf")
         for peer in seeing:
@@ -329,10 +329,10 @@ def measure(peers: Sequence[Peer], work: Workloads, rounds: int) -> dict[str, Ro
         for peer in seeing:
             one[peer.spec.name].beside.append(gap(answered(peer.run(both))[:STREAMS]))
         if number:
-            for name, own in one.items():
+            for name, latest in one.items():
                 for column in Rounds.__slots__:
-                    getattr(found[name], column).extend(getattr(own, column))
-    return found
+                    getattr(results[name], column).extend(getattr(latest, column))
+    return results
 
 
 def answered(timelines: Sequence[Timeline]) -> Sequence[Timeline]:
@@ -352,46 +352,47 @@ def gap(timelines: Sequence[Timeline]) -> float:
     return figures(timelines).itl.p99 or 0.0
 
 
-def rows(found: dict[str, Rounds]) -> list[list[str]]:
+def rows(results: dict[str, Rounds]) -> list[list[str]]:
     """A row for each engine: medians over its rounds."""
     lines = []
-    for name, own in found.items():
-        if not own.batch:
-            lines.append([name, *[""] * 7, f"{median(own.text):.1f}"])
+    for name, rounds in results.items():
+        if not rounds.batch:
+            lines.append([name, *[""] * 7, f"{median(rounds.text):.1f}"])
             continue
         first, second, alone, beside = (
-            1000 * median(values) for values in (own.first, own.second, own.alone, own.beside)
+            1000 * median(values)
+            for values in (rounds.first, rounds.second, rounds.alone, rounds.beside)
         )
         lines.append(
             [
                 name,
-                f"{median(own.batch):.1f}",
+                f"{median(rounds.batch):.1f}",
                 f"{first:.1f}",
                 f"{second:.1f}",
                 f"{second / max(first, 1e-9):.2f}",
                 f"{alone:.1f}",
                 f"{beside:.1f}",
                 f"{beside / max(alone, 1e-9):.2f}",
-                f"{median(own.text):.1f}",
+                f"{median(rounds.text):.1f}",
             ]
         )
     return lines
 
 
-def verdicts(found: dict[str, Rounds]) -> list[str]:
+def verdicts(results: dict[str, Rounds]) -> list[str]:
     """A line for each bar: Rayfin's figure and what it is held to."""
-    ours = found[OURS]
+    ours = results[OURS]
     share = median(ours.second) / max(median(ours.first), 1e-9)
     lines = [f"second / first: {share:.2f} (at most {SECOND})"]
-    if TEXT in found:
-        share = median(ours.text) / max(median(found[TEXT].text), 1e-9)
+    if TEXT in results:
+        share = median(ours.text) / max(median(results[TEXT].text), 1e-9)
         lines.append(f"text / that of a model of text alone: {share:.2f} (at least 0.98)")
-    for name, own in found.items():
+    for name, rounds in results.items():
         if name in (OURS, TEXT):
             continue
-        share = median(ours.batch) / max(median(own.batch), 1e-9)
+        share = median(ours.batch) / max(median(rounds.batch), 1e-9)
         lines.append(f"tokens/s / {name}'s: {share:.2f} (at least {BARS['tokens/s']})")
-        share = median(ours.beside) / max(median(own.beside), 1e-9)
+        share = median(ours.beside) / max(median(rounds.beside), 1e-9)
         lines.append(f"beside / {name}'s: {share:.2f} (at most {BARS['beside']})")
     return lines
 
@@ -422,11 +423,11 @@ def specs(options: argparse.Namespace, folder: Path, places: list[int]) -> list[
     limits = "max_model_len=4096"
     seeing = f"{OURS}:rayfin_engine={sys.executable},{limits},{options.settings}"
     text = f"{TEXT}:rayfin_engine={sys.executable},{limits},{options.settings}"
-    found = [PeerSpec.parse(own, PEERS) for own in (seeing, *options.peer)]
-    for spec in found:
+    listed = [PeerSpec.parse(peer, PEERS) for peer in (seeing, *options.peer)]
+    for spec in listed:
         spec.settings.setdefault("max_model_len", 4096)
         spec.settings.update(images=str(folder), image_place=places)
-    return [*found, PeerSpec.parse(text, PEERS)]
+    return [*listed, PeerSpec.parse(text, PEERS)]
 
 
 def main() -> None:
@@ -450,8 +451,8 @@ def main() -> None:
             options.output,
             sizes.image_tokens,
         )
-        found = measure(peers, work, options.rounds)
-    print(table(rows(found)), *verdicts(found), sep="\n")
+        results = measure(peers, work, options.rounds)
+    print(table(rows(results)), *verdicts(results), sep="\n")
 
 
 if __name__ == "__main__":

@@ -234,7 +234,7 @@ def write_images(folder: Path, options: argparse.Namespace) -> None:
     inner, layers = 11 * options.hidden // 4, options.layers
     make_model(folder, "llava", Sizes(options.hidden, inner, layers, layers, 224, 28))
     path, dtype = folder / "model.safetensors", getattr(torch, options.stored)
-    tensors = {name: own.to(dtype) for name, own in load_file(path).items()}
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
     save_file(tensors, path, {"format": "pt"})
 
 

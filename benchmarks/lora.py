@@ -51,9 +51,9 @@ def make_adapters(folder: Path, model: Path, count: int, rank: int, dtype: torch
         shape = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
     head = shape.get_output_embeddings()
     linears = {
-        name: own
-        for name, own in shape.named_modules()
-        if isinstance(own, nn.Linear) and own is not head
+        name: module
+        for name, module in shape.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
     }
     config: dict[str, Any] = {
         "peft_type": "LORA",
@@ -65,9 +65,12 @@ def make_adapters(folder: Path, model: Path, count: int, rank: int, dtype: torch
     for number in range(count):
         generator = torch.Generator().manual_seed(number)
         tensors = {}
-        for name, own in linears.items():
-            for letter, size in (("A", (rank, own.in_features)), ("B", (own.out_features, rank))):
-                values = torch.randn(*size, generator=generator) / own.in_features**0.5
+        for name, linear in linears.items():
+            for letter, size in (
+                ("A", (rank, linear.in_features)),
+                ("B", (linear.out_features, rank)),
+            ):
+                values = torch.randn(*size, generator=generator) / linear.in_features**0.5
                 tensors[f"base_model.model.{name}.lora_{letter}.weight"] = values.to(dtype)
         own_folder = folder / f"adapter-{number}"
         own_folder.mkdir(parents=True)
@@ -81,26 +84,26 @@ def specs(options: argparse.Namespace, adapters: Path) -> list[PeerSpec]:
     plain: dict[str, Any] = {"max_model_len": 4096, "threads": options.threads}
     limits = {"max_lora_rank": options.rank, "max_loras": options.count}
     with_adapters = {**limits, "adapters": str(adapters)}
-    found = [
+    listed = [
         PeerSpec("base", sys.executable, ours, plain),
         PeerSpec("enabled", sys.executable, ours, {**plain, **limits}),
         PeerSpec("adapters", sys.executable, ours, {**plain, **with_adapters}),
     ]
     if options.peer:
         theirs = {"max_model_len": 4096, "enable_lora": True, **with_adapters}
-        found.append(PeerSpec("vllm", options.peer, PEERS / "vllm_cpu.py", theirs))
-    return [spec for spec in found if spec.name in options.only]
+        listed.append(PeerSpec("vllm", options.peer, PEERS / "vllm_cpu.py", theirs))
+    return [spec for spec in listed if spec.name in options.only]
 
 
 def request_rows(runs: dict[str, list[list[Timeline]]]) -> list[str]:
     """A line for each engine: output tokens a second, ITL p99, and shares of the first one."""
     lines, first = [], 0.0
     for name, rounds in runs.items():
-        results = [figures(own) for own in rounds]
-        assert not any(own.failed for own in results), results[0].errors
-        speed = median([own.output_per_second for own in results])
+        results = [figures(timelines) for timelines in rounds]
+        assert not any(result.failed for result in results), results[0].errors
+        speed = median([result.output_per_second for result in results])
         first = first or speed
-        gap = 1000 * median([own.itl.p99 or 0.0 for own in results])
+        gap = 1000 * median([result.itl.p99 or 0.0 for result in results])
         lines.append(f"{name:10} {speed:8.1f} tokens/s  {speed / first:5.2f}  p99 gap {gap:.0f} ms")
     return lines
 
@@ -123,7 +126,7 @@ def parse_requests(arguments: Sequence[str] | None = None) -> argparse.Namespace
 
 def requests() -> None:
     options = parse_requests()
-    prompt, output = (Lengths.parse(getattr(options, own), own) for own in ("prompt", "output"))
+    prompt, output = (Lengths.parse(getattr(options, name), name) for name in ("prompt", "output"))
     jobs = random_jobs(options.requests, prompt, output, vocabulary=VOCABULARY)
     with tempfile.TemporaryDirectory() as folder:
         model, adapters = Path(folder) / "model", Path(folder) / "adapters"
@@ -174,7 +177,11 @@ def body_of(model: str, seed: int, tokens: int) -> dict[str, object]:
 
 def gaps_within(times: Sequence[float], start: float, end: float) -> list[float]:
     """The gaps that lie between two times."""
-    return [after - own for own, after in itertools.pairwise(times) if start <= own and after < end]
+    return [
+        after - before
+        for before, after in itertools.pairwise(times)
+        if start <= before and after < end
+    ]
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -205,16 +212,17 @@ async def phase(
 
 
 async def measure(url: str, base: str, options: argparse.Namespace) -> dict[str, Phase]:
-    found = {name: Phase() for name in PHASES}
+    phases = {name: Phase() for name in PHASES}
     fresh = (f"adapter-{number}" for number in itertools.count(1))
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=f"{url}/v1", timeout=120, limits=limits) as api:
         await first_token(api, "adapter-0", 0)
         streams = [Stream() for _ in range(options.streams)]
         tasks = [
-            asyncio.create_task(own.run(api, base, seed)) for seed, own in enumerate(streams, 1)
+            asyncio.create_task(stream.run(api, base, seed))
+            for seed, stream in enumerate(streams, 1)
         ]
-        while not all(len(own.times) > 2 for own in streams):
+        while not all(len(stream.times) > 2 for stream in streams):
             await asyncio.sleep(0.1)
         for _, name in itertools.product(range(options.rounds), PHASES):
             started = time.perf_counter()
@@ -222,38 +230,41 @@ async def measure(url: str, base: str, options: argparse.Namespace) -> dict[str,
                 await asyncio.sleep(options.seconds)
             else:
                 names = itertools.repeat("adapter-0") if name == "known" else fresh
-                await phase(api, names, options, found[name])
+                await phase(api, names, options, phases[name])
             ended = time.perf_counter()
-            for own in streams:
-                found[name].gaps += gaps_within(own.times, started, ended)
+            for stream in streams:
+                phases[name].gaps += gaps_within(stream.times, started, ended)
         assert not any(task.done() for task in tasks), "a stream has ended: fewer rounds"
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return found
+    return phases
 
 
-def load_rows(found: Mapping[str, Phase]) -> list[str]:
+def load_rows(phases: Mapping[str, Phase]) -> list[str]:
     """A row of Markdown for each phase."""
     lines = [
         "| streams | gap p50, ms | p99 | p99 / alone | requests | first token p50, ms | longest |",
         "|---|---|---|---|---|---|---|",
     ]
-    alone = quantile(found["alone"].gaps, 0.99)
-    for name, own in found.items():
-        p50, p99 = quantile(own.gaps, 0.5), quantile(own.gaps, 0.99)
+    alone = quantile(phases["alone"].gaps, 0.99)
+    for name, phase in phases.items():
+        p50, p99 = quantile(phase.gaps, 0.5), quantile(phase.gaps, 0.99)
         first = ["", ""]
-        if own.first:
-            first = [f"{1000 * statistics.median(own.first):.0f}", f"{1000 * max(own.first):.0f}"]
-        cells = [name, f"{p50:.1f}", f"{p99:.1f}", f"{p99 / alone:.2f}", str(len(own.first))]
+        if phase.first:
+            first = [
+                f"{1000 * statistics.median(phase.first):.0f}",
+                f"{1000 * max(phase.first):.0f}",
+            ]
+        cells = [name, f"{p50:.1f}", f"{p99:.1f}", f"{p99 / alone:.2f}", str(len(phase.first))]
         lines.append(f"| {' | '.join(cells + first)} |")
     return lines
 
 
-def verdicts(found: Mapping[str, Phase]) -> list[str]:
+def verdicts(phases: Mapping[str, Phase]) -> list[str]:
     """A line for each bar."""
-    alone, new = (quantile(found[name].gaps, 0.99) for name in ("alone", "new"))
-    longest = max(found["new"].first)
+    alone, new = (quantile(phases[name].gaps, 0.99) for name in ("alone", "new"))
+    longest = max(phases["new"].first)
     return [
         f"p99 of gaps beside loads / alone: {new / alone:.2f} (at most {GAP})",
         f"first token of an adapter that is read: {longest:.2f} s (at most {FIRST})",
@@ -283,8 +294,8 @@ def load() -> None:
         flags += ["--max-loras", "8", "--max-model-len", str(MODEL_LEN)]
         flags += ["--max-decoding-batch", str(options.streams + 8), "--served-model-name", "base"]
         with served(str(model), *flags) as url:
-            found = asyncio.run(measure(url, "base", options))
-    print(*load_rows(found), *verdicts(found), sep="\n")
+            phases = asyncio.run(measure(url, "base", options))
+    print(*load_rows(phases), *verdicts(phases), sep="\n")
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def throughput(
     def ours() -> None:
         torch.set_num_threads(own_threads)
         llm.reset_prefix_cache()
-        llm.generate([{"prompt_token_ids": own} for own in prompts], params, use_tqdm=False)
+        llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
 
     @torch.inference_mode()
     def theirs() -> None:
@@ -92,8 +92,8 @@ def turns(llm: LLM, length: int, rounds: int) -> tuple[float, float]:
         prompt = [numbers.randrange(3, 40000) for _ in range(length)]
         for seconds in (cold, second):
             started = time.perf_counter()
-            own = {"prompt_token_ids": prompt}
-            output = llm.generate([own], params, use_tqdm=False)[0].outputs[0]
+            written = {"prompt_token_ids": prompt}
+            output = llm.generate([written], params, use_tqdm=False)[0].outputs[0]
             seconds.append(time.perf_counter() - started)
             prompt = [*prompt, *output.token_ids, *(numbers.randrange(3, 40000) for _ in range(16))]
     return min(cold), min(second)
@@ -140,16 +140,16 @@ def save_mxfp4(folder: Path, config: Any) -> None:
         model = make.from_config(config, dtype=torch.bfloat16)
     tensors: dict[str, torch.Tensor] = {}
     torch.manual_seed(0)
-    for name, own in model.named_parameters():
+    for name, parameter in model.named_parameters():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            experts, inputs, outputs = own.shape
+            experts, inputs, outputs = parameter.shape
             groups = (experts, outputs, inputs // 32)
             tensors[f"{name}_blocks"] = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8)
             tensors[f"{name}_scales"] = torch.randint(117, 122, groups, dtype=torch.uint8)
-        elif own.dim() > 1:
-            tensors[name] = (torch.randn(own.shape) * 0.02).bfloat16()
+        elif parameter.dim() > 1:
+            tensors[name] = (torch.randn(parameter.shape) * 0.02).bfloat16()
         else:
-            tensors[name] = torch.full(own.shape, float("norm" in name), dtype=torch.bfloat16)
+            tensors[name] = torch.full(parameter.shape, float("norm" in name), dtype=torch.bfloat16)
     folder.mkdir(exist_ok=True)
     config.quantization_config = {"quant_method": "mxfp4"}
     config.save_pretrained(folder)
@@ -196,7 +196,7 @@ def _rayfin(folder: str, subject: str, sizes: list[int]) -> Any:
     def run(prompts: list[list[int]], tokens: int) -> None:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         llm.reset_prefix_cache()
-        llm.generate([{"prompt_token_ids": own} for own in prompts], params, use_tqdm=False)
+        llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
 
     return run
 

@@ -75,7 +75,7 @@ def photograph(url: str, folder: Path) -> None:
 
 def panel(dashboard: str, title: str) -> Any:
     panels = json.loads((ROOT / "k8s" / "grafana" / f"{dashboard}.json").read_text())["panels"]
-    return next(own for own in panels if own["title"] == title)
+    return next(shown for shown in panels if shown["title"] == title)
 
 
 def series(prometheus: httpx.Client, query: str, since: float) -> list[Any]:
@@ -84,8 +84,8 @@ def series(prometheus: httpx.Client, query: str, since: float) -> list[Any]:
         query = query.replace(name, value)
     asked = {"query": query, "start": since, "end": time.time(), "step": 1}
     answer = prometheus.get("/api/v1/query_range", params=asked).raise_for_status()
-    found: list[Any] = answer.json()["data"]["result"]
-    return found
+    curves: list[Any] = answer.json()["data"]["result"]
+    return curves
 
 
 def draw(prometheus: httpx.Client, dashboard: str, since: float, path: Path) -> None:
@@ -93,11 +93,11 @@ def draw(prometheus: httpx.Client, dashboard: str, since: float, path: Path) -> 
     for title, axes in zip(PANELS[dashboard], places.flat, strict=True):
         shown = panel(dashboard, title)
         for target in shown["targets"]:
-            for own in series(prometheus, target["expr"], since):
+            for curve in series(prometheus, target["expr"], since):
                 label = target["legendFormat"]
-                for name, value in own["metric"].items():
+                for name, value in curve["metric"].items():
                     label = label.replace(f"{{{{{name}}}}}", value)
-                points = [(at - since, float(value)) for at, value in own["values"]]
+                points = [(at - since, float(value)) for at, value in curve["values"]]
                 known = [point for point in points if math.isfinite(point[1])]
                 if any(value for _, value in known):
                     axes.plot(*zip(*known, strict=True), label=label, linewidth=1.4)

@@ -76,14 +76,14 @@ def scores(model: Path, texts: Sequence[list[int]], **settings: Any) -> Scores:
     """Those that Rayfin computes."""
     prompts = [{"prompt_token_ids": ids} for ids in texts]
     params = SamplingParams(max_tokens=1, prompt_logprobs=1)
-    own, best = [], []
+    logprobs, best = [], []
     with LLM(str(model), kv_cache_memory=2**28, max_model_len=2 * PIECE, **settings) as llm:
-        for ids, found in zip(texts, llm.generate(prompts, params, use_tqdm=False), strict=True):
-            for token, listed in zip(ids[1:], (found.prompt_logprobs or [])[1:], strict=True):
+        for ids, output in zip(texts, llm.generate(prompts, params, use_tqdm=False), strict=True):
+            for token, listed in zip(ids[1:], (output.prompt_logprobs or [])[1:], strict=True):
                 assert listed
-                own.append(listed[token].logprob)
+                logprobs.append(listed[token].logprob)
                 best.append(max((one.logprob, other) for other, one in listed.items())[1])
-    return Scores(torch.tensor(own, dtype=torch.float64), torch.tensor(best))
+    return Scores(torch.tensor(logprobs, dtype=torch.float64), torch.tensor(best))
 
 
 def save_plain(file: Path, folder: Path) -> None:

@@ -42,13 +42,16 @@ def write_awq(source: Path, target: Path) -> None:
     )
     shards = {file.name: load_file(file) for file in files}
     layers = [
-        tensor for own in shards.values() for name, tensor in own.items() if LINEAR.search(name)
+        tensor
+        for tensors in shards.values()
+        for name, tensor in tensors.items()
+        if LINEAR.search(name)
     ]
     group = next(
         (
             size
             for size in GROUPS
-            if all(own.shape[1] % size == 0 and own.shape[0] % 8 == 0 for own in layers)
+            if all(layer.shape[1] % size == 0 and layer.shape[0] % 8 == 0 for layer in layers)
         ),
         None,
     )
@@ -61,7 +64,7 @@ def write_awq(source: Path, target: Path) -> None:
     for file, tensors in shards.items():
         for name in [name for name in tensors if LINEAR.search(name)]:
             codes = quantised(tensors.pop(name), group)
-            tensors |= {name.removesuffix("weight") + leaf: own for leaf, own in codes.items()}
+            tensors |= {name.removesuffix("weight") + leaf: part for leaf, part in codes.items()}
         save_file(tensors, target / file, {"format": "pt"})
         places |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
@@ -123,6 +126,6 @@ def quantise(folder: Path) -> None:
         tensors |= {name.removesuffix("weight") + leaf: value for leaf, value in layer.items()}
     save_file(tensors, path, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    own = {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
-    config["quantization_config"] = {"quant_method": "gptq", **own}
+    settings = {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
+    config["quantization_config"] = {"quant_method": "gptq", **settings}
     (folder / "config.json").write_text(json.dumps(config))

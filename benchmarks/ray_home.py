@@ -83,16 +83,16 @@ class Timed:
 
 
 async def timed(stream: AsyncIterator[int]) -> Timed:
-    own, before = Timed(), time.perf_counter()
+    times, before = Timed(), time.perf_counter()
     async for tokens in stream:
         now = time.perf_counter()
-        if tokens and not own.tokens:
-            own.first = now - before
+        if tokens and not times.tokens:
+            times.first = now - before
         elif tokens:
-            own.gaps.append(now - before)
+            times.gaps.append(now - before)
         before = now if tokens else before
-        own.tokens += tokens
-    return own
+        times.tokens += tokens
+    return times
 
 
 async def side_by_side(stream: Stream, count: int) -> tuple[float, float, float]:
@@ -101,9 +101,9 @@ async def side_by_side(stream: Stream, count: int) -> tuple[float, float, float]
     began = time.perf_counter()
     ended = await asyncio.gather(*(timed(stream(number)) for number in range(count)))
     seconds = time.perf_counter() - began
-    gaps = sorted(gap for own in ended for gap in own.gaps)
-    first = statistics.median(own.first for own in ended)
-    return first, gaps[len(gaps) * 99 // 100], sum(own.tokens for own in ended) / seconds
+    gaps = sorted(gap for times in ended for gap in times.gaps)
+    first = statistics.median(times.first for times in ended)
+    return first, gaps[len(gaps) * 99 // 100], sum(times.tokens for times in ended) / seconds
 
 
 def by_http(http: httpx.AsyncClient, path: str, tokens: int) -> Stream:

@@ -405,11 +405,11 @@ def memory(apps: list[App]) -> list[str]:
             state = ray.get(actor.ping.remote())
             sums = Path(f"/proc/{state.process.pid}/smaps_rollup").read_text().splitlines()
             kib = {line.split()[0]: int(line.split()[1]) for line in sums if line.endswith(" kB")}
-            own = kib["Private_Clean:"] + kib["Private_Dirty:"]
+            private = kib["Private_Clean:"] + kib["Private_Dirty:"]
             what = "runner" if state.serves else "spare"
             lines.append(
                 f"{app.name}: {what}: {kib['Rss:'] / 1024:.0f} MiB in memory, of which "
-                f"{own / 1024:.0f} MiB are its own alone"
+                f"{private / 1024:.0f} MiB are its own alone"
             )
     return lines
 
@@ -451,14 +451,14 @@ def kill() -> None:
                 }
             else:
                 other = {"spares-0": {"spare_runners": 0}, "spares-1": {}}
-            apps = [deploy(port, name, settings | own) for name, own in other.items()]
+            apps = [deploy(port, name, settings | changes) for name, changes in other.items()]
             pauses = measure(apps, options)
             apps[1].settle()
             print(f"| engine | {options.kill} killed: pause, s: median | longest | all |")
             print("| --- | --- | --- | --- |")
-            for name, found in pauses.items():
-                each = ", ".join(f"{seconds:.2f}" for seconds in found)
-                print(f"| {name} | {statistics.median(found):.2f} | {max(found):.2f} | {each} |")
+            for name, times in pauses.items():
+                each = ", ".join(f"{seconds:.2f}" for seconds in times)
+                print(f"| {name} | {statistics.median(times):.2f} | {max(times):.2f} | {each} |")
             print(*memory(apps), sep="\n")
         finally:
             serve.shutdown()

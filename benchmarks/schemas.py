@@ -122,15 +122,15 @@ async def first_tokens(api: httpx.AsyncClient, requests: int) -> None:
         "seen": lambda: seen,
         "new": plain_schema,
     }
-    found: dict[str, list[float]] = {name: [] for name in kinds}
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
     for place in range(requests + 3):
         for name, schema in kinds.items():
             first = (await ask(api, 4, schema()))[0]
             if place >= 3:
-                found[name].append(first)
-    free = statistics.median(found["free"])
+                seconds[name].append(first)
+    free = statistics.median(seconds["free"])
     print("| first token of | p50, ms | p99 | p50 over free |\n|---|---|---|---|")
-    for name, values in found.items():
+    for name, values in seconds.items():
         p50 = statistics.median(values)
         print(
             f"| {name} | {1000 * p50:.1f} | {percentile(values, 0.99):.1f} "
@@ -277,9 +277,11 @@ def tools() -> None:
         rules = AnswerRules(functions, read_tool_choice("auto", functions))
         return make_plan(formats, tokenizer, rules)
 
-    def read(ids: list[int], made: OutputPlan | None) -> None:
+    def read(ids: list[int], output_plan: OutputPlan | None) -> None:
         request = EngineRequest("r", np.array([5], np.int32), Sampling(), StopRules(10**6))
-        output = OutputText(tokenizer, SamplingParams(), request, made and made.parser())
+        output = OutputText(
+            tokenizer, SamplingParams(), request, output_plan and output_plan.parser()
+        )
         for token in ids:
             output.push(TokenDelta("r", [token]))
 
@@ -309,15 +311,15 @@ def tools() -> None:
 
         with_tools = best(rounds, known_body)
         print(f"128 known tools of a body of {name}: {1e3 * with_tools:.2f} ms")
-    made, ids = plan(make_tools(1)), tokenizer.encode(TEXT, False)
+    chat_plan, ids = plan(make_tools(1)), tokenizer.encode(TEXT, False)
     plain = best(rounds, lambda _: read(ids, None)) / len(ids)
-    parsed = best(rounds, lambda _: read(ids, made)) / len(ids)
+    parsed = best(rounds, lambda _: read(ids, chat_plan)) / len(ids)
     print(f"a token of text: plain {1e6 * plain:.1f} us, parsed {1e6 * parsed:.1f} us")
     arguments = json.dumps({"city": "x y " * 25_000, "unit": "c"})
     call = f'<tool_call>\n{{"name": "get_0", "arguments": {arguments}}}\n</tool_call>'
     ids = tokenizer.encode(call, False)
     alone = best(3, lambda _: read(ids, None)) / len(ids)
-    whole = best(3, lambda _: read(ids, made)) / len(ids)
+    whole = best(3, lambda _: read(ids, chat_plan)) / len(ids)
     print(
         f"a token of 100 kB of arguments: plain {1e6 * alone:.1f} us, parsed {1e6 * whole:.1f} us"
     )

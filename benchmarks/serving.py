@@ -293,10 +293,10 @@ async def overload(ports: list[Scraper], seconds: int) -> None:
     print("second  " + "  ".join(f"{port.name:>13}" for port in ports))
     for second in range(seconds):
         end = time.monotonic() + 1.0
-        found = [await port.scrape(AT_ONCE) for port in ports]
-        for seconds_of_port, more in zip(every, found, strict=True):
+        scrapes = [await port.scrape(AT_ONCE) for port in ports]
+        for seconds_of_port, more in zip(every, scrapes, strict=True):
             seconds_of_port += more
-        print(f"{second:6}  " + "  ".join(map(summary, found)), flush=True)
+        print(f"{second:6}  " + "  ".join(map(summary, scrapes)), flush=True)
         await asyncio.sleep(max(0.0, end - time.monotonic()))
     print("   all  " + "  ".join(summary(sorted(times)) for times in every))
 
@@ -308,8 +308,8 @@ async def measure(api: str, hub: str, seconds: int, hostile: int) -> None:
         (await http.post("/v1/completions", json={"prompt": "Hello"})).raise_for_status()
         for port in ports:
             with cpu_time_each(f"{port.name}, idle: the hub", "ray::MetricsHub", IDLE_SCRAPES):
-                found = await port.scrape(IDLE_SCRAPES)
-            print(f"{port.name}, idle, ms: {summary(found)}")
+                seconds_each = await port.scrape(IDLE_SCRAPES)
+            print(f"{port.name}, idle, ms: {summary(seconds_each)}")
         with crowded(api):
             await asyncio.sleep(WARM_UP)
             await overload(ports, seconds)

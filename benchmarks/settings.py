@@ -287,11 +287,11 @@ def itl_target() -> None:
     for target in options.targets:
         config = resolve(replace(args, itl_target_ms=target or None), *facts)
         engine = Engine(config, InlineExecutor(runner, config))
-        found = stream_beside(engine, vocabulary, options.prompts, options.length)
+        times = stream_beside(engine, vocabulary, options.prompts, options.length)
         name = f"{target:g} ms" if target else "none"
         print(
-            f"| {name} | {found['chunk']:.0f} | {found['p50']:.0f} ms | {found['p99']:.0f} ms "
-            f"| {found['first']:.0f} ms |",
+            f"| {name} | {times['chunk']:.0f} | {times['p50']:.0f} ms | {times['p99']:.0f} ms "
+            f"| {times['first']:.0f} ms |",
             flush=True,
         )
 

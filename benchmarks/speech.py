@@ -100,8 +100,8 @@ def rayfin(folder: str, clips: int, tokens: int) -> float:
 
     def write(samples: Sequence[object]) -> int:
         asked = [
-            {"prompt": f"{prompt}<|notimestamps|>", "multi_modal_data": {"audio": (own, RATE)}}
-            for own in samples
+            {"prompt": f"{prompt}<|notimestamps|>", "multi_modal_data": {"audio": (sample, RATE)}}
+            for sample in samples
         ]
         outputs = llm.generate(asked, params, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
@@ -124,7 +124,7 @@ def transformers(folder: str, clips: int, tokens: int) -> float:
     def write(samples: Sequence[object]) -> int:
         features = extractor(samples, sampling_rate=RATE, return_tensors="pt").input_features
         # Not Whisper's own generate, which hears a clip again from the last time in an answer.
-        found = GenerationMixin.generate(
+        ids = GenerationMixin.generate(
             model,
             features,
             decoder_input_ids=torch.tensor([PROMPT] * len(samples)),
@@ -132,7 +132,7 @@ def transformers(folder: str, clips: int, tokens: int) -> float:
             max_new_tokens=tokens,
             min_new_tokens=tokens,
         )
-        return int((found.shape[1] - len(PROMPT)) * len(samples))
+        return int((ids.shape[1] - len(PROMPT)) * len(samples))
 
     return timed(write, clips, tokens)
 
@@ -145,15 +145,15 @@ ENGINES: dict[str, Callable[[str, int, int], float]] = {
 
 def commands(folder: Path, options: argparse.Namespace) -> dict[str, list[str]]:
     """Name -> the command of an engine, without the numbers of clips and tokens."""
-    found = {
+    commands = {
         name: [sys.executable, __file__, "--folder", str(folder), "--engine", name]
         for name in ENGINES
     }
     for peer in options.peer:
         name, _, python = peer.partition("=")
         file = Path(__file__).parent / "peers" / f"{name}_speech.py"
-        found[name] = [python, str(file), "--folder", str(folder)]
-    return found
+        commands[name] = [python, str(file), "--folder", str(folder)]
+    return commands
 
 
 def compare(folder: Path, options: argparse.Namespace) -> None:
@@ -168,8 +168,8 @@ def compare(folder: Path, options: argparse.Namespace) -> None:
         f"Whisper {options.shape}, {options.clips} clips of 30 s at once, {options.tokens} tokens"
     )
     best = statistics.median(seconds["rayfin"])
-    for name, own in seconds.items():
-        middle = statistics.median(own)
+    for name, times in seconds.items():
+        middle = statistics.median(times)
         speech = 30 * options.clips / middle
         print(f"{name:14} {middle:7.2f} s, {speech:6.1f} s of speech a second, {middle / best:.2f}")
 

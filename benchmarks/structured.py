@@ -169,7 +169,9 @@ def vllm_engine(folder: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         )
 
     def generate(ids: Sequence[list[int]], settings: Any) -> Any:
-        return llm.generate([{"prompt_token_ids": own} for own in ids], settings, use_tqdm=False)
+        return llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in ids], settings, use_tqdm=False
+        )
 
     return generate, params
 
@@ -183,7 +185,7 @@ def measure(engine: str, folder: str, rows: int) -> dict[str, float]:
         started = time.perf_counter()
         outputs = generate(prompts(rows, seed=place), settings)
         seconds = time.perf_counter() - started
-        result[name] = sum(len(own.outputs[0].token_ids) for own in outputs) / seconds
+        result[name] = sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
     forms = schemas()
     # For tokens/s arrays of such objects without an end, so that the engines write the same number.
     settings = [
@@ -193,17 +195,17 @@ def measure(engine: str, folder: str, rows: int) -> dict[str, float]:
     started = time.perf_counter()
     outputs = generate(prompts(len(forms), seed=8), settings)
     seconds = time.perf_counter() - started
-    result["schemas"] = sum(len(own.outputs[0].token_ids) for own in outputs) / seconds
+    result["schemas"] = sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
     settings = [params(schema, MAX_TOKENS, False) for schema in forms]
     started = time.perf_counter()
     outputs = generate(prompts(len(forms), seed=9), settings)
     seconds = time.perf_counter() - started
-    answers = [own.outputs[0] for own in outputs]
-    ended = [own.finish_reason == "stop" for own in answers]
+    answers = [output.outputs[0] for output in outputs]
+    ended = [answer.finish_reason == "stop" for answer in answers]
     result["ended"] = sum(ended) / len(ended)
     valid = sum(
-        is_valid(own.text, schema)
-        for own, schema, whole in zip(answers, forms, ended, strict=True)
+        is_valid(answer.text, schema)
+        for answer, schema, whole in zip(answers, forms, ended, strict=True)
         if whole
     )
     result["valid"] = valid / max(sum(ended), 1)
@@ -264,12 +266,12 @@ def report(runs: dict[str, list[dict[str, float]]]) -> None:
         name: {key: statistics.median(run[key] for run in rounds) for key in rounds[0]}
         for name, rounds in runs.items()
     }
-    for name, own in middle.items():
+    for name, figures in middle.items():
         ratio = statistics.median(run["guided"] / run["free"] for run in runs[name])
         print(
-            f"| {name} | {own['free']:.1f} | {own['guided']:.1f} | {ratio:.3f} | "
-            f"{own['schemas']:.1f} | {own['answers']:.2f} | {own['ended']:.0%} | "
-            f"{own['valid']:.0%} |"
+            f"| {name} | {figures['free']:.1f} | {figures['guided']:.1f} | {ratio:.3f} | "
+            f"{figures['schemas']:.1f} | {figures['answers']:.2f} | {figures['ended']:.0%} | "
+            f"{figures['valid']:.0%} |"
         )
     if "vllm" in middle:
         for key, what in (("schemas", "tokens/s"), ("answers", "valid answers/s")):

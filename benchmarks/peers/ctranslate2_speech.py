@@ -23,7 +23,7 @@ def written(folder: str, clips: int, tokens: int) -> float:
 
     def write(samples: Sequence[Any]) -> int:
         features = extractor(samples, sampling_rate=RATE, return_tensors="np").input_features
-        found = model.generate(
+        results = model.generate(
             ctranslate2.StorageView.from_array(features),
             [PROMPT] * len(samples),
             beam_size=1,
@@ -31,7 +31,7 @@ def written(folder: str, clips: int, tokens: int) -> float:
             suppress_tokens=[256],  # the end of a text
             suppress_blank=False,
         )
-        return sum(len(own.sequences_ids[0]) for own in found)
+        return sum(len(result.sequences_ids[0]) for result in results)
 
     return timed(write, clips, tokens)
 

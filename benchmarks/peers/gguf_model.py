@@ -130,14 +130,14 @@ def random_blocks(weights: Any, kind: Any) -> Any:
     """Random codes of numbers about as large as ``weights``."""
     outputs, inputs = weights.shape
     size, octets = gguf.GGML_QUANT_SIZES[kind]
-    made = np.random.default_rng(0).integers(0, 256, (outputs, inputs // size, octets), np.uint8)
+    blocks = np.random.default_rng(0).integers(0, 256, (outputs, inputs // size, octets), np.uint8)
     # The halves of a block are factors on its codes times their scales.
     typical = float(np.abs(weights[:64].astype(np.float32)).mean())
     places = (208,) if kind == Q6_K else (0, 2)
     for at in places:
         factor = np.float16(typical / (1000 if kind == Q6_K else 250))
-        made[..., at : at + 2] = np.frombuffer(factor.tobytes(), np.uint8)
-    return made.reshape(outputs, -1)
+        blocks[..., at : at + 2] = np.frombuffer(factor.tobytes(), np.uint8)
+    return blocks.reshape(outputs, -1)
 
 
 def interleaved(weights: Any, heads: int) -> Any:

@@ -78,7 +78,7 @@ class LlamaCpp:
                 stream.missing -= 1
                 yield stream.index, 1
         memory = llama.llama_get_memory(self._context)
-        for stream in [own for own in self._running if not own.missing]:
+        for stream in [stream for stream in self._running if not stream.missing]:
             llama.llama_memory_seq_rm(memory, stream.sequence, -1, -1)
             self._free.append(stream.sequence)
             self._running.remove(stream)
@@ -86,7 +86,7 @@ class LlamaCpp:
     def _fill(self) -> None:
         """Fills a batch with decodes first, then with prompts."""
         batch, used = self._batch, 0
-        for stream in sorted(self._running, key=lambda own: len(own.pending) > 1):
+        for stream in sorted(self._running, key=lambda stream: len(stream.pending) > 1):
             count = min(len(stream.pending), self._batch_tokens - used)
             for token in stream.pending[:count]:
                 batch.token[used], batch.pos[used] = token, stream.length

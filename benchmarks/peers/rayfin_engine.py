@@ -40,7 +40,7 @@ class Pictures:
         """The prompt with the tokens of its images, and those."""
         names = [f"{-1 - token}.png" for token in prompt if token < 0]
         parts = [MediaPart(name, data=(self._folder / name).read_bytes()) for name in names]
-        ids = [own for token in prompt for own in (self._place if token < 0 else [token])]
+        ids = [token_id for token in prompt for token_id in (self._place if token < 0 else [token])]
         images = [self._reader.process(part) for part in parts]
         whole, inputs = self._reader.place(ids, images, "prompt")
         token_id = self._reader.media_token_id

@@ -28,9 +28,9 @@ def timed(write: Callable[[Sequence[Any]], int], clips: int, tokens: int) -> flo
     write(draw(1, 1))  # touches the weights
     samples = draw(clips, 2)
     started = time.perf_counter()
-    made = write(samples)
+    count = write(samples)
     seconds = time.perf_counter() - started
-    assert made == clips * tokens, f"{made} tokens of {clips} clips"
+    assert count == clips * tokens, f"{count} tokens of {clips} clips"
     return seconds
 
 

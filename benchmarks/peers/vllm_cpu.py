@@ -62,7 +62,7 @@ class Vllm:
         """A prompt as vLLM takes it."""
         if self._pictures is None or min(prompt) >= 0:
             return {"prompt_token_ids": prompt}
-        ids = [own for token in prompt for own in (self._place if token < 0 else [token])]
+        ids = [token_id for token in prompt for token_id in (self._place if token < 0 else [token])]
         files = [self._pictures / f"{-1 - token}.png" for token in prompt if token < 0]
         images = [Image.open(file).convert("RGB") for file in files]
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}

@@ -30,10 +30,10 @@ def load(model: str, settings: dict[str, Any]) -> Static:
             )
             for count in lengths
         ]
-        llm.generate([{"prompt_token_ids": own} for own in prompts], params, use_tqdm=False)
+        llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
 
     def embed(prompts: list[list[int]], lengths: list[int]) -> None:
-        llm.embed([{"prompt_token_ids": own} for own in prompts], use_tqdm=False)
+        llm.embed([{"prompt_token_ids": ids} for ids in prompts], use_tqdm=False)
 
     return Static(f"vllm {vllm.__version__}", embed if embeds else generate)
 
