@@ -101,7 +101,7 @@ def count_drawn(count: int) -> Counter[str]:
     counts: Counter[str] = Counter()
     for seed in range(count):
         case = drawn(seed)
-        tests = [{"data": own, "valid": is_valid(case.schema, own)} for own in case.values]
+        tests = [{"data": value, "valid": is_valid(case.schema, value)} for value in case.values]
         words = verdicts(case.schema, tests, [seed] if seed % WALKED == 0 else ())
         counts.update(words)
         if "wrong" in words:
@@ -136,10 +136,10 @@ def main(arguments: list[str]) -> int:
                     if word == "wrong":
                         print(f"{file}: {group['description']}: {test['description']}")
         total += counts
-        for word, most in MOST.get(folder.name, {}).items():
-            if counts[word] > most:
+        for word, limit in MOST.get(folder.name, {}).items():
+            if counts[word] > limit:
                 worse = True
-                print(f"{folder.name}: {counts[word]} instances are {word}, {most} were")
+                print(f"{folder.name}: {counts[word]} instances are {word}, {limit} were")
         print(f"{folder.name}: {counts.total()} instances, {dict(counts)}")
     return 1 if worse or total["wrong"] or not total else 0
 

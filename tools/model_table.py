@@ -32,7 +32,9 @@ from rayfin.actors.media.kinds import SPEECH_MODELS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- made by tools/model_table.py -->\n", "<!-- end -->\n"
-FAMILIES = tuple(own for own in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if own not in SPEECH_MODELS)
+FAMILIES = tuple(
+    family for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if family not in SPEECH_MODELS
+)
 LAYERS, VOCABULARY, MAX_TOKENS, SECONDS = 4, 128, 8, 240  # LAYERS is also a number of heads
 MAX_PARAMETERS = 20_000_000
 PROMPTS = (5, 19, 40)  # tokens: below and above the windows, and in several chunks

@@ -85,15 +85,15 @@ class Block:
         if self.kind == "python":
             Path("snippet.py").write_text(self.text)
             return [("python snippet.py", "")]
-        found, reason_for_rest = [], ""
+        commands, reason_for_rest = [], ""
         for line in self.text.replace("\\\n", " ").splitlines():
             comment = COMMENT.search(line)
             reason = REASON.match(comment[1]) if comment else None
             if command := COMMENT.sub("", line).strip():
-                found.append((command, reason[0].strip() if reason else reason_for_rest))
+                commands.append((command, reason[0].strip() if reason else reason_for_rest))
             elif reason:
                 reason_for_rest = reason[0].strip()
-        return found
+        return commands
 
 
 def blocks(page: Path) -> Iterator[Block]:
@@ -284,19 +284,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("pages", nargs="*", help="PAGE, or PAGE:LINE of a block; default: all")
     chosen = parser.parse_args().pages
-    found = [
+    chosen_blocks = [
         block
         for page in DOCS["PAGES"]
         for block in blocks(page)
         if not chosen or {page.name, f"{page.name}:{block.line}"} & set(chosen)
     ]
-    if not found:
+    if not chosen_blocks:
         parser.error(f"no block at {' '.join(chosen)}")
     reader = Reader()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the server
     with workplace():
         try:
-            for block in found:
+            for block in chosen_blocks:
                 reader.read(block)
         finally:
             reader.stop()

@@ -218,7 +218,7 @@ class Life:
             executor.disk_seconds = draw.choice([0.0, 0.0001, 0.003, 0.05, 2 * PAGE_READ_SECONDS])
 
         def lose() -> None:
-            for folder in (own.of(executor.digest) for own in executor.peers.values()):
+            for folder in (peer.of(executor.digest) for peer in executor.peers.values()):
                 for page_hash in draw.sample(sorted(folder.pages), len(folder.pages) // 3):
                     (folder.broken.add if draw.random() < 0.5 else folder.pages.pop)(page_hash)
 
@@ -228,7 +228,7 @@ class Life:
     def _warm(self) -> None:
         """A stream that another engine has is to go on here: its pages come first."""
         harness = self.harness
-        streams = [own for own in harness.streams.values() if harness.may_move(own)]
+        streams = [stream for stream in harness.streams.values() if harness.may_move(stream)]
         if not streams:
             return
         stream = self.asking.choice(streams)
@@ -374,19 +374,19 @@ class Life:
             if len(whole) > len(tokens) and self.seeing.random() < 0.3:
                 start = self.seeing.randrange(len(whole) - len(tokens))
                 whole[start : start + len(tokens)] = tokens
-        found: list[MediaInput] = []
+        media: list[MediaInput] = []
         at = 0
         while at < len(whole):
             for digest, tokens in self.images.items():
                 if whole[at : at + len(tokens)] == tokens:
-                    found.append(MediaInput(digest, at, len(tokens), None))
+                    media.append(MediaInput(digest, at, len(tokens), None))
                     at += len(tokens)
                     break
             else:
                 if whole[at] < VIRTUAL_TOKENS:  # of an image that was cut
                     whole[at] = -whole[at] % self.harness.config.vocab_size
                 at += 1
-        return whole, tuple(found)
+        return whole, tuple(media)
 
     def _plan_sessions(self) -> None:
         """How many sessions there are, and which share of requests are turns of theirs."""
@@ -424,8 +424,8 @@ class Life:
     def _arrive(self) -> None:
         draw, harness = self.random, self.harness
         prompt = self._prompt()[: self.model_len // 4 if self.outgrows else self.model_len - 1]
-        most = 60 if self.outgrows else draw.choice([1, 5, 12, 40])
-        longest = min(self.model_len - len(prompt), most)
+        limit = 60 if self.outgrows else draw.choice([1, 5, 12, 40])
+        longest = min(self.model_len - len(prompt), limit)
         prompt, images = self._see(prompt)
         vocabulary = range(harness.config.vocab_size)
         settings: dict[str, Any] = {
@@ -479,20 +479,20 @@ class Life:
     def _add(self, prompt: list[int], max_tokens: int, **wishes: Any) -> Stream | None:
         """The new stream; None if the queue was full."""
         newcomers, config = self.harness.engine.lifecycle.state.queue_limits, self.harness.config
-        most = config.max_waiting_tokens or 10**9
+        limit = config.max_waiting_tokens or 10**9
         full = newcomers.num_requests >= config.max_waiting_requests or (
-            newcomers.num_requests > 0 and newcomers.num_tokens + len(prompt) > most
+            newcomers.num_requests > 0 and newcomers.num_tokens + len(prompt) > limit
         )
         seats, name = self.harness.engine.lifecycle.seats, wishes.get("session")
-        seated = {own.key for own in seats.sessions.seated} if seats is not None else set()
+        seated = {seat.key for seat in seats.sessions.seated} if seats is not None else set()
         spared = name is not None and (wishes.get("tenant", ""), name.name) in seated
         try:
             stream = self.harness.add(prompt, max_tokens, **wishes)
         except RequestQuarantined:
             assert any(
-                own.source.prompt.tolist() == prompt
-                for own in self.harness.streams.values()
-                if own.ended is not None and isinstance(own.ended.error, RequestQuarantined)
+                stream.source.prompt.tolist() == prompt
+                for stream in self.harness.streams.values()
+                if stream.ended is not None and isinstance(stream.ended.error, RequestQuarantined)
             ), "refused for another's prompt"
             self.num_quarantined += 1
             return None
@@ -514,15 +514,15 @@ class Life:
     def _prompt(self) -> list[int]:
         """A start that others have too, a conversation that goes on, or a prompt of its own."""
         draw, harness = self.random, self.harness
-        own = [draw.randrange(harness.config.vocab_size) for _ in range(draw.randint(1, 9))]
+        fresh = [draw.randrange(harness.config.vocab_size) for _ in range(draw.randint(1, 9))]
         match draw.randint(0, 3):
             case 0:
-                return own * draw.randint(1, 6)
+                return fresh * draw.randint(1, 6)
             case 1:
-                return draw.choice(STARTS)[: draw.randint(1, self.model_len)] + own
+                return draw.choice(STARTS)[: draw.randint(1, self.model_len)] + fresh
             case 2 if harness.streams:
                 earlier = draw.choice(list(harness.streams.values()))
-                return [*earlier.source.prompt.tolist(), *earlier.tokens, *own]
+                return [*earlier.source.prompt.tolist(), *earlier.tokens, *fresh]
             case _:
                 return draw.choice(STARTS)[: draw.randint(1, self.model_len)]
 

@@ -36,8 +36,8 @@ def other_machine(machine: str) -> dict[str, str]:
     Raises:
         IncompleteWheel: there is no compiler for it.
     """
-    own, compiler = platform.machine(), f"{machine}-linux-gnu-g++"
-    if machine == own:
+    here, compiler = platform.machine(), f"{machine}-linux-gnu-g++"
+    if machine == here:
         return {}
     if shutil.which(compiler) is None:
         raise IncompleteWheel(
@@ -45,7 +45,7 @@ def other_machine(machine: str) -> dict[str, str]:
         )
     return {
         "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
-        "SETUPTOOLS_EXT_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX").replace(own, machine),
+        "SETUPTOOLS_EXT_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX").replace(here, machine),
         "CC": compiler.replace("g++", "gcc"),
         "CXX": compiler,
         "LDSHARED": f"{compiler} -shared",

@@ -18,18 +18,21 @@ def make(model: str, folder: Path, names: Sequence[str]) -> dict[str, str]:
         shape = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
     head = shape.get_output_embeddings()
     linears = {
-        path: own
-        for path, own in shape.named_modules()
-        if isinstance(own, nn.Linear) and own is not head
+        path: module
+        for path, module in shape.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
     }
-    found = {}
+    folders = {}
     for number, name in enumerate(names):
         rank = RANKS[number % len(RANKS)]
         generator = torch.Generator().manual_seed(number)
         tensors = {}
-        for path, own in linears.items():
-            for letter, size in (("A", (rank, own.in_features)), ("B", (own.out_features, rank))):
-                values = torch.randn(*size, generator=generator) / own.in_features**0.5
+        for path, linear in linears.items():
+            for letter, size in (
+                ("A", (rank, linear.in_features)),
+                ("B", (linear.out_features, rank)),
+            ):
+                values = torch.randn(*size, generator=generator) / linear.in_features**0.5
                 tensors[f"base_model.model.{path}.lora_{letter}.weight"] = values
         target = folder / name
         target.mkdir(parents=True, exist_ok=True)
@@ -37,5 +40,5 @@ def make(model: str, folder: Path, names: Sequence[str]) -> dict[str, str]:
         modules = sorted({path.rpartition(".")[2] for path in linears})
         config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules}
         (target / "adapter_config.json").write_text(json.dumps(config))
-        found[name] = str(target)
-    return found
+        folders[name] = str(target)
+    return folders

@@ -62,8 +62,8 @@ class BatchClient:
         files = {"file": ("lines.jsonl", data)}
         file = await self._call("POST", "/v1/files", files=files, data={"purpose": "batch"})
         body = {"input_file_id": file.json()["id"], "endpoint": ENDPOINT}
-        made = await self._call("POST", "/v1/batches", json=body | {"completion_window": "24h"})
-        return str(made.json()["id"])
+        batch = await self._call("POST", "/v1/batches", json=body | {"completion_window": "24h"})
+        return str(batch.json()["id"])
 
     async def reach(self, batch: str, count: int) -> dict[str, Any]:
         """Waits until ``count`` lines have an answer, or the batch has ended.
@@ -73,22 +73,22 @@ class BatchClient:
         """
         async with asyncio.timeout(PATIENCE):
             while True:
-                found: dict[str, Any] = (await self._call("GET", f"/v1/batches/{batch}")).json()
-                counts = found["request_counts"]
+                status: dict[str, Any] = (await self._call("GET", f"/v1/batches/{batch}")).json()
+                counts = status["request_counts"]
                 done = counts["completed"] + counts["failed"]
-                ended = found["status"] not in ("validating", "in_progress", "finalizing")
+                ended = status["status"] not in ("validating", "in_progress", "finalizing")
                 if ended or (done >= count and done < counts["total"]):
-                    return found
+                    return status
                 await asyncio.sleep(POLL_SECONDS)
 
     async def answers(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
         """The lines of its output and of its errors."""
-        found: list[dict[str, Any]] = []
+        answers: list[dict[str, Any]] = []
         for name in ("output_file_id", "error_file_id"):
             if batch[name]:
                 content = await self._call("GET", f"/v1/files/{batch[name]}/content")
-                found += [json.loads(line) for line in content.text.split("\n") if line]
-        return found
+                answers += [json.loads(line) for line in content.text.split("\n") if line]
+        return answers
 
     async def _call(self, method: str, path: str, **body: Any) -> httpx.Response:
         """Returns an answer that is none of an absent server."""
@@ -113,17 +113,19 @@ def answered_once(
     asks: list[Ask], batch: dict[str, Any], answers: list[dict[str, Any]]
 ) -> list[str]:
     """What contradicts: each line has one answer, and the counts say so."""
-    found = []
+    complaints = []
     if batch["status"] != "completed":
-        found.append(f"the batch is {batch['status']}")
+        complaints.append(f"the batch is {batch['status']}")
     counts = Counter(answer["custom_id"] for answer in answers)
-    found += [f"{ask.name}: {counts[ask.name]} answers" for ask in asks if counts[ask.name] != 1]
+    complaints += [
+        f"{ask.name}: {counts[ask.name]} answers" for ask in asks if counts[ask.name] != 1
+    ]
     if strangers := sorted(set(counts) - {ask.name for ask in asks}):
-        found.append(f"answers of no line: {strangers[:4]}")
+        complaints.append(f"answers of no line: {strangers[:4]}")
     shown = batch["request_counts"]
     if (shown["total"], shown["completed"] + shown["failed"]) != (len(asks), len(answers)):
-        found.append(f"the counts say {shown}, the files have {len(answers)} answers")
-    return found
+        complaints.append(f"the counts say {shown}, the files have {len(answers)} answers")
+    return complaints
 
 
 def record_of(ask: Ask, answer: dict[str, Any] | None) -> Record:

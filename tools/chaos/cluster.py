@@ -280,8 +280,8 @@ class Cluster:
 
     def workers_of(self, node: Node) -> list[int]:
         """Process ids of the living actors of a node."""
-        own = node.node_id
-        rows = [row for row in self._table() if row["Address"]["NodeID"] == own]
+        node_id = node.node_id
+        rows = [row for row in self._table() if row["Address"]["NodeID"] == node_id]
         return [row["Pid"] for row in rows if row["Pid"]]
 
     def plant(self, text: str) -> None:
@@ -310,11 +310,11 @@ class Cluster:
 
     def stats(self) -> list[EngineStats]:
         """Statistics of the engines that answer."""
-        found: list[EngineStats] = []
+        stats: list[EngineStats] = []
         for scheduler in self.schedulers():
             with suppressed():
-                found.append(ray.get(scheduler.stats.remote(), timeout=10))
-        return found
+                stats.append(ray.get(scheduler.stats.remote(), timeout=10))
+        return stats
 
     def pages_left(self, seconds: float = PATIENCE) -> int:
         """Pages that idle engines still hold; -1 if they do not become idle or do not answer."""
@@ -340,7 +340,7 @@ class Cluster:
         start = time.time()
         while True:
             text = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
-            found: dict[str, float] = {}
+            samples: dict[str, float] = {}
             oldest = start
             for family in text_string_to_metric_families(text):
                 for sample in family.samples:
@@ -349,9 +349,9 @@ class Cluster:
                     elif "le" not in sample.labels:
                         reason = sample.labels.get("finished_reason")
                         name = f"{sample.name}/{reason}" if reason else sample.name
-                        found[name] = found.get(name, 0.0) + sample.value
+                        samples[name] = samples.get(name, 0.0) + sample.value
             if oldest >= start or time.time() > start + FRESH_SECONDS:
-                return found
+                return samples
             time.sleep(0.2)
 
     def healthy(self) -> bool:

@@ -37,7 +37,7 @@ class Caller:
 
     def deaths(self, count: int) -> list[float]:
         """Returns the KiB in use after each of ``count`` deaths."""
-        found = []
+        kibibytes = []
         for _ in range(count):
             victim = Victim.remote()
             process = [ray.get(victim.process.remote()) for _ in range(CALLS)][0]
@@ -47,8 +47,8 @@ class Caller:
             except RayError:
                 del victim
             gc.collect()
-            found.append(in_use())
-        return found
+            kibibytes.append(in_use())
+        return kibibytes
 
 
 def in_use() -> float:
@@ -77,9 +77,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="rf") as folder:
         ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
         caller = Caller.options(runtime_env={"env_vars": environment}).remote()
-        found: list[float] = ray.get(caller.deaths.remote(DEATHS))
+        kibibytes: list[float] = ray.get(caller.deaths.remote(DEATHS))
         ray.shutdown()
-    slope, _ = np.polyfit(np.arange(SETTLED, DEATHS), found[SETTLED:], 1)
+    slope, _ = np.polyfit(np.arange(SETTLED, DEATHS), kibibytes[SETTLED:], 1)
     print(f"Ray {ray.__version__} keeps {slope:.1f} KiB of each dead actor")
     return 0
 

@@ -66,10 +66,10 @@ class Growth:
             if at - self._began.setdefault((name, life), at) >= self.skip:
                 self.series.setdefault(name, Series(name)).add(at, value, life)
 
-    def lines(self, most: float) -> tuple[list[str], list[str]]:
+    def lines(self, limit: float) -> tuple[list[str], list[str]]:
         """Returns a line for each series, and the names of those that grow.
 
-        A series grows if its slope exceeds ``most`` per hour by more than two standard errors.
+        A series grows if its slope exceeds ``limit`` per hour by more than two standard errors.
         """
         texts, grown = [], []
         for name, series in sorted(self.series.items()):
@@ -79,7 +79,7 @@ class Growth:
                 f"{name:24} {first:8,.1f} -> {last:8,.1f}  {100 * slope:+7.2f} +- {100 * error:.2f}"
                 f" %/h  ({len(series.values)} samples of {lives} lives)"
             )
-            if slope - 2 * error > most:
+            if slope - 2 * error > limit:
                 grown.append(name)
         return texts, grown
 

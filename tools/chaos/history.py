@@ -106,14 +106,14 @@ def check(record: Record, expected: Expected, until: float) -> list[Violation]:
     ``open`` (not ended at ``until``); ``unclear`` (ended without an error); ``malformed`` (a whole
     answer that is not of its form); ``renamed`` (a call with another id).
     """
-    found = [*_check_choices(record, expected), *_check_times(record, until)]
-    found += _check_forms(record, expected)
+    violations = [*_check_choices(record, expected), *_check_times(record, until)]
+    violations += _check_forms(record, expected)
     if record.answered and record.usage is not None:
         counted = sum(len(choice.tokens) for choice in expected.choices)
         if record.usage != (expected.prompt_tokens, counted):
             text = f"{record.usage}, not {(expected.prompt_tokens, counted)}"
-            found.append(Violation(record.name, "usage", text))
-    return found
+            violations.append(Violation(record.name, "usage", text))
+    return violations
 
 
 def collected(events: Iterable[Event], count: int) -> list[Choice]:
@@ -158,19 +158,19 @@ def difference(got: Sequence[int], expected: Sequence[int]) -> str | None:
 
 
 def _check_choices(record: Record, expected: Expected) -> list[Violation]:
-    found: list[Violation] = []
+    violations: list[Violation] = []
     ended: set[int] = set()
     for event in record.events:
         if event.choice in ended:
-            found.append(
+            violations.append(
                 Violation(record.name, "after", f"choice {event.choice} continues after its end")
             )
         if event.finish_reason is not None:
             ended.add(event.choice)
     choices = collected(record.events, len(expected.choices))
     for index, (got, right) in enumerate(zip(choices, expected.choices, strict=True)):
-        found += _check_choice(f"{record.name}[{index}]", got, right, record.answered)
-    return found
+        violations += _check_choice(f"{record.name}[{index}]", got, right, record.answered)
+    return violations
 
 
 def _check_choice(name: str, got: Choice, right: Choice, whole: bool) -> list[Violation]:
@@ -178,19 +178,21 @@ def _check_choice(name: str, got: Choice, right: Choice, whole: bool) -> list[Vi
     wanted = right.tokens if over else right.tokens[: len(got.tokens)]
     if (text := difference(got.tokens, wanted)) is not None:
         return [Violation(name, text.split()[0], text)]
-    found: list[Violation] = []
+    violations: list[Violation] = []
     if over and got.finish_reason != right.finish_reason:
         reasons = f"{got.finish_reason!r}, not {right.finish_reason!r}"
-        found.append(Violation(name, "finish", reasons))
-    for what, own, whole_text in (
+        violations.append(Violation(name, "finish", reasons))
+    for what, got_text, whole_text in (
         ("text", got.text, right.text),
         ("called", got.called, right.called),
     ):
-        text = whole_text if over else whole_text[: len(own)]
-        cut = right.calls_may_be_cut and own.startswith(text)
-        if own != text and not cut:
-            found.append(Violation(name, "altered", f"{what} {own[-20:]!r}, not {text[-20:]!r}"))
-    return found
+        text = whole_text if over else whole_text[: len(got_text)]
+        cut = right.calls_may_be_cut and got_text.startswith(text)
+        if got_text != text and not cut:
+            violations.append(
+                Violation(name, "altered", f"{what} {got_text[-20:]!r}, not {text[-20:]!r}")
+            )
+    return violations
 
 
 def _check_forms(record: Record, expected: Expected) -> Iterator[Violation]:
@@ -220,16 +222,18 @@ def call_id(request_id: str, choice: int, number: int) -> str:
 
 
 def _check_times(record: Record, until: float) -> list[Violation]:
-    found: list[Violation] = []
+    violations: list[Violation] = []
     if record.left:
-        return found
+        return violations
     if record.ended is None:
-        found.append(Violation(record.name, "open", f"after {until - record.started:.1f} s"))
+        violations.append(Violation(record.name, "open", f"after {until - record.started:.1f} s"))
     elif record.status is not None and record.failed and not (record.error or record.broken):
-        found.append(Violation(record.name, "unclear", f"status {record.status} without an error"))
+        violations.append(
+            Violation(record.name, "unclear", f"status {record.status} without an error")
+        )
     gap, _ = longest_gap(record)
     if record.ended is None:
         gap = max(gap, until - max([record.started, *record.bytes_at]))
     if record.stream and gap > SILENCE:
-        found.append(Violation(record.name, "silent", f"for {gap:.1f} s"))
-    return found
+        violations.append(Violation(record.name, "silent", f"for {gap:.1f} s"))
+    return violations

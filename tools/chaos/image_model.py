@@ -55,9 +55,9 @@ def make(folder: Path) -> None:
     torch.manual_seed(0)
     model = Llava(config)
     with torch.no_grad():
-        for name, own in model.named_parameters():
+        for name, parameter in model.named_parameters():
             if "norm" not in name:
-                own.normal_(0.0, SPREAD)
+                parameter.normal_(0.0, SPREAD)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     named = {"processor_class": "LlavaProcessor"}

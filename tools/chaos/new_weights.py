@@ -68,7 +68,7 @@ async def _agree(nemesis: Nemesis, http: httpx.AsyncClient, label: str) -> None:
             if (
                 len(engines) == nemesis.cluster.layout.engines
                 and (state["version"], state["behind"]) == (label, [])
-                and not any(own["pausing"] for own in engines)
+                and not any(engine["pausing"] for engine in engines)
             ):
                 return
         except httpx.HTTPError as error:

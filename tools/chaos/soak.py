@@ -139,14 +139,14 @@ def measured(session: Session) -> dict[str, float]:
     """Returns what the idle system holds, by kind of process."""
     cluster = session.cluster
     assert cluster is not None
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for kind in KINDS:
         held = held_by(cluster.pids(kind))
-        found |= {f"{kind} {name}": value for name, value in held.items()}
+        figures |= {f"{kind} {name}": value for name, value in held.items()}
     stats = cluster.stats()
-    found["pages held"] = float(sum(each.pages_held for each in stats))
-    found["metric series"] = float(len(cluster.samples()))
-    return found
+    figures["pages held"] = float(sum(each.pages_held for each in stats))
+    figures["metric series"] = float(len(cluster.samples()))
+    return figures
 
 
 if __name__ == "__main__":

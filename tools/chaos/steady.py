@@ -110,36 +110,36 @@ async def client(http: httpx.AsyncClient, asks: Iterator[dict[str, object]]) -> 
 
 async def counted(http: httpx.AsyncClient) -> tuple[float, float, float]:
     """Returns (steps, tokens, requests) so far."""
-    found = await samples_of(http)
+    samples = await samples_of(http)
     return (
-        found["rayfin_iteration_tokens_total_count"],
-        found["rayfin_generation_tokens_total"],
-        found["rayfin_request_success_total"],
+        samples["rayfin_iteration_tokens_total_count"],
+        samples["rayfin_generation_tokens_total"],
+        samples["rayfin_request_success_total"],
     )
 
 
 async def measured(http: httpx.AsyncClient, pids: dict[str, list[int]]) -> dict[str, float]:
     """Returns what the server holds now, by kind of process."""
-    found = {
+    figures = {
         f"{kind} {name}": value for kind in pids for name, value in held_by(pids[kind]).items()
     }
     samples = await samples_of(http)
-    found["pages held"] = samples["rayfin_kv_cache_pages_by_state/held"]
-    found["pages cached"] = samples["rayfin_kv_cache_pages_by_state/cached"]
-    found["metric series"] = samples["series"]
-    return found
+    figures["pages held"] = samples["rayfin_kv_cache_pages_by_state/held"]
+    figures["pages cached"] = samples["rayfin_kv_cache_pages_by_state/cached"]
+    figures["metric series"] = samples["series"]
+    return figures
 
 
 async def samples_of(http: httpx.AsyncClient) -> dict[str, float]:
     """Values of /metrics by name (pages by name/state), summed, and the number of series."""
-    found = {"series": 0.0}
+    samples = {"series": 0.0}
     for family in text_string_to_metric_families((await http.get("/metrics")).text):
         for sample in family.samples:
             state = sample.labels.get("state")
             name = f"{sample.name}/{state}" if state else sample.name
-            found[name] = found.get(name, 0.0) + sample.value
-            found["series"] += 1
-    return found
+            samples[name] = samples.get(name, 0.0) + sample.value
+            samples["series"] += 1
+    return samples
 
 
 def of_server(port: int) -> dict[str, list[int]]:
@@ -147,13 +147,13 @@ def of_server(port: int) -> dict[str, list[int]]:
     parent_of = dict(parents())
     raylet = parent_of[listener(port, parent_of)]
     start = parent_of[raylet]  # the process that started Ray; 1: it has ended
-    found: dict[str, list[int]] = {kind: [] for kind in KINDS}
+    pids: dict[str, list[int]] = {kind: [] for kind in KINDS}
     for pid, parent in parent_of.items():
         if raylet in (pid, parent) or start in (pid, parent) and start != 1:
             name = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
             for kind in [kind for kind, pattern in KINDS.items() if re.match(pattern, name)][:1]:
-                found[kind].append(pid)
-    return found
+                pids[kind].append(pid)
+    return pids
 
 
 def parents() -> Iterator[tuple[int, int]]:
