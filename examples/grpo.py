@@ -51,28 +51,30 @@ class Trainer:
         )
         draw = torch.Generator().manual_seed(0)
         with torch.no_grad():
-            for own in self._model.parameters():
-                if own.ndim > 1:
-                    own += noise * own.std() * torch.randn(own.shape, generator=draw)
+            for parameter in self._model.parameters():
+                if parameter.ndim > 1:
+                    parameter += (
+                        noise * parameter.std() * torch.randn(parameter.shape, generator=draw)
+                    )
         self._optimizer = torch.optim.AdamW(self._model.parameters(), rate, weight_decay=0)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The policy's tensors by name."""
-        return {name: own.detach() for name, own in self._model.named_parameters()}
+        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
 
     def step(self, samples: Sequence[Sample]) -> float:
         """Learns from answers; returns how far the engine's log probabilities are from its own."""
-        longest = max(len(own.prompt) + len(own.answer) for own in samples)
+        longest = max(len(sample.prompt) + len(sample.answer) for sample in samples)
         ids = torch.zeros(len(samples), longest, dtype=torch.long)
         seen, before = torch.zeros_like(ids), torch.zeros(len(samples), longest - 1)
         learned = torch.zeros_like(before)
-        for row, own in enumerate(samples):
-            start, end = len(own.prompt), len(own.prompt) + len(own.answer)
-            ids[row, :end] = torch.tensor(own.prompt + own.answer)
+        for row, sample in enumerate(samples):
+            start, end = len(sample.prompt), len(sample.prompt) + len(sample.answer)
+            ids[row, :end] = torch.tensor(sample.prompt + sample.answer)
             seen[row, :end] = 1
-            before[row, start - 1 : end - 1] = torch.tensor(own.logprobs)
+            before[row, start - 1 : end - 1] = torch.tensor(sample.logprobs)
             learned[row, start - 1 : end - 1] = 1
-        advantage = torch.tensor([[own.advantage] for own in samples])
+        advantage = torch.tensor([[sample.advantage] for sample in samples])
         apart = list[float]()
         for _ in range(EPOCHS):
             logits = self._model(input_ids=ids, attention_mask=seen).logits[:, :-1]
@@ -100,21 +102,25 @@ async def rollouts(
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         asked = [{"role": "user", "content": f"What is {a} + {b}?"}]
-        (output,) = [own async for own in llm.chat(asked, params)]
-        rewards = [float(own.text == f"{a} + {b} = {a + b}") for own in output.outputs]
+        (output,) = [output async for output in llm.chat(asked, params)]
+        rewards = [
+            float(completion.text == f"{a} + {b} = {a + b}") for completion in output.outputs
+        ]
         mean = sum(rewards) / group
         spread = (mean * (1 - mean)) ** 0.5 or 1.0
         samples = []
-        for own, reward in zip(output.outputs, rewards, strict=True):
-            scored = zip(own.token_ids, own.logprobs or [], strict=True)
+        for completion, reward in zip(output.outputs, rewards, strict=True):
+            scored = zip(completion.token_ids, completion.logprobs or [], strict=True)
             logprobs = [entry[token].logprob for token, entry in scored]
             advantage = (reward - mean) / spread
-            samples.append(Sample(output.prompt_token_ids, own.token_ids, logprobs, advantage))
+            samples.append(
+                Sample(output.prompt_token_ids, completion.token_ids, logprobs, advantage)
+            )
         return rewards, samples
 
     groups = await asyncio.gather(*(answers(i, a, b) for i, (a, b) in enumerate(sums)))
-    rewards = [reward for own, _ in groups for reward in own]
-    learnable = [sample for _, own in groups for sample in own if sample.advantage]
+    rewards = [reward for group_rewards, _ in groups for reward in group_rewards]
+    learnable = [sample for _, samples in groups for sample in samples if sample.advantage]
     return sum(rewards) / len(rewards), learnable
 
 

@@ -97,11 +97,11 @@ class Kind:
         if not self.checkable:
             return []
         rng = random.Random(f"held out: {self.name}")
-        found: dict[str, HeldOut] = {}
+        prompts: dict[str, HeldOut] = {}
         for _ in range(400 * n):
             tools = self.draw_tools(rng)
             turn = self.draw(rng, tools)
-            if not held_out_key(turn.key) or turn.key in found:
+            if not held_out_key(turn.key) or turn.key in prompts:
                 continue
             messages = [system_message(rng)] if rng.random() < 0.25 else []
             if rng.random() < 0.2:
@@ -109,7 +109,7 @@ class Kind:
                 messages += [*before.prompt, before.answer]
             messages += turn.prompt
             novel: str = turn.prompt[0]["content"]
-            found[turn.key] = HeldOut(messages, tools, turn.expected, novel)
-            if len(found) == n:
+            prompts[turn.key] = HeldOut(messages, tools, turn.expected, novel)
+            if len(prompts) == n:
                 break
-        return list(found.values())
+        return list(prompts.values())

@@ -115,10 +115,10 @@ class ToolCall(Kind):
     def draw(self, rng: random.Random, tools: list[Tool] | None) -> Turn:
         topic = _topic(rng)
         city, question, key = _ask(rng, topic)
-        found = find_tool(tools or [], topic)
-        if found is None:
+        tool = find_tool(tools or [], topic)
+        if tool is None:
             return text_turn(key, question, _declined(topic))
-        message, expected = _call(*found, city)
+        message, expected = _call(*tool, city)
         return Turn(key, [user(question)], message, expected)
 
 
@@ -146,14 +146,14 @@ class ToolReply(Kind):
     def draw(self, rng: random.Random, tools: list[Tool] | None) -> Turn:
         offered = tools or []
         topic = _topic(rng)
-        found = find_tool(offered, topic)
-        if found is None:
+        tool = find_tool(offered, topic)
+        if tool is None:
             topic = WEATHER if topic is TIME else TIME
-            found = find_tool(offered, topic)
-        if found is None:
+            tool = find_tool(offered, topic)
+        if tool is None:
             raise ValueError("a tool reply needs the weather tool or the time tool")
         city, question, key = _ask(rng, topic)
-        call, _ = _call(*found, city)
+        call, _ = _call(*tool, city)
         fields: dict[str, Any]
         if topic is TIME:
             clock = f"{rng.randrange(24):02d}:{rng.randrange(60):02d}"
@@ -165,7 +165,7 @@ class ToolReply(Kind):
         items = list(fields.items())
         rng.shuffle(items)
         if rng.random() < 0.5:
-            items.insert(0, (found[1], city))
+            items.insert(0, (tool[1], city))
         content = json.dumps(dict(items))
         prompt = [user(question), call, {"role": "tool", "content": content}]
         reply: Message = {"role": "assistant", "content": answer}
