@@ -79,7 +79,9 @@ def bind_models(
     """
     ingress_class: Any = IngressDeployment  # Ray's stubs lose what @serve.deployment adds
     engines = [bind_engines(model) for model in models]
-    prefill = [bind_engines(own, prefill=True) for own in models if own.server.prefill_engines]
+    prefill = [
+        bind_engines(model, prefill=True) for model in models if model.server.prefill_engines
+    ]
     usual: dict[str, Any] = {
         "num_replicas": server.ingress_replicas,
         "max_surge_percent": ONE_MORE,
@@ -142,8 +144,8 @@ def bind_engines(model: ModelArgs, *, prefill: bool = False) -> Application:
     drain = server.shutdown_timeout
     engine_class: Any = EngineDeployment
     if prefill:
-        most = server.max_prefill_engines
-        number = engine_numbers(server.prefill_engines, most, server.idle_timeout)
+        limit = server.max_prefill_engines
+        number = engine_numbers(server.prefill_engines, limit, server.idle_timeout)
     else:
         number = number_of_engines(server)
     # The autoscaler's number is not known here; more engines than these start one by one.
@@ -182,11 +184,11 @@ def number_of_engines(server: ServerArgs) -> dict[str, Any]:
     return engine_numbers(least, server.max_engines, server.idle_timeout)
 
 
-def engine_numbers(least: int, most: int | None, idle_seconds: float) -> dict[str, Any]:
+def engine_numbers(least: int, limit: int | None, idle_seconds: float) -> dict[str, Any]:
     """The same, of two numbers of which the second may be none."""
-    if most is None:
+    if limit is None:
         return {"num_replicas": least}
-    config = autoscaling(least, most, idle_seconds)
+    config = autoscaling(least, limit, idle_seconds)
     return {"num_replicas": None, "autoscaling_config": config}
 
 

@@ -196,7 +196,7 @@ def _row(engine: dict[str, Any], before: dict[str, Any] | None, seconds: float) 
         sessions=stats["sessions_seated"],
         parked=stats["parked"],
         tokens_recomputed=stats["session_tokens_again"],
-        pages_read={name.split()[0]: own for name, own in pages.items() if "arrived" in name},
-        pages_missed=sum(own for name, own in pages.items() if "arrived" not in name),
+        pages_read={name.split()[0]: count for name, count in pages.items() if "arrived" in name},
+        pages_missed=sum(count for name, count in pages.items() if "arrived" not in name),
         model=engine["model"],
     )

@@ -45,8 +45,8 @@ class ModelArgs:
     @property
     def deployments(self) -> list[str]:
         """The Serve deployments of its engines; the second is of those that only prefill."""
-        own = [self.deployment, f"{self.deployment}-prefill"]
-        return own if self.server.prefill_engines else own[:1]
+        names = [self.deployment, f"{self.deployment}-prefill"]
+        return names if self.server.prefill_engines else names[:1]
 
     @property
     def adapters(self) -> AdapterFlags | None:

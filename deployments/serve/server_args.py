@@ -408,15 +408,15 @@ class ServerArgs:
                 f"max_engines must be at least {max(1, least)}, got {self.max_engines}",
                 "max_engines",
             )
-        prefill, most = self.prefill_engines, self.max_prefill_engines
+        prefill, limit = self.prefill_engines, self.max_prefill_engines
         if prefill < 0:
             raise InvalidConfig(
                 f"prefill_engines must not be negative, got {prefill}", "prefill_engines"
             )
-        if most is not None and most < max(1, prefill):
+        if limit is not None and limit < max(1, prefill):
             name = "max_prefill_engines"
-            raise InvalidConfig(f"{name} must be at least {max(1, prefill)}, got {most}", name)
-        if most is not None and not prefill:
+            raise InvalidConfig(f"{name} must be at least {max(1, prefill)}, got {limit}", name)
+        if limit is not None and not prefill:
             name = "max_prefill_engines"
             raise InvalidConfig(f"{name} needs prefill_engines", name)
 
