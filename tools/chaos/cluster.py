@@ -301,8 +301,8 @@ class Cluster:
     def engines(self) -> dict[str, Any]:
         """Handles of the engines' schedulers, by name."""
         names = [row["Name"] for row in self._table(CLASSES["scheduler"])]
-        own = [name for name in names if name.startswith(APP)]
-        return {name: ray.get_actor(name, namespace=NAMESPACE) for name in own}
+        names = [name for name in names if name.startswith(APP)]
+        return {name: ray.get_actor(name, namespace=NAMESPACE) for name in names}
 
     def schedulers(self) -> list[Any]:
         """The same without names."""

@@ -403,7 +403,7 @@ async def drain_in_turn(nemesis: Nemesis, *, kill: bool = False) -> None:
     """Drains one engine after the other, whose streams move; or kills it amid that."""
     for _ in range(4):
         scheduler = nemesis.random.choice(nemesis.cluster.schedulers())
-        pids = [own.pid for own in ray.get(scheduler.runners.remote(), timeout=30)]
+        pids = [runner.pid for runner in ray.get(scheduler.runners.remote(), timeout=30)]
         nemesis.strike()
         await scheduler.manage.remote(Command.DRAIN)
         if kill:
@@ -424,8 +424,8 @@ async def kill_engine_with_prompts_of_others(nemesis: Nemesis) -> None:
             nemesis.load.start(nemesis.load.asks.long_prompt(2000))
         await asyncio.sleep(nemesis.random.uniform(0.2, 1.0))
         engines = nemesis.cluster.engines()
-        (scheduler,) = (own for found, own in engines.items() if found.endswith(f"/{name}"))
-        pids = [own.pid for own in ray.get(scheduler.runners.remote(), timeout=30)]
+        (scheduler,) = (handle for engine, handle in engines.items() if engine.endswith(f"/{name}"))
+        pids = [runner.pid for runner in ray.get(scheduler.runners.remote(), timeout=30)]
         nemesis.signal(pids, signal.SIGKILL)
         await asyncio.sleep(6)
 
