@@ -113,12 +113,12 @@ class Trainer:
             await joins
         begun = time.perf_counter()
         await self._post("/start_weight_update")
-        shapes = [list(own.shape) for own in tensors.values()]
-        dtypes = [str(own.dtype).removeprefix("torch.") for own in tensors.values()]
+        shapes = [list(tensor.shape) for tensor in tensors.values()]
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()]
         update = {"names": list(tensors), "dtype_names": dtypes, "shapes": shapes}
         comes = asyncio.create_task(self._post("/update_weights", {"update_info": update}))
-        for own in tensors.values():
-            await asyncio.to_thread(dist.broadcast, own, 0)
+        for tensor in tensors.values():
+            await asyncio.to_thread(dist.broadcast, tensor, 0)
         await comes
         seconds = time.perf_counter() - begun
         return seconds, await self._post("/finish_weight_update", {"version": label})
@@ -145,12 +145,14 @@ async def measure(url: str, folder: Path, options: argparse.Namespace) -> dict[s
             "gloo": trainer.gloo,
         }
         streams = [Stream() for _ in range(options.streams)]
-        tasks = [asyncio.create_task(own.run(api, "m", seed)) for seed, own in enumerate(streams)]
-        while not all(len(own.times) > 2 for own in streams):
+        tasks = [
+            asyncio.create_task(stream.run(api, "m", seed)) for seed, stream in enumerate(streams)
+        ]
+        while not all(len(stream.times) > 2 for stream in streams):
             await asyncio.sleep(0.1)
-        found: dict[str, list[Row]] = {name: [] for name in ("alone", *sends)}
-        for number, name in itertools.product(range(options.rounds), found):
-            tensors = {key: own * (1 + 0.01 * number) for key, own in base.items()}
+        rows: dict[str, list[Row]] = {name: [] for name in ("alone", *sends)}
+        for number, name in itertools.product(range(options.rounds), rows):
+            tensors = {key: tensor * (1 + 0.01 * number) for key, tensor in base.items()}
             begun, report, sent = time.perf_counter(), {"seconds": 0.0, "pause_seconds": 0.0}, 0.0
             if name == "alone":
                 await asyncio.sleep(options.seconds)
@@ -158,22 +160,22 @@ async def measure(url: str, folder: Path, options: argparse.Namespace) -> dict[s
                 sent, report = await sends[name](tensors, f"{name}-{number}")
                 await asyncio.sleep(1.0)  # the gap ends behind the update
             ended = time.perf_counter()
-            gaps = [gap for own in streams for gap in gaps_within(own.times, begun, ended)]
+            gaps = [gap for stream in streams for gap in gaps_within(stream.times, begun, ended)]
             staged = ended - 1.0 - report["pause_seconds"] if name != "alone" else ended
             before = [
-                gap for own in streams for gap in gaps_within(own.times, begun + sent, staged)
+                gap for stream in streams for gap in gaps_within(stream.times, begun + sent, staged)
             ]
             slow = quantile(before, 0.99) / 1000 if before else 0.0
             pause, longest = report["pause_seconds"], max(gaps, default=0.0)
-            found[name].append((sent, report["seconds"], pause, longest, slow))
-        held = [PROMPT + len(own.times) for own in streams]
+            rows[name].append((sent, report["seconds"], pause, longest, slow))
+        held = [PROMPT + len(stream.times) for stream in streams]
         assert not any(task.done() for task in tasks), "a stream has ended: fewer rounds"
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         computed = await prefill(api, admin, held)
     print(f"{sum(held)} tokens of {len(held)} streams are computed again in {computed:.2f} s")
-    return found
+    return rows
 
 
 async def prefill(
@@ -195,18 +197,18 @@ async def prefill(
 async def idle(url: str, folders: Sequence[Path], rounds: int) -> list[tuple[float, float]]:
     """Seconds of updates of an idle engine, and of their pauses."""
     async with httpx.AsyncClient(base_url=url) as admin:
-        trainer, found = Trainer(admin, folders[0]), []
+        trainer, times = Trainer(admin, folders[0]), []
         for number in range(rounds + 1):
             body = {"path": str(folders[1 - number % 2]), "version": f"v{number}"}
             report = await trainer._post("/admin/weights", body)
-            found.append((report["seconds"], report["pause_seconds"]))
-    return found[1:]  # the first one imports
+            times.append((report["seconds"], report["pause_seconds"]))
+    return times[1:]  # the first one imports
 
 
 def others(kind: str, python: str, folders: Sequence[Path], rounds: int) -> float:
     """The median of another program's seconds for the same files."""
     command = [python, str(RELOAD), kind, str(folders[0]), str(rounds), str(folders[1])]
-    environment = {name: own for name, own in os.environ.items() if name != "PYTHONPATH"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     lines = [line.split() for line in run.stdout.splitlines() if line.startswith("seconds ")]
     assert lines, run.stderr[-2000:]
@@ -217,16 +219,16 @@ def beside(folder: Path, options: argparse.Namespace, flags: Sequence[str]) -> I
     """Yields rows of an idle engine, transformers and peers."""
     folders = [folder / "model", folder / "other"]
     shutil.copytree(*folders)
-    own = load_file(folders[0] / "model.safetensors")
-    changed = {name: tensor * 1.01 for name, tensor in own.items()}
+    tensors = load_file(folders[0] / "model.safetensors")
+    changed = {name: tensor * 1.01 for name, tensor in tensors.items()}
     save_file(changed, folders[1] / "model.safetensors", {"format": "pt"})
-    del own, changed
+    del tensors, changed
     with served(str(folders[0]), *flags) as url:
         rows = asyncio.run(idle(url, folders, options.rounds))
     update, pause = (statistics.median(column) for column in zip(*rows, strict=True))
     yield f"an idle engine: update {update:.2f} s, pause {pause:.2f} s"
     asked = [("transformers", sys.executable)]
-    asked += [("vllm", own.partition("=")[2]) for own in options.peer]
+    asked += [("vllm", peer.partition("=")[2]) for peer in options.peer]
     for kind, python in asked:
         seconds = others(kind, python, folders, options.rounds)
         shares = f"pause {pause / seconds:.2f}, update {update / seconds:.2f} of it"
@@ -268,13 +270,13 @@ def left() -> tuple[float, int, int]:
 
 def peak(model: Path) -> str:
     """How much an update takes for a while, beside the largest layer."""
-    own = load_file(model / "model.safetensors")
+    tensors = load_file(model / "model.safetensors")
     other = model.parent / "other.safetensors"
-    save_file({name: tensor * 1.01 for name, tensor in own.items()}, other, {"format": "pt"})
+    save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, other, {"format": "pt"})
     sizes = Counter[str]()
-    for name, tensor in own.items():
+    for name, tensor in tensors.items():
         sizes[".".join(name.split(".")[:3])] += tensor.numel() * tensor.element_size()
-    del own
+    del tensors
     with LLM(str(model), dtype="float32", kv_cache_memory=64 * MIB) as llm:
         for path in (other, model, other):
             before, _, _ = left()
@@ -294,8 +296,8 @@ async def many(options: argparse.Namespace, folder: Path) -> None:
     tensors = load_file(Path(demo) / "model" / "model.safetensors")
     paths = [folder / f"{number}.safetensors" for number in range(2)]
     for number, path in enumerate(paths):
-        own = {name: tensor * (1 + 0.01 * number) for name, tensor in tensors.items()}
-        save_file(own, path, {"format": "pt"})
+        changed = {name: tensor * (1 + 0.01 * number) for name, tensor in tensors.items()}
+        save_file(changed, path, {"format": "pt"})
     settings = {"kv_cache_memory": 64 * MIB, "weight_dir": str(folder / "versions")}
     args = AsyncEngineArgs("demo", dtype="float32", **settings)
     tokens = 0
@@ -325,15 +327,15 @@ async def many(options: argparse.Namespace, folder: Path) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def table(found: dict[str, list[Row]]) -> list[str]:
+def table(rows_of: dict[str, list[Row]]) -> list[str]:
     """A row of Markdown for each transport."""
     lines = [
         "| by | bytes, s | update, s | pause, s | longest gap, s | p99 gap before it, s |",
         "|---|---|---|---|---|---|",
     ]
-    for name, rows in found.items():
+    for name, rows in rows_of.items():
         medians = [statistics.median(column) for column in zip(*rows, strict=True)]
-        lines.append(f"| {name} | {' | '.join(f'{own:.2f}' for own in medians)} |")
+        lines.append(f"| {name} | {' | '.join(f'{seconds:.2f}' for seconds in medians)} |")
     return lines
 
 

@@ -25,8 +25,8 @@ def transformers_load(model: str) -> Callable[[str], object]:
 
     def load(folder: str) -> None:
         loaded = make.from_pretrained(folder, dtype=torch.float32)
-        for own in loaded.parameters():
-            own.sum()  # a load maps the files
+        for parameter in loaded.parameters():
+            parameter.sum()  # a load maps the files
 
     load(model)
     return load
