@@ -108,7 +108,7 @@ def bind_models(
             server.admin_host,
             server.admin_port,
             *(server.admin_keys(), server.api_keys()),
-            [(own.names, own.deployment, own.shown(), own.engine) for own in models],
+            [(model.names, model.deployment, model.shown(), model.engine) for model in models],
         )
     keeper = None
     if server.ingress_replicas > 1:

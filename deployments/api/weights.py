@@ -319,8 +319,10 @@ def _add_vllm(router: APIRouter, routes: WeightRoutes) -> None:
 
     @router.post("/update_weights")
     async def receive(request: Request) -> Answer:
-        own = (await read_body(request, BucketRequest)).update_info
-        await routes.of(None).ask_receiver("receive", own.names, own.dtype_names, own.shapes)
+        bucket = (await read_body(request, BucketRequest)).update_info
+        await routes.of(None).ask_receiver(
+            "receive", bucket.names, bucket.dtype_names, bucket.shapes
+        )
         return {"message": "Weights updated"}
 
     @router.post("/finish_weight_update")

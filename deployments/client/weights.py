@@ -69,10 +69,12 @@ class UpdateOptions:
         for name, kind in get_type_hints(UpdateOptions).items():
             if name == "timeout":
                 continue
-            own, known = getattr(self, name), [*_values(kind)]
-            if not any(own is value or (own == value and type(own) is str) for value in known):
+            setting, known = getattr(self, name), [*_values(kind)]
+            if not any(
+                setting is value or (setting == value and type(setting) is str) for value in known
+            ):
                 shown = ", ".join(str(value) for value in known if value is not None)
-                raise InvalidRequest(f"{name} must be one of {shown}, got {own!r}"[:256], name)
+                raise InvalidRequest(f"{name} must be one of {shown}, got {setting!r}"[:256], name)
 
 
 def _values(kind: Any) -> Iterator[Any]:
@@ -80,8 +82,8 @@ def _values(kind: Any) -> Iterator[Any]:
     if kind in (bool, NoneType):
         yield from (False, True) if kind is bool else (None,)
         return
-    for own in get_args(kind):
-        yield from [own] if isinstance(own, str) else _values(own)
+    for member in get_args(kind):
+        yield from [member] if isinstance(member, str) else _values(member)
 
 
 DEFAULTS = UpdateOptions()
@@ -183,24 +185,24 @@ def write_version(
     partial, dtype, current = options.partial, options.dtype, store.current
     draft = options.target == "draft"
     names = DraftNames(args, draft=draft)
-    found: WeightVersion | None = None
+    version: WeightVersion | None = None
     if weights is None:
-        found = BegunUpdate(store).of(label)
-        weights = found.place
+        version = BegunUpdate(store).of(label)
+        weights = version.place
     elif isinstance(weights, str | Path):
-        found = folder_version(str(weights), label)
-    if found is not None:
-        label = label or found.label
+        version = folder_version(str(weights), label)
+    if version is not None:
+        label = label or version.label
         beside = names.apart and (
-            names.among(found.files) or not current.is_base and names.among(current.files)
+            names.among(version.files) or not current.is_base and names.among(current.files)
         )
         if not (partial or dtype or draft or beside):
-            return found
+            return version
     import torch
 
     from rayfin.actors.weights.tensors import read_tensors, tensors_version
 
-    tensors: Any = weights if found is None else read_tensors(found.files)
+    tensors: Any = weights if version is None else read_tensors(version.files)
     return tensors_version(
         store,
         tensors,
@@ -234,7 +236,7 @@ def read_numbers(store: WeightStore, args: EngineArgs, name: str, count: int) ->
     from rayfin.actors.weights.tensors import read_tensors
 
     files = WeightVersion(place=served_place(store, args)).files
-    for _, tensor in read_tensors(files, lambda own: own == name):
+    for _, tensor in read_tensors(files, lambda key: key == name):
         rows: list[Any] = tensor[:count].float().tolist() if tensor.ndim else [float(tensor)]
         return rows
     raise InvalidRequest(f"the model has no {name}", "name")
@@ -261,17 +263,19 @@ class RemoteWeights:
     async def _update(
         self, store: WeightStore, weights: "Weights", version: str, options: UpdateOptions
     ) -> dict[str, Any]:
-        made = await asyncio.to_thread(write_version, store, weights, version, self._args, options)
-        here = Path(made.place).parent == store.folder
+        weight_version = await asyncio.to_thread(
+            write_version, store, weights, version, self._args, options
+        )
+        here = Path(weight_version.place).parent == store.folder
         orders: dict[str, Any] = {"mode": options.mode, "pages": options.kv}
         orders |= {"new": options.new, "order": options.order, "timeout": options.timeout}
         try:
-            chunks = await asyncio.to_thread(_chunks, made) if here else []
-            report: dict[str, Any] = await self._call("update", made, chunks, orders)
+            chunks = await asyncio.to_thread(_chunks, weight_version) if here else []
+            report: dict[str, Any] = await self._call("update", weight_version, chunks, orders)
             return report
         finally:
-            if here and made.digest not in store.digests:
-                Path(made.place).unlink(missing_ok=True)
+            if here and weight_version.digest not in store.digests:
+                Path(weight_version.place).unlink(missing_ok=True)
 
     async def receive(self, body: AsyncIterable[bytes], version: str) -> WeightVersion:
         """See ``WeightsClient``."""
@@ -356,18 +360,18 @@ def _chunks(version: WeightVersion) -> list[Any]:
 def states_as_json(states: Mapping[str, EngineWeights]) -> dict[str, Any]:
     """What engines say, and what they agree on: the version of most, and who is behind."""
     newest = max(
-        (own.version for own in states.values()),
-        key=lambda own: own.serial,
+        (engine.version for engine in states.values()),
+        key=lambda engine: engine.serial,
         default=WeightVersion(),
     )
-    behind = [name for name, own in states.items() if own.version.serial < newest.serial]
+    behind = [name for name, engine in states.items() if engine.version.serial < newest.serial]
     return {
         "serial": newest.serial,
         "version": newest.label,
         "digest": newest.digest,
         "behind": sorted(behind),
-        "paused": bool(states) and all(own.paused for own in states.values()),
-        "engines": {name: asdict(own) for name, own in sorted(states.items())},
+        "paused": bool(states) and all(engine.paused for engine in states.values()),
+        "engines": {name: asdict(engine) for name, engine in sorted(states.items())},
     }
 
 

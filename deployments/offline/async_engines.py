@@ -148,11 +148,11 @@ class ActorModel(ModelSource):
         name = f"async-{uuid.uuid4().hex[:12]}"
         # Detached: they outlive a scheduler's death, and leave when their leases run out.
         args, engines = shipped(self._model.engine), self._model.server.data_parallel_size
-        own = [Supervisor(args, f"{name}/engine/", detached=True) for _ in range(engines)]
-        self._supervisors = own
-        await asyncio.gather(*(supervisor.start() for supervisor in own))
+        supervisors = [Supervisor(args, f"{name}/engine/", detached=True) for _ in range(engines)]
+        self._supervisors = supervisors
+        await asyncio.gather(*(supervisor.start() for supervisor in supervisors))
         self._client = client = EnginePool(
-            f"{name}-{os.getpid()}", lambda: {each.name: each.scheduler for each in own}
+            f"{name}-{os.getpid()}", lambda: {each.name: each.scheduler for each in supervisors}
         )
         self._adapters = await own_adapters(self._model, client)
         weights = RemoteWeights(name, "engine", self._model.engine)
