@@ -79,9 +79,7 @@ def bind_models(
     """
     ingress_class: Any = IngressDeployment  # Ray's stubs lose what @serve.deployment adds
     engines = [bind_engines(model) for model in models]
-    prefill = [
-        bind_engines(model, prefill=True) for model in models if model.server.prefill_engines
-    ]
+    prefill = [bind_engines(m, prefill=True) for m in models if m.server.prefill_engines]
     usual: dict[str, Any] = {
         "num_replicas": server.ingress_replicas,
         "max_surge_percent": ONE_MORE,
