@@ -38,20 +38,20 @@ INLINE = (
 
 
 def settings_of(model: str, cache: str | None) -> dict[str, str | int]:
-    own: dict[str, str | int] = {
+    settings: dict[str, str | int] = {
         "model": model,
         "max_model_len": 2048,
         "kv_cache_memory": 1 << 28,
     }
-    return own if cache is None else own | {"weights_cache": cache}
+    return settings if cache is None else settings | {"weights_cache": cache}
 
 
 def environment(source: Path, folder: str) -> dict[str, str]:
-    own = {**os.environ, "PYTHONPATH": str(source), "RAY_TMPDIR": folder}
-    own["RAYFIN_WEIGHTS_CACHE"] = "off"  # what a start's settings do not name
-    own.pop("RAY_ADDRESS", None)
-    own.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
-    return own
+    variables = {**os.environ, "PYTHONPATH": str(source), "RAY_TMPDIR": folder}
+    variables["RAYFIN_WEIGHTS_CACHE"] = "off"  # what a start's settings do not name
+    variables.pop("RAY_ADDRESS", None)
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
+    return variables
 
 
 def inline(source: Path, settings: dict[str, str | int]) -> tuple[float, float]:
@@ -166,11 +166,11 @@ def main() -> None:
         for name, source in trees.items():
             first, _ = inline(source, settings_of(model, warm[name]))  # fills the cache
             print(f"{name}: first start, {first:.1f} s", flush=True)
-        found = Found()
+        results = Found()
         try:
-            measure(options, trees, model, warm, found)
+            measure(options, trees, model, warm, results)
         finally:  # what is known, if a run is cut short
-            found.show()
+            results.show()
         if options.idle:
             for name, source in trees.items():
                 with server(source, settings_of(model, warm[name])) as (pid, _):
@@ -212,7 +212,7 @@ def measure(
     trees: dict[str, Path],
     model: str,
     warm: dict[str, str],
-    found: Found,
+    results: Found,
 ) -> None:
     """Starts of each kind, in turns of the trees."""
     for turn in range(options.rounds):
@@ -221,11 +221,11 @@ def measure(
                 kind = "warm" if cache else "cold"
                 settings = settings_of(model, cache)
                 if "inline" in options.only:
-                    found.add(("inline", kind, name), *inline(source, settings))
+                    results.add(("inline", kind, name), *inline(source, settings))
                 if "server" in options.only:
                     with server(source, settings) as (pid, seconds):
                         spent = sum(processor_seconds(pid).values())
-                        found.add(("server", kind, name), seconds, spent)
+                        results.add(("server", kind, name), seconds, spent)
 
 
 if __name__ == "__main__":
