@@ -133,6 +133,7 @@ ADAPTER_LIST_SECONDS = 10.0  # age of the names that /v1/models shows of that fo
 ADAPTER_REGISTRY_CALL_SECONDS = 60.0
 ADAPTER_REGISTRY_LEASE_SECONDS = 60.0
 ADAPTER_READ_SECONDS = 1800.0  # an adapter may come from Hugging Face
+BUCKET_READER_LEASE_SECONDS = 300.0  # of who reads a bucket for all nodes, after the last question
 
 # A rank waits this long for a peer within a step. The scheduler's limit is shorter: this one is for
 # ranks that have lost their scheduler as well.

@@ -3,6 +3,8 @@
     python benchmarks/ray_home.py all-at-once    # 64 prompts at once, beside LLM.generate
     python benchmarks/ray_home.py connected      # streams of a served model, beside HTTP
     python benchmarks/ray_home.py app            # an application of rayfin.llm, beside rayfin serve
+    python benchmarks/ray_home.py broken         # a model's start, beside one that is broken
+    python benchmarks/ray_home.py buckets        # reading a bucket of local files, beside cp
 
 The two sides take turns; figures are medians of the rounds.
 """
@@ -10,11 +12,17 @@ The two sides take turns; figures are medians of the rounds.
 import argparse
 import asyncio
 import json
+import os
+import random
+import shutil
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,6 +31,7 @@ from ray import serve
 from sections import run
 
 from rayfin import LLM, AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams, connect
+from rayfin.actors.buckets.folder import CACHE, bucket_folder
 from rayfin.actors.config import EngineArgs
 from rayfin.deployments.app import bind_app
 from rayfin.deployments.serve.server_args import ServerArgs
@@ -169,12 +178,63 @@ def app() -> None:
     stop()
 
 
-def start() -> None:
-    """Starts Ray, and the application that ``rayfin serve`` would."""
+def broken() -> None:
+    """Seconds until a model answers, alone and beside one that cannot be loaded."""
+    arguments = read_arguments()
+    start(serving=False)
+    model = {"model_loading_config": {"model_id": "demo"}, "engine_kwargs": SETTINGS}
+    loading = {"model_id": "broken", "model_source": "demo"}
+    other = {"model_loading_config": loading, "engine_kwargs": {**SETTINGS, "kv_cache_memory": 1}}
+    seconds: dict[str, list[float]] = {"alone": [], "beside": []}
+    for _ in range(arguments.rounds):
+        for name, models in (("alone", [model]), ("beside", [model, other])):
+            began = time.perf_counter()
+            target = serve.RunTarget(build_openai_app({"llm_configs": models}), name="ray")
+            serve.run_many([target], wait_for_applications_running=False)
+            body = {"model": "demo", "prompt": "a", "max_tokens": 1}
+            url = f"http://127.0.0.1:{PORT}/v1/completions"
+            while httpx.post(url, json=body, timeout=600).status_code != 200:
+                time.sleep(0.05)
+            seconds[name].append(time.perf_counter() - began)
+            serve.delete("ray")
+    for name, values in seconds.items():
+        print(f"{name:7} {statistics.median(values):6.1f} s until the model answers")
+    stop()
+
+
+def buckets() -> None:
+    """MB/s of a file of 512 MiB, until it is on the disk."""
+    rates: dict[str, list[float]] = {"cp": [], "bucket": []}
+    with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
+        source = Path(folder, "source")
+        source.mkdir()
+        (source / "config.json").write_text("{}")
+        weights = source / "model.safetensors"
+        weights.write_bytes(random.Random(1).randbytes(2**20) * 512)
+        os.environ[CACHE] = str(Path(folder, "cache"))
+        for _ in range(read_arguments().rounds):
+            began = time.perf_counter()
+            copied = Path(folder, "copied")
+            subprocess.run(["cp", weights, copied], check=True)
+            subprocess.run(["sync", copied], check=True)
+            between = time.perf_counter()
+            kept = bucket_folder(f"file://{source}")
+            ended = time.perf_counter()
+            rates["cp"].append(512 / (between - began))
+            rates["bucket"].append(512 / (ended - between))
+            copied.unlink()
+            shutil.rmtree(kept)
+    for name, values in rates.items():
+        print(f"{name:7} {statistics.median(values):7,.0f} MiB/s")
+
+
+def start(*, serving: bool = True) -> None:
+    """Starts Ray, and the application that ``rayfin serve`` would, if any."""
     # Two applications on two cores: they take turns.
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
-    serve.run(bind_app(ServerArgs(), EngineArgs(**SETTINGS)), name="rayfin")
+    if serving:
+        serve.run(bind_app(ServerArgs(), EngineArgs(**SETTINGS)), name="rayfin")
 
 
 def stop() -> None:
@@ -210,4 +270,4 @@ def read_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run(__doc__, all_at_once, connected, app)
+    run(__doc__, all_at_once, connected, app, broken, buckets)

@@ -139,6 +139,7 @@ def bind_engines(model: ModelArgs, *, prefill: bool = False) -> Application:
     They get its ``shutdown_timeout`` to finish when they must go.
     """
     server, name = model.server, model.deployments[prefill]
+    server.adapter_flags().reach()
     drain = server.shutdown_timeout
     engine_class: Any = EngineDeployment
     if prefill:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rayfin.actors import failpoints
+from rayfin.actors.buckets.folder import at_hand
 from rayfin.actors.config import (
     BatchLimits,
     EngineArgs,
@@ -24,7 +25,6 @@ from rayfin.actors.messages import (
     SchedulerInfo,
     StepResult,
 )
-from rayfin.actors.model_files.bucket_folder import at_hand
 from rayfin.actors.parts import Need, front_tokens
 from rayfin.actors.plugins import contained, plugins, set_up_plugins
 from rayfin.actors.runner.batch import (

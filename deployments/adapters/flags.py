@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rayfin.actors.adapters.files import CONFIG
+from rayfin.actors.buckets.folder import bucket_folder, is_bucket, list_files
 from rayfin.actors.errors import InvalidConfig
 
 logger = logging.getLogger(__name__)
@@ -31,8 +32,19 @@ class AdapterFlags:
         Raises:
             InvalidConfig: it is not.
         """
-        if self.root is not None and not Path(self.root).is_dir():
+        if self.root is None or is_bucket(self.root):
+            return
+        if not Path(self.root).is_dir():
             raise InvalidConfig(f"there is no folder {self.root}", "lora_dir")
+
+    def reach(self) -> None:
+        """Asks once for the files of a bucket.
+
+        Raises:
+            InvalidConfig: it is not there, or refuses.
+        """
+        if self.root is not None and is_bucket(self.root):
+            list_files(self.root)
 
     @property
     def any(self) -> bool:
@@ -58,8 +70,12 @@ def read_modules(values: Iterable[str] | None) -> dict[str, str]:
 def folders_in(root: str) -> dict[str, str]:
     """The paths of the adapters within ``root`` by their names; none where it cannot be read."""
     try:
+        if is_bucket(root):
+            files = [path.split("/") for path in list_files(root)]
+            names = sorted(path[0] for path in files if path[1:] == [CONFIG])
+            return {name: f"{root.rstrip('/')}/{name}" for name in names}
         folders = {name: folder_in(root, name) for name in sorted(os.listdir(root))}
-    except OSError as error:
+    except (OSError, InvalidConfig) as error:
         logger.warning("the adapters in %s cannot be listed: %s", root, error)
         return {}
     return {
@@ -72,10 +88,16 @@ def folders_in(root: str) -> dict[str, str]:
 def folder_in(root: str, name: str) -> Path | None:
     """The folder of the adapter ``name`` within ``root``, None if it is no folder directly in it.
 
-    A name is one segment of a path, and no link leads out.
+    A name is one segment of a path, and no link leads out. One in a bucket is read first.
+
+    Raises:
+        InvalidConfig: the bucket refuses.
     """
     if not name or name.startswith(".") or "/" in name or "\\" in name or "\0" in name:
         return None
+    if is_bucket(root):
+        there = f"{name}/{CONFIG}" in list_files(root)
+        return bucket_folder(f"{root.rstrip('/')}/{name}") if there else None
     base = Path(root).resolve()
     folder = (base / name).resolve()
     return folder if folder.parent == base and folder.is_dir() else None

@@ -19,7 +19,14 @@ from rayfin.actors.adapters.files import AdapterFiles, read_folder
 from rayfin.actors.adapters.part import AdapterRef
 from rayfin.actors.adapters.settings import read_settings
 from rayfin.actors.adapters.tensors import read_pairs
-from rayfin.actors.errors import EngineUnavailable, InvalidRequest, NotFound, RayfinError
+from rayfin.actors.buckets.folder import is_bucket
+from rayfin.actors.errors import (
+    EngineUnavailable,
+    InvalidConfig,
+    InvalidRequest,
+    NotFound,
+    RayfinError,
+)
 from rayfin.actors.processes.registry import NAMESPACE
 from rayfin.actors.timing import (
     ADAPTER_LIST_SECONDS,
@@ -122,10 +129,14 @@ class AdapterContents:
 
         Raises:
             InvalidRequest: what is there cannot be served.
+            EngineUnavailable: the bucket of the folder refuses.
         """
         if name in self._refs or self._root is None:
             return self._refs.get(name)
-        folder = await asyncio.to_thread(folder_in, self._root, name)
+        try:
+            folder = await asyncio.to_thread(folder_in, self._root, name)
+        except InvalidConfig as error:  # the next request asks the bucket again
+            raise EngineUnavailable(error.message) from error
         return None if folder is None else await self.read(name, str(folder), in_place=True)
 
     async def folders(self) -> dict[str, str]:
@@ -228,7 +239,9 @@ class RegistryClient:
         return ref
 
     async def find(self, name: str) -> AdapterRef | None:
-        ref: AdapterRef | None = await self._call(SECONDS, "find", name)
+        root = self._settings[2]
+        seconds = SECONDS if root is None or not is_bucket(root) else ADAPTER_READ_SECONDS
+        ref: AdapterRef | None = await self._call(seconds, "find", name)
         return ref
 
     async def folders(self) -> dict[str, str]:

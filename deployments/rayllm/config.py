@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from rayfin.actors.buckets.folder import is_bucket
 from rayfin.actors.errors import InvalidConfig
 
 ENGINES = ("vLLM",)
@@ -85,12 +86,12 @@ class LoraConfig(RayConfig):
         """Returns Rayfin's settings, with the number of adapters if it is ``limited``.
 
         Raises:
-            InvalidConfig: the path is none of a folder.
+            InvalidConfig: the path is neither a folder nor a bucket.
         """
         path = self.dynamic_lora_loading_path
-        if path is not None and "://" in path:
+        if path is not None and "://" in path and not is_bucket(path):
             name = "dynamic_lora_loading_path"
-            raise InvalidConfig(f"{name} {path}: mount it as a folder", name)
+            raise InvalidConfig(f"{name} {path}: no such address is read; mount it", name)
         folder = {} if path is None else {"lora_dir": path.rstrip("/")}
         return folder | ({"max_loras": self.max_num_adapters_per_replica} if limited else {})
 

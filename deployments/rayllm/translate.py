@@ -13,9 +13,9 @@ from pydantic import BaseModel, ValidationError
 from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import DeploymentSchema
 
+from rayfin.actors.buckets.folder import is_bucket
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.model_files.bucket_folder import is_bucket
 from rayfin.deployments.rayllm.config import LLMConfig, LLMServingArgs
 from rayfin.deployments.serve.model_args import ModelArgs, read_engine_kwargs, several_models
 from rayfin.deployments.serve.server_args import AppArgs, ServerArgs, split_args

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 
 import tokenizers
 
+from rayfin.actors.buckets.folder import bucket_folder, is_bucket
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, RayfinError
 from rayfin.actors.media.kinds import SPEECH_MODELS, model_media
-from rayfin.actors.model_files.bucket_folder import bucket_folder, is_bucket
 from rayfin.actors.model_files.fast_tokenizer import chosen_class, chosen_name
 from rayfin.actors.model_files.files import (
     end_token_ids,
@@ -65,6 +65,10 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
     """
     for kind in CONTRACTS:
         plugins(args.plugin, kind)
+    if any(own.startswith("format=") for own in args.plugin or ()):
+        from rayfin.deployments.text.parsing.detect import Detected, with_plugins
+
+        with_plugins(Detected(), args.plugin)
     require_hub(args)
     draft = args.draft_model
     if draft is not None:

@@ -204,7 +204,8 @@ class ServerArgs:
     )
     lora_dir: str | None = _model_flag(
         None,
-        "folder of LoRA adapters: a request's model NAME is looked for as its subfolder NAME",
+        "folder of LoRA adapters, or s3://...: a request's model NAME is looked for as its "
+        "subfolder NAME",
     )
     shutdown_timeout: float = _flag(
         30.0, "seconds that running requests have to finish at shutdown"

@@ -131,6 +131,7 @@ def _prepare(models: Sequence[ModelArgs]) -> None:
     for model in models:
         check_model(model.engine)
         check_audio(model.engine)
+        model.server.adapter_flags().reach()
     import_module("rayfin.deployments.deploy")
 
 

@@ -21,6 +21,7 @@ from rayfin import (
     connect,
 )
 from rayfin.actors.processes.registry import NAMESPACE
+from rayfin.deployments.client.engine_names import ENGINE, find_engine
 from rayfin.llm import build_openai_app
 
 APP = "from-ray"
@@ -118,6 +119,35 @@ def test_variables_reach_every_process_of_a_model(url: str) -> None:
     assert len(ours) >= 4, named
     look = [own.__ray_call__.remote(lambda _: os.environ.get("RAYFIN_TEST_SEEN")) for own in ours]
     assert set(ray.get(look)) == {"yes"}
+
+
+def test_one_of_two_models_changed_leaves_the_other_as_it_is(
+    url: str, models: list[dict[str, Any]], settings: dict[str, Any], eventually: Callable[..., Any]
+) -> None:
+    """The first one keeps its processes and answers; the broken one is mended."""
+
+    def processes() -> list[Any]:
+        scheduler = find_engine(APP, f"{ENGINE}-first")
+        asked = [scheduler.process.remote(), scheduler.runners.remote()]
+        return list(ray.get(asked))
+
+    def answers(name: str) -> bool:
+        body = {"model": name, "prompt": "a", "max_tokens": 1}
+        return httpx.post(f"{url}/v1/completions", json=body, timeout=600).status_code == 200
+
+    before = processes()
+    changed = [models[0], config("broken", settings, runtime_env=models[0]["runtime_env"])]
+    application = build_openai_app({"llm_configs": changed})
+    target = serve.RunTarget(application, name=APP, route_prefix="/from-ray")
+    serve.run_many([target], wait_for_applications_running=False)
+    kept: list[bool] = []
+
+    def mended() -> bool:
+        kept.append(answers("first"))
+        return answers("broken")
+
+    eventually(mended, "the model that was mended answers")
+    assert all(kept) and processes() == before
 
 
 def test_connected_programs_have_the_same_tokens_though_the_scheduler_dies(

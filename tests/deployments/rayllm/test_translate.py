@@ -208,6 +208,8 @@ def test_buckets_are_sources() -> None:
         loading = {"model_id": "own", "model_source": source}
         (model,) = one(model_loading_config=loading).models
         assert model.engine.model.endswith("://bucket/model")
+    (model,) = one(lora_config={"dynamic_lora_loading_path": "s3://bucket/adapters/"}).models
+    assert model.server.lora_dir == "s3://bucket/adapters"
 
 
 def test_ids_with_colons_and_slashes() -> None:
@@ -255,7 +257,7 @@ def test_ids_with_colons_and_slashes() -> None:
         ({"callback_config": {"callback_class": "x:y"}}, "callback_config: Rayfin has its own"),
         ({"unknown": 1}, "unknown"),
         ({"lora_config": {"dynamic_lora_loading_path": "/nowhere/at/all"}}, "no folder"),
-        ({"lora_config": {"dynamic_lora_loading_path": "s3://b/f"}}, "mount it as a folder"),
+        ({"lora_config": {"dynamic_lora_loading_path": "ftp://b/f"}}, "mount it"),
         ({"model_loading_config": {"model_id": "a", "model_source": "ftp://b"}}, "mount it"),
         ({"model_loading_config": {"model_id": ""}}, "model_id"),
         ({"model_loading_config": {"model_source": "demo"}}, "model_id"),

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rayfin import LLM, SamplingParams
+from rayfin.actors.buckets import folder as module
+from rayfin.actors.buckets.folder import CACHE, bucket_folder
 from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.model_files import bucket_folder as module
-from rayfin.actors.model_files.bucket_folder import CACHE, bucket_folder
 from rayfin.deployments.serve.preflight import DEMO_FOLDER
 
 pytest.importorskip("pyarrow", reason="an extra")
@@ -33,7 +33,7 @@ def test_small_files_come_first_and_nothing_twice(
     assert bucket_folder(uri) == folder
     for name in names:
         assert (folder / name).read_bytes() == (bucket / name).read_bytes()
-    monkeypatch.setattr(module, "_read", None)  # a call would fail
+    monkeypatch.setattr(module, "read_file", None)  # a call would fail
     assert bucket_folder(f"{uri}/") == bucket_folder(uri) == folder
 
 
@@ -97,7 +97,7 @@ def test_files_stay_inside_of_their_folder(bucket: Path, monkeypatch: pytest.Mon
             info = {"size": 1, "mtime_ns": 1, "is_file": True}
             return [SimpleNamespace(path=f"root/{name}", **info) for name in names]
 
-    monkeypatch.setattr(module, "_open", lambda uri, shown: (Store(), "root"))
+    monkeypatch.setattr(module, "_open", lambda uri: (Store(), "root"))
     with pytest.raises(InvalidConfig, match="outside of its folder: a/../../evil"):
         bucket_folder("s3://root")
 
@@ -121,11 +121,11 @@ def test_a_bucket_is_asked_for_its_region_unless_one_is_set(
     monkeypatch.setattr(fs, "resolve_s3_region", lambda name: f"of-{name}")
     for name in (*module.REGIONS, *module.ENDPOINTS):
         monkeypatch.delenv(name, raising=False)
-    module._open("s3://anonymous@bucket/folder", "")
+    module._open("s3://anonymous@bucket/folder")
     monkeypatch.setenv("AWS_REGION", "here")
-    module._open("s3://bucket/folder", "")
+    module._open("s3://bucket/folder")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://store:9000")
-    module._open("s3://bucket/folder", "")
+    module._open("s3://bucket/folder")
     store = {"endpoint_override": "store:9000", "scheme": "http"}
     assert given == [{"anonymous": True, "region": "of-bucket"}, {}, store]
 

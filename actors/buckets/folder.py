@@ -1,15 +1,19 @@
 """Models out of object stores: a folder on each node that needs one, made once.
 
 It lies in a cache and is found by the address and by the files' names, sizes and times: new weights
-are another folder. Ingresses and builders read the small files alone, runners the weights too.
+are another folder. Ingresses and builders read the small files alone, runners the weights too. On a
+Ray cluster one actor reads the bucket for all nodes (actor.py).
 """
 
 import fcntl
+import glob
 import hashlib
 import os
 import re
 import shutil
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +29,7 @@ CACHE = "RAYFIN_BUCKET_CACHE"
 SCHEMES = ("s3://", "gs://", "gcs://", "abfs://", "abfss://", "azure://", "file://")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 CHUNK_BYTES = 8 << 20
-TRIES = 2  # of a file that changes while it is read
+TRIES = 2  # of a file that breaks off, or changes while it is read
 SECRET = re.compile(r"//(?:[^/@]*|[^/@:\s]*:[^@\s]*)@(?!$)")
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 ANONYMOUS = "anonymous@"
@@ -59,7 +63,8 @@ def bucket_folder(uri: str, *, weights: bool = True) -> Path:
     """The folder on this node with the files below an address; what is missing is read first.
 
     ``anonymous@`` before the bucket's name reads without credentials; AWS_ENDPOINT_URL names
-    another store than Amazon's. One process of a node reads, the others wait.
+    another store than Amazon's. One process of a node reads, the others wait; the nodes of a Ray
+    cluster read each byte once.
 
     Args:
         weights: whether the weights are needed too.
@@ -68,19 +73,18 @@ def bucket_folder(uri: str, *, weights: bool = True) -> Path:
         InvalidConfig: a package is missing, there is no such folder, the store refuses, or a file
             changes while it is read.
     """
-    shown = SECRET.sub("//", uri)
-    if _has_secret(uri):
-        raise InvalidConfig(f"{shown}: keys of a store come from the environment alone", "model")
-    store, root = _open(uri, shown)
-    listing = _list(store, root, shown)
+    listing = list_files(uri)
     if "config.json" not in listing and "adapter_config.json" not in listing:
-        raise InvalidConfig(f"{shown} holds no config.json", "model")
+        raise InvalidConfig(f"{shown(uri)} holds no config.json", "model")
     kept = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "rayfin" / "buckets")
     digest = hashlib.sha256(repr((uri.rstrip("/"), sorted(listing.items()))).encode()).hexdigest()
-    folder = kept / f"{root.rstrip('/').rpartition('/')[2]}-{digest[:16]}"
+    folder = kept / f"{uri.rstrip('/').rpartition('/')[2]}-{digest[:16]}"
     wanted = [name for name in listing if weights or not name.endswith(WEIGHTS)]
-    missing = [name for name in wanted if not (folder / name).is_file()]
-    if not missing:
+
+    def missing() -> Listing:
+        return {name: listing[name] for name in wanted if not (folder / name).is_file()}
+
+    if not missing():
         return folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,10 +94,82 @@ def bucket_folder(uri: str, *, weights: bool = True) -> Path:
         raise InvalidConfig(message, "model") from None
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for name in missing:
-            if not (folder / name).is_file():
-                _read(store, f"{root}/{name}", folder / name, listing[name][0], shown)
+        # An inline engine imports no Ray. Of an adapter its registry is the only reader.
+        ray = sys.modules.get("ray") if weights and "config.json" in listing else None
+        if ray is not None and ray.is_initialized():
+            from rayfin.actors.buckets.actor import read_by_actor
+
+            read_by_actor(uri, folder, missing())
+        for name, seen in missing().items():
+            read_file(uri, name, seen, folder)
     return folder
+
+
+def shown(uri: str) -> str:
+    """The address without what may be a key."""
+    return SECRET.sub("//", uri)
+
+
+def list_files(uri: str) -> Listing:
+    """Sizes and times of all files below an address.
+
+    Raises:
+        InvalidConfig: as :func:`bucket_folder`.
+    """
+    from_environment = "keys of a store come from the environment alone"
+    if _has_secret(uri):
+        raise InvalidConfig(f"{shown(uri)}: {from_environment}", "model")
+    return _list(*_open(uri), shown(uri))
+
+
+def read_file(uri: str, name: str, seen: tuple[int, int], folder: Path) -> None:
+    """Reads a file of the bucket; it has its name only when it is whole.
+
+    Args:
+        seen: its size and time in the listing.
+
+    Raises:
+        InvalidConfig: the store refuses, or the file changes while it is read.
+    """
+    store, root = _open(uri)
+    error = InvalidConfig(f"{shown(uri)}: {name} changes while it is read", "model")
+    for _ in range(TRIES):
+        with part_of(folder / name) as part:
+            try:
+                with store.open_input_stream(f"{root}/{name}") as source, part.open("wb") as file:
+                    shutil.copyfileobj(source, file, CHUNK_BYTES)
+                now = store.get_file_info(f"{root}/{name}")
+            except (OSError, ValueError) as failure:
+                error = _refused(f"{shown(uri)}, {name}", failure)
+                continue
+            if (now.size, now.mtime_ns or 0) == seen and keep(part, folder / name, seen[0]):
+                return
+    raise error
+
+
+@contextmanager
+def part_of(target: Path) -> Iterator[Path]:
+    """A file beside ``target`` for what is read of it so far; at the end it is gone."""
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield part
+    except OSError as error:
+        raise InvalidConfig(f"{target} cannot be written: {error.strerror}", "model") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def keep(part: Path, target: Path, size: int) -> bool:
+    """Gives a file its name if it is whole, and removes what others have left of it."""
+    with part.open("rb") as file:
+        os.fsync(file.fileno())
+    if part.stat().st_size != size:
+        return False
+    part.rename(target)
+    for left in target.parent.glob(f"{glob.escape(target.name)}.*.part"):
+        left.unlink(missing_ok=True)
+    return True
 
 
 def _has_secret(uri: str) -> bool:
@@ -105,12 +181,12 @@ def _has_secret(uri: str) -> bool:
     return "@" in bucket or (":" in bucket and "@" in rest)
 
 
-def _open(uri: str, shown: str) -> tuple[Any, str]:
+def _open(uri: str) -> tuple[Any, str]:
     """The store and the path in it."""
     try:
         from pyarrow import fs
     except ImportError:
-        raise InvalidConfig(f"{shown}: {NO_PACKAGE}", "model") from None
+        raise InvalidConfig(f"{shown(uri)}: {NO_PACKAGE}", "model") from None
     scheme, _, rest = uri.partition("://")
     anonymous = rest.startswith(ANONYMOUS)
     rest = rest.removeprefix(ANONYMOUS).rstrip("/")
@@ -131,16 +207,16 @@ def _open(uri: str, shown: str) -> tuple[Any, str]:
         store, path = fs.FileSystem.from_uri(f"{known}://{rest}")
         return store, path.rstrip("/")
     except (OSError, ValueError) as error:
-        raise _refused(shown, error) from error
+        raise _refused(shown(uri), error) from error
 
 
-def _list(store: Any, root: str, shown: str) -> Listing:
+def _list(store: Any, root: str, where: str) -> Listing:
     from pyarrow import fs
 
     try:
         infos = store.get_file_info(fs.FileSelector(root, recursive=True))
     except (OSError, ValueError) as error:
-        raise _refused(shown, error) from error
+        raise _refused(where, error) from error
     listing = {
         info.path[len(root) :].lstrip("/"): (info.size, info.mtime_ns or 0)
         for info in infos
@@ -148,30 +224,10 @@ def _list(store: Any, root: str, shown: str) -> Listing:
     }
     for name in listing:
         if ".." in name.split("/"):
-            raise InvalidConfig(f"{shown} holds a file outside of its folder: {name}", "model")
+            raise InvalidConfig(f"{where} holds a file outside of its folder: {name}", "model")
     return listing
 
 
-def _read(store: Any, path: str, target: Path, size: int, shown: str) -> None:
-    """Reads a file; it has its name only when it is whole."""
-    part = target.with_name(f"{target.name}.part")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        for _ in range(TRIES):
-            with store.open_input_stream(path) as source, part.open("wb") as written:
-                shutil.copyfileobj(source, written, CHUNK_BYTES)
-                written.flush()
-                os.fsync(written.fileno())
-            if part.stat().st_size == size:
-                part.rename(target)
-                return
-    except (OSError, ValueError) as error:
-        raise _refused(f"{shown}, {target.name}", error) from error
-    finally:
-        part.unlink(missing_ok=True)
-    raise InvalidConfig(f"{shown}: {target.name} changes while it is read", "model")
-
-
-def _refused(shown: str, error: Exception) -> InvalidConfig:
+def _refused(where: str, error: Exception) -> InvalidConfig:
     why = str(error).partition("\n")[0]
-    return InvalidConfig(f"{shown} cannot be read: {SECRET.sub('//', why)}", "model")
+    return InvalidConfig(f"{where} cannot be read: {SECRET.sub('//', why)}", "model")
