@@ -14,6 +14,7 @@ from cluster import Layout
 from coding_agents import MODEL as AGENTS_MODEL
 from coding_agents import agent_under_kills
 from connected import connected_under_kills
+from from_ray import switch_under_load
 from history import Record
 from load import Ask
 from nemesis import Nemesis
@@ -526,6 +527,16 @@ CASES = [
         streams=4,
         rate=2,
         after=8,
+    ),
+    Case(
+        "from_ray",
+        "66",
+        "another application switched to Rayfin in three deploys, as from Ray Serve LLM",
+        switch_under_load(streams=8, requests=1000),
+        Layout(spare=2),
+        streams=0,
+        rate=0,
+        after=0,
     ),
     with_forms("runner", "runner killed", faults.kill_runner),
     with_forms("runner-often", "runner killed every 5 s", faults.kill_runner_every_five_seconds),
