@@ -339,7 +339,7 @@ class EngineArgs:
     plugin: list[str] | None = _flag(
         None,
         "code of your own as KIND=module:name; may be repeated; KIND is setup, logits_processor, "
-        "proposer, observer, gate or route (docs/contributing.md)",
+        "proposer, observer, gate, route, format or stat_logger (docs/contributing.md)",
     )
     mm_encoder_cache_gb: float = _flag(1.0, "memory for the embeddings of media seen last, GiB")
 

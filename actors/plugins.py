@@ -26,6 +26,8 @@ CONTRACTS = {
     ),
     "gate": ("a class () with may_admit(request: EngineRequest) -> bool", "may_admit"),
     "route": ("a function (app: fastapi.FastAPI) that adds routes", ""),
+    "format": ("a function () that returns a ToolFormat or a ReasoningFormat", ""),
+    "stat_logger": ("a class () with log(engine: str, stats: EngineStats)", "log"),
 }
 """What each kind is, and the methods of its class."""
 

@@ -186,6 +186,7 @@ PULSE_SECONDS = 1.0
 PULSE_ANSWER_SECONDS = 5.0
 MISSED_PULSES = 3
 LOOP_STUCK_SECONDS = 20.0
+ROOM_SECONDS = 30.0  # before the log says what an engine that is to start waits for
 MAX_REPAIR_PAUSE_SECONDS = 30.0  # the pause after a failed repair doubles up to this
 
 # An engine has stalled when it has work and finished no step for this long, or for so many steps.

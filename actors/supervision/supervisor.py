@@ -37,6 +37,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, NotOwner, RayfinError, RunnerGroupFailed
 from rayfin.actors.messages import EngineInfo
 from rayfin.actors.metrics.engine_stats import EngineStats
+from rayfin.actors.plugins import contained, plugins, set_up_plugins
 from rayfin.actors.processes.identity import Process, is_stopped
 from rayfin.actors.processes.registry import (
     describe,
@@ -65,6 +66,7 @@ from rayfin.actors.timing import (
     MISSED_PULSES,
     PULSE_ANSWER_SECONDS,
     PULSE_SECONDS,
+    ROOM_SECONDS,
     RUNNER_PING_SECONDS,
 )
 
@@ -95,6 +97,10 @@ class Supervisor:
         self._failures = 0
         self._reason: str | None = None
         self.stats = EngineStats()  # at the last pulse
+        set_up_plugins(tuple(args.plugin or ()))
+        self._loggers = [
+            contained(own, "stat_logger") for own in plugins(args.plugin, "stat_logger")
+        ]
         self._watching: asyncio.Task[None] | None = None
         self._death = DeathWatch()
 
@@ -214,12 +220,24 @@ class Supervisor:
                 ray.kill(self._scheduler)
             number += 1
 
+    async def _wait_for_room(self, placement: PlacementGroup) -> None:
+        """Returns when the bundles have their resources; a log line says what they wait for."""
+        ready = asyncio.ensure_future(placement.ready())
+        await asyncio.wait([ready], timeout=ROOM_SECONDS)
+        if not ready.done():
+            there = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            wanted = bundles(self._args)
+            lacking = sorted({name for own in wanted for name in own if name not in there})
+            why = f"no node has {', '.join(lacking)}" if lacking else "others hold what is there"
+            logger.warning("engine %s waits for room, bundles %s: %s", self.name, wanted, why)
+        await ready
+
     async def _launch(self) -> EngineInfo:
         assert self._placement is not None
         runners = self._processes[1:]
         start = EngineStart(self._args, self._placement, self._id, self._generation, runners)
         try:
-            await self._placement.ready()
+            await self._wait_for_room(self._placement)
             process = await self._scheduler.process.remote()
             self._processes[:1] = [process]
             info: EngineInfo = await self._scheduler.start.remote(start)
@@ -299,6 +317,8 @@ class Supervisor:
         else:
             self._missed = 0
             self.stats = stats
+            for own in self._loggers:
+                own.log(self.name, stats)
             self._generation = stats.generation
             if stats.seconds_since_tick > LOOP_STUCK_SECONDS:
                 return f"its loop has not turned for {stats.seconds_since_tick:.0f} s"

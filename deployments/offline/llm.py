@@ -163,6 +163,7 @@ class LLM:
                 tool_parser=tool_call_parser,
                 reasoning_parser=reasoning_parser,
                 tool_guidance=tool_guidance,
+                plugin=args.plugin,
             )
             self._checker = InlineChecker(self._tokenizer)
             self._engine: OfflineEngine = start_engine(executor, shipped(args))

@@ -299,6 +299,7 @@ def load_text(model: ModelArgs) -> TextSide:
         tool_guidance=server.tool_guidance,
         reasoning_field=server.reasoning_field,
         content_format=server.chat_template_content_format,
+        plugin=args.plugin,
     )
     defaults = sampling_defaults(
         generation_config_path(server.generation_config, args),

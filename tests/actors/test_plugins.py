@@ -1,11 +1,12 @@
 """Code of a user's own: one of each kind, as docs/contributing.md has them, and what goes wrong."""
 
+import asyncio
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,13 @@ from rayfin import LLM, SamplingParams
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, RequestFailed
 from rayfin.actors.messages import EngineRequest, Sampling, StopRules
+from rayfin.actors.metrics.engine_stats import EngineStats
 from rayfin.actors.plugins import plugins
+from rayfin.actors.supervision.supervisor import Supervisor
 from rayfin.deployments.edge.middleware import add_own_routes
 from rayfin.deployments.offline.engines import InlineEngine
 from rayfin.deployments.serve.preflight import check_model, located
+from rayfin.deployments.text.parsing.detect import Detected, with_plugins
 
 Make = Callable[..., Any]
 PAGE = Path(__file__).parents[2] / "docs" / "contributing.md"
@@ -60,6 +64,11 @@ class Watches:
     def after(self, info, result): ...
     def overwritten(self, pages): ...
     def close(self): ...
+class Logs:
+    calls = 0
+    def log(self, engine, stats):
+        Logs.calls += 1
+        raise ValueError("log")
 def health(app):
     app.get("/health")(begin)
 """
@@ -120,6 +129,26 @@ def test_one_of_each_kind(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     add_own_routes(app, [*rule, "route=own_page:hello"])
     assert TestClient(app).get("/hello").json() == {"hello": "there"}
     assert EngineArgs(plugin=rule).identity != EngineArgs().identity
+    formats = with_plugins(Detected(), ["format=own_page:calls"])
+    assert formats.names == ("own", None)
+
+
+def test_loggers_get_the_statistics_of_each_pulse(page: Any, bad: Any) -> None:
+    """Also beside one that raises, which is dropped."""
+
+    async def answer(_: Any) -> EngineStats:
+        return EngineStats(running=3)
+
+    async def watch() -> None:
+        for _ in range(4):
+            assert await own._pulse() is None
+
+    named = ["stat_logger=own_bad:Logs", "stat_logger=own_page:Log"]
+    own: Any = Supervisor(EngineArgs(**SETTINGS, device="cpu", plugin=named), "app/engine/0")
+    own._scheduler = SimpleNamespace(pulse=SimpleNamespace(remote=answer))
+    asyncio.run(watch())
+    assert page.logged == [("app/engine/0", 3)] * 4
+    assert bad.Logs.calls == 3
 
 
 @pytest.mark.parametrize(
@@ -135,6 +164,8 @@ def test_one_of_each_kind(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         (["gate=own_bad:begin"], r"a class \(\) with may_admit.*; it lacks may_admit"),
         (["observer=own_bad:Never"], "it lacks before, forwarded, after"),
         (["setup=own_bad:BAD_"], "cannot be loaded"),
+        (["stat_logger=own_bad:Never"], r"a class \(\) with log.*; it lacks log"),
+        (["format=own_bad:begin"], "must return a ToolFormat or a ReasoningFormat, got None"),
     ],
 )
 def test_what_is_refused_before_a_start(named: list[str], said: str, bad: Any) -> None:

@@ -1,8 +1,11 @@
 """Which rows of the tables a model writes, found by rendering its chat template."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.plugins import plugins
 from rayfin.deployments.text.chat_template import ThinkingSwitch
 from rayfin.deployments.text.messages import ContentFormat
 from rayfin.deployments.text.parsing.derive import derive_row
@@ -72,6 +75,7 @@ def detect(
     tool_guidance: ToolGuidance = "json",
     reasoning_field: ReasoningField = "both",
     content_format: Literal["auto", "string", "openai"] = "auto",
+    plugin: Sequence[str] | None = None,
 ) -> Detected:
     """Returns the formats that the template writes. Takes a tenth of a second.
 
@@ -82,9 +86,10 @@ def detect(
         tool_guidance: of calls that are free to be made.
         reasoning_field: of chat completions.
         content_format: what the template gets as content; "auto" finds out what it takes.
+        plugin: those of ``--plugin``; a format of theirs is taken in place of what is found.
 
     Raises:
-        InvalidConfig: there is no row of this name.
+        InvalidConfig: there is no row of this name, or a plugin returns none.
     """
     check_parsers(tool_parser, reasoning_parser)
     suffix = suffix_of(tokenizer.added_ids)
@@ -118,7 +123,26 @@ def detect(
     detected = Detected(tools, reasoning, as_text, content, writes, "", *settings, rules, switch)
     names = [name or NONE for name in detected.names]
     text = f"tool calls: {names[0]} ({why}); reasoning: {names[1]} ({thoughts_why})"
-    return replace(detected, why=text)
+    return with_plugins(replace(detected, why=text), plugin)
+
+
+def with_plugins(found: Detected, named: Sequence[str] | None) -> Detected:
+    """Returns ``found`` with the formats of ``--plugin`` in place of those that it has.
+
+    Raises:
+        InvalidConfig: a function returns no format.
+    """
+    for make in plugins(named, "format"):
+        row = make()
+        if isinstance(row, ToolFormat):
+            found = replace(found, tools=row, why=f"{found.why}; calls of a plugin: {row.name}")
+        elif isinstance(row, ReasoningFormat):
+            why = f"{found.why}; reasoning of a plugin: {row.name}"
+            found = replace(found, reasoning=row, why=why)
+        else:
+            message = f"plugin format must return a ToolFormat or a ReasoningFormat, got {row!r}"
+            raise InvalidConfig(message, "plugin")
+    return found
 
 
 def _find_tools(

@@ -1,6 +1,7 @@
 """A supervisor that replaces its scheduler, or has none: what it does meanwhile."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +60,25 @@ def test_runners_are_kept_until_their_next_scheduler_has_come(
     monkeypatch.setattr(engine, "_launch", launch)
     asyncio.run(repair())
     assert engine._generation == 1 and not failures
+
+
+def test_the_log_says_what_an_engine_waits_for(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "ROOM_SECONDS", 0.01)
+    monkeypatch.setattr(supervisor.ray, "cluster_resources", lambda: {"CPU": 1.0})
+    engine._args = EngineArgs(model="m", device="cuda")
+
+    async def start() -> None:
+        room = asyncio.get_running_loop().create_future()
+        waiting = asyncio.create_task(engine._wait_for_room(SimpleNamespace(ready=lambda: room)))
+        while not caplog.records:
+            await asyncio.sleep(0.01)
+        room.set_result(None)
+        await waiting
+
+    asyncio.run(start())
+    assert f"engine {NAME} waits for room" in caplog.text and "no node has GPU" in caplog.text
 
 
 def test_nobody_pings_after_a_repair_that_failed(
