@@ -99,7 +99,7 @@ class Supervisor:
         self.stats = EngineStats()  # at the last pulse
         set_up_plugins(tuple(args.plugin or ()))
         self._loggers = [
-            contained(own, "stat_logger") for own in plugins(args.plugin, "stat_logger")
+            contained(each, "stat_logger") for each in plugins(args.plugin, "stat_logger")
         ]
         self._watching: asyncio.Task[None] | None = None
         self._death = DeathWatch()
@@ -227,7 +227,7 @@ class Supervisor:
         if not ready.done():
             there = ray.cluster_resources()  # type: ignore[no-untyped-call]
             wanted = bundles(self._args)
-            lacking = sorted({name for own in wanted for name in own if name not in there})
+            lacking = sorted({name for bundle in wanted for name in bundle if name not in there})
             why = f"no node has {', '.join(lacking)}" if lacking else "others hold what is there"
             logger.warning("engine %s waits for room, bundles %s: %s", self.name, wanted, why)
         await ready
@@ -317,8 +317,8 @@ class Supervisor:
         else:
             self._missed = 0
             self.stats = stats
-            for own in self._loggers:
-                own.log(self.name, stats)
+            for each in self._loggers:
+                each.log(self.name, stats)
             self._generation = stats.generation
             if stats.seconds_since_tick > LOOP_STUCK_SECONDS:
                 return f"its loop has not turned for {stats.seconds_since_tick:.0f} s"

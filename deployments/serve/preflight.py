@@ -65,7 +65,7 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
     """
     for kind in CONTRACTS:
         plugins(args.plugin, kind)
-    if any(own.startswith("format=") for own in args.plugin or ()):
+    if any(name.startswith("format=") for name in args.plugin or ()):
         from rayfin.deployments.text.parsing.detect import Detected, with_plugins
 
         with_plugins(Detected(), args.plugin)

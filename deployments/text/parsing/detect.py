@@ -126,8 +126,8 @@ def detect(
     return with_plugins(replace(detected, why=text), plugin)
 
 
-def with_plugins(found: Detected, named: Sequence[str] | None) -> Detected:
-    """Returns ``found`` with the formats of ``--plugin`` in place of those that it has.
+def with_plugins(detected: Detected, named: Sequence[str] | None) -> Detected:
+    """Returns ``detected`` with the formats of ``--plugin`` in place of those that it has.
 
     Raises:
         InvalidConfig: a function returns no format.
@@ -135,14 +135,16 @@ def with_plugins(found: Detected, named: Sequence[str] | None) -> Detected:
     for make in plugins(named, "format"):
         row = make()
         if isinstance(row, ToolFormat):
-            found = replace(found, tools=row, why=f"{found.why}; calls of a plugin: {row.name}")
+            detected = replace(
+                detected, tools=row, why=f"{detected.why}; calls of a plugin: {row.name}"
+            )
         elif isinstance(row, ReasoningFormat):
-            why = f"{found.why}; reasoning of a plugin: {row.name}"
-            found = replace(found, reasoning=row, why=why)
+            why = f"{detected.why}; reasoning of a plugin: {row.name}"
+            detected = replace(detected, reasoning=row, why=why)
         else:
             message = f"plugin format must return a ToolFormat or a ReasoningFormat, got {row!r}"
             raise InvalidConfig(message, "plugin")
-    return found
+    return detected
 
 
 def _find_tools(
