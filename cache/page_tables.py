@@ -135,8 +135,9 @@ class PageTables:
         """
         if self.index is None:
             return
-        for page, (page_hash, tokens) in reversed(list(names.items())):
-            if self.index.add(page, page_hash, np.frombuffer(tokens, np.int32)):
+        for page, name in reversed(list(names.items())):
+            tokens = np.frombuffer(name.tokens, np.int32)
+            if self.index.add(page, name.page_hash, tokens, name.parent, name.keys):
                 self.pool.share(page)
                 self.pool.free(page)
                 self.num_cached += 1

@@ -9,7 +9,7 @@ the fixes of its advisories: no weak hash, and the page's tokens are compared on
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,14 @@ Tokens = npt.NDArray[np.int32]
 Digests: TypeAlias = npt.NDArray[np.uint64]
 """The first eight bytes of hashes: enough for who only guesses where pages are."""
 
-PageName: TypeAlias = tuple[bytes, bytes]
-"""What a full page holds: the hash of all tokens up to its end, and its own tokens as int32."""
+
+class PageName(NamedTuple):
+    """What a full page holds."""
+
+    page_hash: bytes  # of all tokens up to its end
+    tokens: bytes  # its own, as int32
+    parent: bytes | None = None  # the hash of the page before it
+    keys: tuple[str, ...] = ()  # the extra keys of its chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +49,13 @@ class HashChain:
         for key in extra_keys:  # length first: ("ab", "c") and ("a", "bc") differ
             encoded = key.encode()
             root.update(len(encoded).to_bytes(8, "big") + encoded)
-        self._root = root.digest()
+        self.root = root.digest()
         self.hashes: list[bytes] = []
 
     def extend(self, tokens: Tokens) -> None:
         """Hashes the pages that have become full; ``tokens`` is the whole sequence so far."""
         size = self._page_size
-        parent = self.hashes[-1] if self.hashes else self._root
+        parent = self.hashes[-1] if self.hashes else self.root
         for index in range(len(self.hashes), len(tokens) // size):
             page = np.ascontiguousarray(tokens[index * size : (index + 1) * size], np.int32)
             parent = sha256(parent + page.tobytes()).digest()
@@ -90,6 +96,7 @@ class PrefixIndex:
         self._page_of: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * num_pages
         self._tokens_of: Tokens = np.zeros((num_pages, page_size), np.int32)
+        self._before: list[tuple[bytes | None, tuple[str, ...]]] = [(None, ())] * num_pages
         self._changed: dict[int, None] = {}  # pages, since ``changes`` was last called
         self.observer: IndexObserver | None = None
 
@@ -141,13 +148,14 @@ class PrefixIndex:
         """Adds a full page, or returns False if another page with its tokens is in the index.
 
         Args:
-            parent, keys: for the observer alone: the hash of the page before it, and extra keys.
+            parent, keys: the hash of the page before it, and the extra keys of its chain.
         """
         if page_hash in self._page_of:
             return False
         self._page_of[page_hash] = page
         self._hash_of[page] = page_hash
         self._tokens_of[page] = tokens
+        self._before[page] = parent, keys
         self._changed[page] = None
         if self.observer is not None:
             self.observer.stored(page_hash, parent, tokens, keys)
@@ -175,7 +183,8 @@ class PrefixIndex:
             if (page_hash := self._hash_of[page]) is None:
                 dropped.append(page)
             else:
-                named[page] = page_hash, self._tokens_of[page].tobytes()
+                tokens = self._tokens_of[page].tobytes()
+                named[page] = PageName(page_hash, tokens, *self._before[page])
         self._changed.clear()
         return NameChanges(named, dropped)
 

@@ -25,6 +25,7 @@ from rayfin.actors.metric import (
     metrics_of,
 )
 from rayfin.actors.metrics.ledger import RESTARTS, CounterReport, Value
+from rayfin.actors.settings.kv_events import KVEventSource
 from rayfin.actors.speculation import MOST_TOKENS
 from rayfin.actors.weights.version import BASE_LABEL
 
@@ -216,6 +217,8 @@ class EngineStats:
     prompt_seconds: float = 0.0
     # And in which their pages are read from an engine, by its name; "": one not read from yet.
     read_seconds: dict[str, float] = field(default_factory=dict)
+    # Where readers find the events of its pages.
+    kv_events: KVEventSource | None = None
     # Values of CACHE_LABELS.
     cache_config: tuple[str, ...] = ()
 

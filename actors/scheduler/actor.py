@@ -59,7 +59,7 @@ from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.executor import Executor
 from rayfin.actors.scheduler.faults.runner_pinger import RunnerPinger
 from rayfin.actors.scheduler.inbox import WAKE, ClientLinks, ClientMessage, EngineCall
-from rayfin.actors.scheduler.kv_events import start_kv_events
+from rayfin.actors.scheduler.kv_events import EventSockets, make_kv_events
 from rayfin.actors.scheduler.page_tier import request_to_warm
 from rayfin.actors.scheduler.profiled_executor import profiled
 from rayfin.actors.scheduler.runner_group import RunnerGroup
@@ -161,6 +161,7 @@ class SchedulerActor:
         self._desk: WeightDesk | None = None
         self._group: RunnerGroup | None = None
         self._executor: Executor | None = None  # the group, as the engine sees it
+        self._kv_events: EventSockets | None = None
         self._failure: str | None = None
         self._ticked = time.monotonic()
         self._leaving = False
@@ -206,9 +207,13 @@ class SchedulerActor:
             self._executor = profiled(self._group, start.args.profile_dir)
             engine = Engine(self._group.start(), self._executor)
             tables = engine.lifecycle.state.tables
-            tables.restore(self._group.names)
             events = read_kv_events(start.args.kv_events_config)
-            start_kv_events(events, self._name, tables.page_size, tables.index)
+            host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+            about = events, self._name, tables.page_size, tables.index, host
+            self._kv_events = make_kv_events(*about)
+            tables.restore(self._group.names)
+            if self._kv_events is not None:
+                self._kv_events.start()
             engine.updates.begin(self._group.version)
             self._desk, self._engine = desk, engine
             try:
@@ -487,6 +492,8 @@ class SchedulerActor:
         if self._group is not None:
             stats.generation = self._group.generation
             stats.spare_runners = self._group.spares.num_ready
+        if self._kv_events is not None:
+            stats.kv_events = self._kv_events.source
         return stats
 
     def _info(self) -> EngineInfo:

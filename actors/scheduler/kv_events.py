@@ -21,7 +21,7 @@ import msgpack
 
 from rayfin.actors.adapters.part import UNNAMED
 from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.settings.kv_events import KVEventsConfig
+from rayfin.actors.settings.kv_events import KVEventsConfig, KVEventSource
 from rayfin.actors.timing import KV_EVENTS_AGAIN_SECONDS, KV_EVENTS_POLL_SECONDS
 from rayfin.cache.prefix_index import PrefixIndex, Tokens
 
@@ -164,30 +164,39 @@ def _name(page_hash: bytes | None) -> int | None:
 
 
 class EventSockets(threading.Thread):
-    """The thread that sends ``events``, and answers readers that have missed some."""
+    """The thread that sends ``events``, and answers readers that have missed some.
 
-    def __init__(self, config: KVEventsConfig, events: PageEvents, engine: int) -> None:
+    Args:
+        host: that readers on other machines find this one by.
+    """
+
+    def __init__(
+        self, config: KVEventsConfig, events: PageEvents, engine: int, host: str = "localhost"
+    ) -> None:
         super().__init__(name="kv events", daemon=True)
         import zmq
 
         self._zmq, self._config, self._events = zmq, config, events
-        self._engine = engine
+        self._engine, self._host = engine, host
         self._ends = threading.Event()
+        self.source: KVEventSource | None = None  # once readers can connect; for any thread
 
     def run(self) -> None:
         """Sends until ``close``."""
-        zmq, config = self._zmq, self._config
+        zmq, config, again = self._zmq, self._config, None
         with zmq.Context() as context, context.socket(zmq.PUB) as pub:
             pub.set(zmq.LINGER, 0)
             pub.set_hwm(config.hwm)
             if "*" in config.endpoint or not config.endpoint.startswith("tcp"):
-                self._bind(pub, config.endpoint)
+                place = self._bind(pub, config.endpoint)
             else:
-                pub.connect(_at(config.endpoint, self._engine))
+                place = _at(config.endpoint, self._engine)
+                pub.connect(place)
             replay = context.socket(zmq.ROUTER)
             replay.set(zmq.LINGER, 0)
             if config.replay_endpoint is not None:
-                self._bind(replay, config.replay_endpoint)
+                again = self._bind(replay, config.replay_endpoint)
+            self.source = KVEventSource(self._engine, place, again, config.topic)
             with replay:
                 self._serve(pub, replay)
 
@@ -195,16 +204,22 @@ class EventSockets(threading.Thread):
         """Ends the thread."""
         self._ends.set()
 
-    def _bind(self, socket: Any, endpoint: str) -> None:
-        """Binds, once the scheduler before this one is gone; pages are served meanwhile."""
+    def _bind(self, socket: Any, endpoint: str) -> str:
+        """Binds, once the scheduler before this one is gone; pages are served meanwhile.
+
+        Returns:
+            Where readers find it.
+        """
+        place = _at(endpoint, self._engine)
         while not self._ends.is_set():
             try:
-                socket.bind(_at(endpoint, self._engine))
-                return
+                socket.bind(place)
+                bound: str = socket.get(self._zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+                return bound.replace("//0.0.0.0:", f"//{self._host}:")
             except self._zmq.ZMQError as error:
-                place = _at(endpoint, self._engine)
                 logger.warning("kv_events_config: %s cannot be bound: %s", place, error)
                 self._ends.wait(1.0)
+        return place
 
     def _serve(self, pub: Any, replay: Any) -> None:
         topic = self._config.topic.encode()
@@ -234,20 +249,22 @@ def number_of(name: str) -> int:
 
 
 def _at(endpoint: str, engine: int) -> str:
-    """Where engine ``engine`` is: its number is added to the port, or to another name."""
-    if not engine or not endpoint.startswith("tcp"):
+    """Where engine ``engine`` is: its number is added to the port, or to another name. Port 0 is
+    any for each."""
+    if not engine or not endpoint.startswith("tcp") or endpoint.endswith(":0"):
         return f"{endpoint}_{engine}" if engine else endpoint
     place, _, port = endpoint.rpartition(":")
     return f"{place}:{int(port) + engine}"
 
 
-def start_kv_events(
-    config: KVEventsConfig, name: str, page_size: int, index: PrefixIndex | None
+def make_kv_events(
+    config: KVEventsConfig, name: str, page_size: int, index: PrefixIndex | None, host: str
 ) -> EventSockets | None:
-    """Sends what ``index`` has from now on, if ``config`` asks for it.
+    """Notes what ``index`` gets from now on, if ``config`` asks for it; ``start`` sends it.
 
     Args:
         name: of the engine; the number at its end is added to the ports.
+        host: where this machine is found.
 
     Raises:
         InvalidConfig: there is no prefix cache.
@@ -258,7 +275,5 @@ def start_kv_events(
         raise InvalidConfig("kv_events_config needs a prefix cache", "kv_events_config")
     engine = number_of(name)
     events = PageEvents(config, page_size, engine, time.time())
-    sockets = EventSockets(config, events, engine)
     index.observer = events
-    sockets.start()
-    return sockets
+    return EventSockets(config, events, engine, host)

@@ -8,7 +8,17 @@ from typing import Any
 
 from rayfin.actors.errors import InvalidConfig
 
-ENDPOINT = re.compile(r"tcp://[^\s/]+:[1-9]\d{0,4}|(ipc|inproc)://\S+")
+ENDPOINT = re.compile(r"tcp://[^\s/]+:\d{1,5}|(ipc|inproc)://\S+")
+
+
+@dataclass(frozen=True, slots=True)
+class KVEventSource:
+    """Where readers find the events of an engine, as vLLM's ``/kv_event_sources`` says it."""
+
+    data_parallel_rank: int
+    endpoint: str
+    replay_endpoint: str | None
+    topic: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +27,8 @@ class KVEventsConfig:
 
     enable_kv_cache_events: bool = False
     publisher: str | None = None  # "zmq", or "null" for none; None: zmq if it is enabled
-    endpoint: str = "tcp://*:5557"  # of the first engine; another adds its number to the port
+    # Of the first engine; another adds its number to the port. Port 0 is any that is free.
+    endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
     buffer_steps: int = 10_000  # batches that can be replayed
     hwm: int = 100_000  # batches that wait for a reader that is slow, before some are dropped
@@ -51,6 +62,8 @@ def read_kv_events(config: Mapping[str, Any] | None) -> KVEventsConfig:
             _refuse(f"{key} must be at least 1, got {value}")
         if key.endswith("endpoint") and value is not None and not ENDPOINT.fullmatch(value):
             _refuse(f"{key} must be like tcp://*:5557, with a port, got {value!r}")
+        if key == "endpoint" and "*" not in value and value.endswith(":0"):
+            _refuse(f"{key} is connected to without a *, so its port cannot be 0, got {value!r}")
     read = KVEventsConfig(**given)
     if read.publisher not in (None, "zmq", "null"):
         _refuse(f"publisher must be zmq or null, got {read.publisher!r}")

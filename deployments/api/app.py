@@ -3,6 +3,8 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -271,6 +273,13 @@ def add_status_routes(app: FastAPI, models: ServedModels) -> None:
     @app.get("/load")
     async def load() -> dict[str, int]:
         return {"server_load": models.first.load.in_flight}
+
+    @app.get("/kv_event_sources")
+    async def kv_event_sources() -> list[dict[str, Any]]:
+        """Returns where the engines of all models send events of their pages."""
+        reports = [each for model in models.services for each in await model.client.engines()]
+        sources = [each.stats.kv_events for each in reports]
+        return [asdict(source) for source in sources if source is not None]
 
     @app.get("/version")
     async def version() -> dict[str, str]:

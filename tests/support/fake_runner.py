@@ -12,6 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import pairwise
 from operator import itemgetter
 
@@ -49,6 +50,7 @@ from rayfin.actors.parts import Need, first_of
 from rayfin.actors.runner.page_names import PageNames
 from rayfin.actors.speculation import DraftUsage
 from rayfin.actors.weights.version import WeightVersion
+from rayfin.cache.prefix_index import HashChain
 from step_checks import check_form, check_limits, check_parts
 
 UNWRITTEN = -7  # a slot of a page not written since it was allocated
@@ -161,8 +163,8 @@ class FakeExecutor:
         """An engine has all that pages here have names for."""
         self.transfers = [own for own in self.transfers if not own.done()]  # some bring names
         pages = self.peers.setdefault(engine, fake_folder()).of(self.digest).pages
-        for page, (page_hash, tokens) in self.names.all().items():
-            pages[page_hash] = np.frombuffer(tokens, np.int32), self.content(page)
+        for page, name in self.names.all().items():
+            pages[name.page_hash] = np.frombuffer(name.tokens, np.int32), self.content(page)
 
     @property
     def next_prepared(self) -> float:
@@ -225,8 +227,10 @@ class FakeExecutor:
 
     def check_names(self) -> None:
         """M1: a page that has a name holds what the name says, of the weights that there are."""
-        for page, (_, tokens) in self.names.all().items():
-            held = np.frombuffer(tokens, np.int32)
+        for page, name in self.names.all().items():
+            held = np.frombuffer(name.tokens, np.int32)
+            before = name.parent or HashChain(len(held), name.keys).root
+            assert sha256(before + name.tokens).digest() == name.page_hash, "another page before it"
             differ = set((self._memory[page] ^ held).tolist())
             assert len(differ) == 1, "other tokens in a page that has a name"
             assert (self._made[page] == self.version).all(), "a name of other weights"

@@ -19,7 +19,7 @@ SIZE = 4
 
 
 def name(number: int) -> PageName:
-    return bytes([number]) * 32, np.full(SIZE, number, np.int32).tobytes()
+    return PageName(bytes([number]) * 32, np.full(SIZE, number, np.int32).tobytes())
 
 
 class Steps:
@@ -51,7 +51,7 @@ class Steps:
 
     @property
     def known(self) -> dict[int, int]:
-        return {page: page_hash[0] for page, (page_hash, _) in self.names.all().items()}
+        return {page: own.page_hash[0] for page, own in self.names.all().items()}
 
 
 @pytest.fixture

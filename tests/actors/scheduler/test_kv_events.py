@@ -13,10 +13,11 @@ import pytest
 from event_reader import EventReader
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.scheduler.kv_events import EventSockets, PageEvents, number_of, start_kv_events
+from rayfin.actors.scheduler.kv_events import EventSockets, PageEvents, make_kv_events, number_of
 from rayfin.actors.settings import kv_events
-from rayfin.actors.settings.kv_events import KVEventsConfig, read_kv_events
+from rayfin.actors.settings.kv_events import KVEventsConfig, KVEventSource, read_kv_events
 from rayfin.actors.timing import KV_EVENTS_AGAIN_SECONDS
+from rayfin.cache.page_tables import PageTables
 from rayfin.cache.prefix_index import HashChain, PrefixIndex
 
 PAGE = 4
@@ -126,7 +127,7 @@ def test_extra_keys_are_sent() -> None:
 @pytest.mark.parametrize(
     ("config", "word"),
     [
-        ({"endpoint": "tcp://*:0"}, "endpoint"),
+        ({"endpoint": "tcp://router:0"}, "endpoint"),
         ({"replay_endpoint": "5558"}, "replay_endpoint"),
         ({"buffer_steps": 0}, "buffer_steps"),
         ({"enable_kv_cache_events": 1}, "enable_kv_cache_events"),
@@ -154,9 +155,37 @@ def test_vllms_settings_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read = read_kv_events(json.loads(text))
     assert read.enabled and (read.topic, read.hwm) == ("kv@pod@m", 9)
     assert not read_kv_events(None).enabled
-    assert start_kv_events(read_kv_events(None), "a/engine/1", PAGE, None) is None
+    assert make_kv_events(read_kv_events(None), "a/engine/1", PAGE, None, "h") is None
     with pytest.raises(InvalidConfig, match="prefix cache"):
-        start_kv_events(read, "a/engine/1", PAGE, None)
+        make_kv_events(read, "a/engine/1", PAGE, None, "h")
+
+
+def test_pages_of_the_scheduler_before_are_sent_behind_those_before_them() -> None:
+    """Also those with extra keys, and those whose first page is gone."""
+    before = PrefixIndex(8, PAGE)
+    right: dict[int, tuple[int | None, tuple[int, ...]]] = {}
+    for start, keys in ((0, ()), (4, ("salt",))):
+        chain, tokens = HashChain(PAGE, keys), np.arange(4 * PAGE, dtype=np.int32)
+        chain.extend(tokens)
+        parents = [None, *chain.hashes]
+        for number, (own, parent) in enumerate(zip(chain.hashes, parents, strict=False)):
+            its = tokens[number * PAGE :][:PAGE]
+            before.add(start + number, own, its, parent, keys)
+            above = None if parent is None else int.from_bytes(parent[-8:], "big")
+            right[int.from_bytes(own[-8:], "big")] = above, tuple(its.tolist())
+    gone = before.hashes()[0]
+    before.drop(0)
+    del right[int.from_bytes(gone[-8:], "big")]
+    changes = before.changes()
+    assert changes is not None
+    tables, reader = PageTables(2, 8, PAGE, prefix_caching=True), EventReader()
+    assert tables.index is not None
+    events = tables.index.observer = PageEvents(ON, PAGE, 0, 0.0)
+    tables.restore(changes.named)
+    [(number, batch)] = events.messages(0.0)
+    assert reader.read(number, batch) and reader.pages == right
+    stored = msgpack.unpackb(batch)[1][1:]
+    assert [[None] * 3, [["salt"]] * 4] == sorted((own["extra_keys"] for own in stored), key=len)
 
 
 def test_each_engine_has_a_number() -> None:
@@ -167,13 +196,18 @@ def test_each_engine_has_a_number() -> None:
 def test_over_sockets(tmp_path: Any) -> None:
     """A reader that joins late asks for what it has missed, and then hears the rest."""
     zmq = pytest.importorskip("zmq")
-    place = f"ipc://{tmp_path}/"
-    config = replace(ON, endpoint=place + "pub", replay_endpoint=place + "replay", topic="kv@a")
+    again = f"ipc://{tmp_path}/replay"
+    config = replace(ON, endpoint="tcp://*:0", replay_endpoint=again, topic="kv@a")
     events = PageEvents(config, PAGE, 0, time.time())
     pages, reader = Pages(events), EventReader()
     pages.add(0, 1)
-    sockets = EventSockets(config, events, 0)
+    sockets = EventSockets(config, events, 0, "127.0.0.1")
     sockets.start()
+    while sockets.source is None:
+        time.sleep(0.001)
+    place = sockets.source.endpoint
+    assert place.startswith("tcp://127.0.0.1:") and not place.endswith(":0")
+    assert sockets.source == KVEventSource(0, place, again, "kv@a")
     with (
         zmq.Context() as context,
         context.socket(zmq.SUB) as sub,
@@ -182,9 +216,9 @@ def test_over_sockets(tmp_path: Any) -> None:
         for socket in (sub, ask):
             socket.set(zmq.RCVTIMEO, 20_000)
             socket.set(zmq.LINGER, 0)
-        sub.connect(place + "pub")
+        sub.connect(place)
         sub.subscribe("kv@")
-        ask.connect(place + "replay")
+        ask.connect(again)
         while not reader.pages:
             ask.send_multipart([b"", (0).to_bytes(8, "big")])
             _, topic, number, batch = ask.recv_multipart()

@@ -247,7 +247,7 @@ def test_the_pages_of_the_last_request_have_names(h: Any) -> None:
     stream = h.add([9] * 21, 12)
     h.run()
     h.executor.share_pages("other")
-    named = {tokens for _, tokens in h.executor.names.all().values()}
+    named = {name.tokens for name in h.executor.names.all().values()}
     whole = np.array([9] * 21 + stream.tokens[:-1], np.int32)
     assert {whole[at : at + 4].tobytes() for at in range(0, 32, 4)} <= named
     h.executor.check_names()

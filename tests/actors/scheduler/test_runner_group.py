@@ -14,6 +14,7 @@ from rayfin.actors.messages import SchedulerInfo, StepResult
 from rayfin.actors.runner.actor import Adoption
 from rayfin.actors.scheduler import runner_group as group
 from rayfin.actors.weights.version import WeightVersion
+from rayfin.cache.prefix_index import PageName
 
 LOST = ActorUnavailableError("The actor is temporarily unavailable", None)
 GAP = RayTaskError("execute", "", StepMissing("step 1 has come, and 0 has not"))
@@ -225,13 +226,14 @@ def test_ranks_that_wait_for_others_are_pinged(
 def test_names_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One may have run a step that another has not."""
     own = group.RunnerGroup(EngineArgs(), "e")
-    names = [{0: (b"a", b""), 1: (b"b", b""), 2: (b"c", b"")}, {0: (b"a", b""), 1: (b"x", b"")}]
+    a, b, c, x = (PageName(word, b"") for word in (b"a", b"b", b"c", b"x"))
+    names = [{0: a, 1: b, 2: c}, {0: a, 1: x}]
     answers: list[Any] = [Adoption("config", 1, WeightVersion(), named) for named in names]  # type: ignore[arg-type]
     monkeypatch.setattr(own, "_find_runners", lambda: setattr(own, "_runners", own._names))
     monkeypatch.setattr(own, "_on_all", lambda method, *arguments: method)
     monkeypatch.setattr(own, "wait", lambda asked, *_: answers if asked == "adopt" else [])
     assert own._adopt() is answers[0]
-    assert own.names == {0: (b"a", b"")}
+    assert own.names == {0: a}
 
 
 def test_adopted_runners_that_cannot_turn_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

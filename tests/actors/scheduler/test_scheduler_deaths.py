@@ -20,6 +20,7 @@ from harness import Harness, make_harness
 from rayfin.actors.errors import RequestFailed
 from rayfin.actors.messages import Command
 from rayfin.cache.page_tables import PageTables
+from rayfin.cache.prefix_index import PageName
 
 Make = Callable[..., Any]
 PROMPT = [(11 * i + i * i // 5) % 50 for i in range(21)]
@@ -98,7 +99,7 @@ def test_pages_of_a_row_that_failed_have_no_name(harness: Make) -> None:
 
 def test_the_end_of_a_prompt_is_reused_first() -> None:
     tables = PageTables(2, 6, 4, prefix_caching=True)
-    tables.restore({page: (bytes([page]) * 32, bytes(16)) for page in (4, 1, 3)})
+    tables.restore({page: PageName(bytes([page]) * 32, bytes(16)) for page in (4, 1, 3)})
     tables.check_integrity()
     assert tables.num_cached == 3
     assert [tables.pool.allocate(1) for _ in range(6)] == [[0], [2], [5], [3], [1], [4]]

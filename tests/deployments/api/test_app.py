@@ -19,9 +19,12 @@ from rayfin.actors.errors import (
     Overloaded,
     RequestFailed,
 )
+from rayfin.actors.metrics.engine_stats import EngineStats
+from rayfin.actors.settings.kv_events import KVEventSource
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.api.responses.store import ResponseStore
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
+from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.guidance.compile_check import InlineChecker
 from rayfin.deployments.http.keys import ApiKeys
@@ -53,6 +56,15 @@ async def test_small_endpoints(http: httpx.AsyncClient) -> None:
     assert "version" in (await http.get("/version")).json()
     assert (await http.get("/metrics")).text == "rayfin_steps_total 7\n"
     assert "/v1/completions" in (await http.get("/")).json()["endpoints"]
+
+
+async def test_event_sources(http: httpx.AsyncClient, engine: Any) -> None:
+    assert (await http.get("/kv_event_sources")).json() == []
+    source = {"data_parallel_rank": 1, "endpoint": "tcp://10.0.0.1:5558"}
+    source |= {"replay_endpoint": None, "topic": "kv@a"}
+    stats = [EngineStats(), EngineStats(kv_events=KVEventSource(**source))]
+    engine.reports = [EngineReport.of(str(label), "e", each) for label, each in enumerate(stats)]
+    assert (await http.get("/kv_event_sources")).json() == [source]
 
 
 @pytest.mark.parametrize("keys", [None, ["secret"]])

@@ -20,6 +20,7 @@ from rayfin.actors.runner.pages.records import head_of
 from rayfin.actors.runner.pages.transfers import PageTransfers
 from rayfin.actors.transport.channel import Acceptor, connect
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
+from rayfin.cache.prefix_index import PageName
 
 PAGES, SIZE = 8, 2
 HASHES = [sha256(bytes([number])).digest() for number in range(PAGES)]
@@ -52,7 +53,7 @@ class Runner:
         for tensor in self.tensors:
             tensor.copy_(torch.randint(0, 120, tensor.shape, dtype=torch.uint8))
         for number in numbers:
-            name = HASHES[number], TOKENS[number].tobytes()
+            name = PageName(HASHES[number], TOKENS[number].tobytes())
             self.names._names[number] = name
             self.names._pages[HASHES[number]] = number, name
 
@@ -136,7 +137,7 @@ def test_a_page_that_changes_while_it_is_copied(
         copied = content(page, epoch)
         if page == 1:
             source.names.overwritten(np.array([1], np.int32))
-            name = HASHES[1], TOKENS[1].tobytes()
+            name = PageName(HASHES[1], TOKENS[1].tobytes())
             source.names._names[1] = name
             source.names._pages[HASHES[1]] = 1, name
         return copied
@@ -272,7 +273,7 @@ def test_an_engine_with_wrong_pages_is_barred() -> None:
         return source.server.address()
 
     reader = Runner(ask)
-    name = HASHES[1], TOKENS[2].tobytes()  # another page's tokens
+    name = PageName(HASHES[1], TOKENS[2].tobytes())  # another page's tokens
     source.names._names[1], source.names._pages[HASHES[1]] = name, (1, name)
     assert [reader.read([3, 4], [0, 1]) for _ in range(5)] == [1, 1, 1, 0, 0]
     assert len(asked) == 3
