@@ -5,15 +5,19 @@
 Prints seconds of a session with ``--sessions off`` (least recently used pages), and with ``on`` as
 shares of those. The formula of a step's time has attention: late tokens of a prompt are dear.
 Pressure is what all open contexts take, at their mean, by the pages there are.
+
+``--chats N``: N people chat beside the agents; their p95 is of whole answers. ``--small N``: the
+first N agents are a tenant, the others another one; then ``fcfs`` stands beside ``fair``.
 """
 
 import argparse
 import itertools
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
 import numpy as np
-from core_clock import Outcome, StepTime, Visit, make_config, random_tokens, run
+from core_clock import StepTime, Visit, make_config, random_tokens, run
 
 from rayfin.actors.messages import SchedulerInfo, SessionRef
 from rayfin.deployments.bench.agents import (
@@ -22,6 +26,7 @@ from rayfin.deployments.bench.agents import (
     AgentFigures,
     AgentLoad,
     AgentPlan,
+    AgentSession,
     AgentTurn,
     agent_figures,
 )
@@ -66,20 +71,39 @@ SHAPES = {
 }
 
 
-def visit_of(turn: AgentTurn, tokens: np.random.Generator, *, named: bool) -> Visit:
-    """The request of a turn: its session's context so far, and new tokens."""
+CHAT_PROMPT, CHAT_OUTPUT, CHAT_PAUSE = 400, 80, 20.0
+"""Tokens, unscaled, of a chat's one turn, and mean seconds until the same person's next one."""
+
+
+def visit_of(turn: AgentTurn, tokens: np.random.Generator, *, named: bool, small: int = 0) -> Visit:
+    """The request of a turn: its session's context so far, and new tokens.
+
+    Args:
+        small: how many agents are of the first tenant.
+    """
     session, parent = turn.session, turn.session.parent
     added = random_tokens(tokens, turn.added)
     whole = added if session.content is None else np.concatenate([session.content, added])
     session.content = whole
     name = SessionRef(session.name, parent="" if parent is None else parent.name)
-    return Visit(turn.at, whole, turn.output, session=name if named else None)
+    return Visit(turn.at, whole, turn.output, name if named else None, tenant_of(session, small))
+
+
+def tenant_of(session: AgentSession, small: int) -> str:
+    """The tenant of a session's agent."""
+    return "small" if int(session.name.split("-")[1]) < small else ""
 
 
 def measure(
-    shape: Shape, pressure: float, *, sessions: bool, seed: int, options: argparse.Namespace
-) -> tuple[AgentFigures, Outcome]:
-    """One run."""
+    shape: Shape,
+    pressure: float,
+    *,
+    sessions: bool,
+    seed: int,
+    options: argparse.Namespace,
+    policy: Literal["fcfs", "fair"] = "fcfs",
+) -> tuple[AgentFigures, dict[str, float]]:
+    """One run; its figures, and p95 of chats, and mean seconds of the small tenant's sessions."""
     profile = PROFILES[shape.profile]
     plan = AgentPlan(
         profile=profile,
@@ -93,11 +117,20 @@ def measure(
     tokens = np.random.default_rng(seed)
 
     def visit(turn: AgentTurn) -> Visit:
-        each = visit_of(turn, tokens, named=not options.nameless)
+        named, small = not options.nameless, options.small
+        each = visit_of(turn, tokens, named=named, small=small)
         turns[id(each)] = turn
         return each
 
+    def chat(now: float) -> Visit:
+        at = now + tokens.exponential(CHAT_PAUSE)
+        prompt = random_tokens(tokens, max(1, int(CHAT_PROMPT * shape.scale)))
+        return Visit(at, prompt, max(1, int(CHAT_OUTPUT * shape.scale)))
+
     def answered(each: Visit) -> list[Visit]:
+        if id(each) not in turns:
+            going = any(session.ended is None for session in load.sessions)
+            return [chat(each.times[-1])] if going else []
         turn = turns[id(each)]
         turn.session.content = np.append(each.prompt, np.full(turn.output, 7, np.int32))
         return [visit(another) for another in load.answered(turn, each.times[-1])]
@@ -114,30 +147,45 @@ def measure(
         sessions=sessions,
     )
     outcome = run(
-        replace(config, page_size=shape.page_size),
-        [visit(turn) for turn in load.start()],
+        replace(config, page_size=shape.page_size, policy=policy),
+        [*map(visit, load.start()), *(chat(0.0) for _ in range(options.chats))],
         time=shape.scaled_time(),
         then=answered,
     )
-    waits = [(turns[id(each)].session.asked == 1, each.ttft) for each in outcome.visits]
-    cached = sum(each.cached_tokens for each in outcome.visits)
-    prompts = sum(len(each.prompt) for each in outcome.visits)
-    return agent_figures(load, waits, cached / prompts, outcome.seconds), outcome
-
-
-def mean_of(figures: list[AgentFigures], name: str) -> float:
-    return statistics.fmean(getattr(each, name) for each in figures)
+    asked = [each for each in outcome.visits if id(each) in turns]
+    waits = [(turns[id(each)].session.asked == 1, each.ttft) for each in asked]
+    cached = sum(each.cached_tokens for each in asked)
+    prompts = sum(len(each.prompt) for each in asked)
+    beside: dict[str, float] = {}
+    if chats := sorted(each.latency for each in outcome.visits if id(each) not in turns):
+        beside["chats_p95"] = chats[int(0.95 * len(chats))]
+    if its := [
+        session.ended - session.started
+        for session in load.sessions
+        if session.ended is not None and tenant_of(session, options.small)
+    ]:
+        beside["small_mean"] = statistics.fmean(its)
+    return agent_figures(load, waits, cached / prompts, outcome.seconds), beside
 
 
 def compare(shape: Shape, pressure: float, options: argparse.Namespace) -> str:
-    """A row of the table: off in seconds, on as shares."""
-    runs: dict[bool, list[AgentFigures]] = {False: [], True: []}
+    """A row of the table: off in seconds, on as shares; with two tenants fcfs, and fair."""
+    runs: dict[bool, list[dict[str, float]]] = {False: [], True: []}
     for seed, on in itertools.product(range(options.seeds), (False, True)):
-        figures, _ = measure(shape, pressure, sessions=on, seed=seed, options=options)
-        runs[on].append(figures)
+        two = options.small > 0
+        figures, beside = measure(
+            shape,
+            pressure,
+            sessions=on or two,
+            seed=seed,
+            options=options,
+            policy="fair" if on and two else "fcfs",
+        )
+        runs[on].append(asdict(figures) | beside)
     cells = [f"{pressure:4.1f}x"]
-    for name in ("mean", "p95", "longest_wait", "cached", "seconds"):
-        off, on_ = mean_of(runs[False], name), mean_of(runs[True], name)
+    shown = ("mean", "p95", "longest_wait", "cached", "seconds", "chats_p95", "small_mean")
+    for name in (name for name in shown if name in runs[True][0]):
+        off, on_ = (statistics.fmean(run[name] for run in runs[on]) for on in (False, True))
         cells.append(f"{name} {off:.2f} -> {on_:.2f} ({on_ / max(off, 1e-9):.3f})")
     return " | ".join(cells)
 
@@ -149,6 +197,8 @@ def main() -> None:
     parser.add_argument("--pauses", choices=PAUSES, default="mixed")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--sessions", type=int, default=3, help="of each agent")
+    parser.add_argument("--chats", type=int, default=0, help="people who chat beside the agents")
+    parser.add_argument("--small", type=int, default=0, help="agents of a tenant of their own")
     parser.add_argument("--nameless", action="store_true", help="requests name no session")
     options = parser.parse_args()
     for pressure in options.pressure:

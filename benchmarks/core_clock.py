@@ -104,6 +104,7 @@ class Visit:
     prompt: Int32Array
     max_tokens: int
     session: SessionRef | None = None
+    tenant: str = ""
     times: list[float] = field(default_factory=list)  # of each token
     cached_tokens: int = 0
 
@@ -192,13 +193,11 @@ def make_config(
     )
 
 
-def make_request(
-    key: int, prompt: Int32Array, max_tokens: int, session: SessionRef | None = None
-) -> EngineRequest:
+def make_request(key: int, prompt: Int32Array, max_tokens: int, **more: Any) -> EngineRequest:
     """A greedy request that has a stop token and ends by its length."""
     stop = frozenset([2])
     stopping = StopRules(max_tokens, stop, stop)
-    return EngineRequest(str(key), prompt, Sampling(), stopping, key=key, session=session)
+    return EngineRequest(str(key), prompt, Sampling(), stopping, key=key, **more)
 
 
 def run(
@@ -220,7 +219,8 @@ def run(
             executor.clock = max(executor.clock, pending[0][0])
         while pending and pending[0][0] <= executor.clock:
             visit = heapq.heappop(pending)[2]
-            engine.add(make_request(len(served), visit.prompt, visit.max_tokens, visit.session))
+            more = {"session": visit.session, "tenant": visit.tenant}
+            engine.add(make_request(len(served), visit.prompt, visit.max_tokens, **more))
             served.append(visit)
         if engine.has_work and not engine.has_steps:  # all wait for seats
             woken = executor.clock + LOBBY_TICK_SECONDS

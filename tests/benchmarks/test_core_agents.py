@@ -14,7 +14,7 @@ SMALL = replace(SHAPES["cores"], agents=6, scale=1 / 8, page_size=4)
 def figures(
     pressure: float, *, sessions: bool, pauses: str = "mixed", nameless: bool = False
 ) -> AgentFigures:
-    options = Namespace(pauses=pauses, sessions=2, nameless=nameless)
+    options = Namespace(pauses=pauses, sessions=2, nameless=nameless, chats=0, small=0)
     return measure(SMALL, pressure, sessions=sessions, seed=1, options=options)[0]
 
 
