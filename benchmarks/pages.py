@@ -61,7 +61,9 @@ class Pinned(PrefixAware):
         self.hint: PagesAt | None = None
 
     def pick(self, request: EngineRequest, candidates: Sequence[Candidate]) -> Candidate:
-        chosen = next((own for own in candidates if own.name == self.home), candidates[0])
+        chosen = next(
+            (candidate for candidate in candidates if candidate.name == self.home), candidates[0]
+        )
         request.pages_at = self.hint
         return chosen
 
@@ -163,8 +165,8 @@ async def measure_misses(options: argparse.Namespace, app: str) -> None:
         taken: dict[bool, list[float]] = {False: [], True: []}
         router.home, router.hint = first, None
         busy = [stream(SHORT, 3000) for _ in range(streams)]
-        tasks = [asyncio.create_task(own.run(pool)) for own in busy]
-        while not all(own.times for own in busy):
+        tasks = [asyncio.create_task(stream.run(pool)) for stream in busy]
+        while not all(stream.times for stream in busy):
             await asyncio.sleep(0.01)
         for _ in range(options.rounds):
             for reads in (False, True):
@@ -204,8 +206,8 @@ async def measure_drains(options: argparse.Namespace, app: str) -> None:
             streams = [
                 stream(options.prompt_tokens, options.length) for _ in range(options.streams)
             ]
-            tasks = [asyncio.create_task(own.run(pool)) for own in streams]
-            while not all(own.tokens > 20 for own in streams):
+            tasks = [asyncio.create_task(stream.run(pool)) for stream in streams]
+            while not all(stream.tokens > 20 for stream in streams):
                 await asyncio.sleep(0.01)
             before, began = stats_of(home, app), time.perf_counter()
             router.home = home
@@ -221,7 +223,7 @@ async def measure_drains(options: argparse.Namespace, app: str) -> None:
             again = (after.prefix_queries - before.prefix_queries) - (
                 after.prefix_hits - before.prefix_hits
             )
-            gap = max(max(own.gaps(began - 1.0)) for own in streams)
+            gap = max(max(stream.gaps(began - 1.0)) for stream in streams)
             what = "moved" if moves else "computed"
             row = f"{gap:.2f} | {again / options.streams:.0f} | {empty:.1f}"
             print(f"| {what} | {row} |", flush=True)
@@ -242,10 +244,10 @@ class Load:
 
     def row(self) -> str:
         every = [*self.streams, *self.long]
-        gaps = [gap for own in every for gap in own.gaps()]
-        ttfts = [own.ttft for own in self.long if own.times]
+        gaps = [gap for stream in every for gap in stream.gaps()]
+        ttfts = [stream.ttft for stream in self.long if stream.times]
         ttft = f"{median(ttfts):.2f}" if ttfts else "-"
-        rate = sum(own.tokens for own in every) / self.seconds
+        rate = sum(stream.tokens for stream in every) / self.seconds
         p99 = 1e3 * float(np.quantile(gaps, 0.99))
         return f"{p99:.0f} | {ttft} | {rate:.1f} | {self.apart} of {len(self.long)}"
 
@@ -254,21 +256,21 @@ async def load(
     pool: EnginePool, seconds: float, streams: int, every: float, prompt_tokens: int
 ) -> Load:
     """Streams one after the other in so many seats, and a long prompt ``every`` seconds."""
-    found = Load(seconds)
+    figures = Load(seconds)
 
     async def seat() -> None:
         while True:
-            found.streams.append(stream(SHORT, LENGTH))
-            await found.streams[-1].run(pool)
+            figures.streams.append(stream(SHORT, LENGTH))
+            await figures.streams[-1].run(pool)
 
     async def long() -> None:
         while every:
             await asyncio.sleep(every)
-            found.long.append(stream(prompt_tokens, 50))
-            tasks.append(asyncio.create_task(found.long[-1].run(pool)))
+            figures.long.append(stream(prompt_tokens, 50))
+            tasks.append(asyncio.create_task(figures.long[-1].run(pool)))
 
     def moved(reason: str, result: str) -> None:
-        found.apart += (reason, result) == ("prefill", "moved")
+        figures.apart += (reason, result) == ("prefill", "moved")
 
     pool.events.moved = moved
     tasks = [asyncio.create_task(work) for work in (*(seat() for _ in range(streams)), long())]
@@ -276,7 +278,7 @@ async def load(
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    return found
+    return figures
 
 
 async def measure_apart(options: argparse.Namespace, mixed: str, apart: str) -> None:
@@ -288,10 +290,10 @@ async def measure_apart(options: argparse.Namespace, mixed: str, apart: str) -> 
     print("|---|---|---|---|---|---|")
     for what, every in (("with long prompts", options.every), ("short prompts only", 0.0)):
         for name, title in ((mixed, "two that do both"), (apart, "one, and one for prompts")):
-            found = await load(
+            figures = await load(
                 pools[name], options.seconds, options.streams, every, options.prompt_tokens
             )
-            print(f"| {what} | {title} | {found.row()} |", flush=True)
+            print(f"| {what} | {title} | {figures.row()} |", flush=True)
             await asyncio.sleep(1.0)
     for pool in pools.values():
         pool.close()

@@ -42,12 +42,12 @@ class WrittenPrompt:
 
 
 def read_prompts(
-    value: object, param: str = "prompt", *, most: int | None = None, mixed: bool = False
+    value: object, param: str = "prompt", *, max_prompts: int | None = None, mixed: bool = False
 ) -> list[WrittenPrompt]:
     """Reads one prompt in any form, or a list of prompts; none is empty.
 
     Args:
-        most: prompts in a list, at most.
+        max_prompts: prompts in a list, at most.
         mixed: one list may hold both texts and token ids.
 
     Raises:
@@ -61,9 +61,9 @@ def read_prompts(
         raise InvalidRequest(f"'{param}' must not be empty.", param, "empty_array")
     if isinstance(value[0], int):
         return [_read(value, param)]
-    if most is not None and len(value) > most:
+    if max_prompts is not None and len(value) > max_prompts:
         raise InvalidRequest(
-            f"'{param}' takes at most {most} prompts, got {len(value)}.",
+            f"'{param}' takes at most {max_prompts} prompts, got {len(value)}.",
             param,
             "array_above_max_length",
         )

@@ -82,12 +82,12 @@ class AnswerStore:
 
     def __init__(
         self,
-        most: int = MAX_ANSWERS,
+        max_answers: int = MAX_ANSWERS,
         max_bytes: int = MAX_BYTES,
         max_age: float = MAX_AGE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._answers: TenantStore[Answer] = TenantStore(most, max_bytes, max_age, clock)
+        self._answers: TenantStore[Answer] = TenantStore(max_answers, max_bytes, max_age, clock)
 
     def __len__(self) -> int:
         return len(self._answers)

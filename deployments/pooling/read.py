@@ -78,7 +78,7 @@ def _prompts(value: Any, param: str) -> list[WrittenPrompt]:
             f"'{param}' must be a text, token ids, or a list of either.", param, "invalid_type"
         )
     try:
-        return read_prompts(value, param, most=MAX_INPUTS)
+        return read_prompts(value, param, max_prompts=MAX_INPUTS)
     except InvalidRequest as error:
         if error.code == "empty_array":  # one code for all that is empty
             raise InvalidRequest(error.message, error.param, "empty_prompt") from None

@@ -71,7 +71,7 @@ class CompletionRequest(_CompletionBody):
                     return []
                 message = "Either prompt or prompt_embeds must be provided and non-empty."
                 raise InvalidRequest(message, "prompt", code)
-        return read_prompts(self.prompt, most=limit)
+        return read_prompts(self.prompt, max_prompts=limit)
 
     def embeds(self, limit: int) -> list[tuple[str, str]]:
         """The embeddings that are prompts, each behind its path; at most so many.

@@ -83,7 +83,7 @@ class ScoringRequest(BaseModel):
                 raise InvalidRequest(
                     f"'items[{i}]' must be a text or token ids.", f"items[{i}]", "invalid_type"
                 )
-        return query, read_prompts(items, "items", most=limit)
+        return query, read_prompts(items, "items", max_prompts=limit)
 
 
 class Score(BaseModel):

@@ -174,7 +174,7 @@ async def test_what_is_kept_is_bounded(service: OpenAIService, engine: Any) -> N
 
 async def test_answers_age_and_number() -> None:
     now = [0.0]
-    store = AnswerStore(most=2, max_age=10.0, clock=lambda: now[0])
+    store = AnswerStore(max_answers=2, max_age=10.0, clock=lambda: now[0])
     first = store.new("a", "1", b"")
     second = store.new("a", "2", b"")
     with pytest.raises(Overloaded):

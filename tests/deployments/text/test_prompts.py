@@ -63,7 +63,7 @@ def test_several(byte_level: Tokenizer) -> None:
 )
 def test_refusals_name_the_place(value: Any, param: str, code: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        read_prompts(value, most=3)
+        read_prompts(value, max_prompts=3)
     assert (caught.value.param, caught.value.code) == (param, code)
 
 
