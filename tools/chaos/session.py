@@ -100,9 +100,14 @@ class Session:
         return case.streams if self.streams is None else self.streams
 
     def _successes(self, cluster: Cluster) -> float | None:
+        """Returns the successes that engines have counted, less those that may be counted twice.
+
+        A stream that ends while it is handed over ends at its new engine too.
+        """
         with suppressed():
             samples = cluster.samples()
-            return sum(samples.get(f"rayfin_request_success_total/{r}", 0) for r in SUCCESSES)
+            ended = sum(samples.get(f"rayfin_request_success_total/{r}", 0) for r in SUCCESSES)
+            return ended - samples.get("rayfin_moves_total", 0)
         return None
 
     def _expect(self, asks: list[Ask]) -> list[Expected]:
