@@ -96,7 +96,9 @@ async def streams(app: Any, act: Callable[[], None]) -> list[Any]:
     readers = [
         asyncio.create_task(read(app, prompt, seed, begun)) for seed, prompt in enumerate(PROMPTS)
     ]
-    await ready.wait()
+    started = asyncio.create_task(ready.wait())
+    await asyncio.wait({started, *readers}, return_when=asyncio.FIRST_COMPLETED)
+    assert started.done(), [reader for reader in readers if reader.done()]
     await asyncio.to_thread(act)
     return await asyncio.gather(*readers)
 
@@ -170,7 +172,10 @@ def test_a_sleep_of_level_2(
         update(app, steps[1], "asleep")
         post("/wake_up")
 
-    answers = asyncio.run(streams(app, sleep))
+    try:
+        answers = asyncio.run(streams(app, sleep))
+    finally:
+        post("/wake_up")
     for _, tokens, _, versions in answers:
         assert len(tokens) == LENGTH and versions[-1]["version"] == "asleep"
     app.idle()
