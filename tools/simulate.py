@@ -101,6 +101,8 @@ class Life:
             harness.step()
             harness.wait(self._events[0][0] if self._events else math.inf)
             turns += 1
+            # Where steps take no time, time still passes for a disk that has pages to write.
+            executor.clock += 0.00001 * (turns > 10_000)
             assert turns < 40_000, "the engine does not get done"
         harness.run()
         harness.check()
