@@ -244,8 +244,10 @@ PREFILL_NUMBERS = 100
 
 def number_of(name: str) -> int:
     """Returns an engine's number, of its name's end."""
-    role, _, number = name.rpartition("/")[2].rpartition("-")
-    return (PREFILL_NUMBERS if role else 0) + int(number) if number.isdecimal() else 0
+    last = name.rpartition("/")[2]
+    number = last.removeprefix("prefill-")
+    first = 0 if number == last else PREFILL_NUMBERS
+    return first + int(number) if number.isdecimal() else 0
 
 
 def _at(endpoint: str, engine: int) -> str:

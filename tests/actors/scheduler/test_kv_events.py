@@ -189,7 +189,7 @@ def test_pages_of_the_scheduler_before_are_sent_behind_those_before_them() -> No
 
 
 def test_each_engine_has_a_number() -> None:
-    names = ("a/engine/0", "a/engine-x/7", "a/engine/prefill-0", "a/engine/prefill-12", "llm")
+    names = ("a/engine/0", "a/engine-x/7", "a/engine/prefill-0", "a/engine/prefill-12", "llm-7-0")
     assert [number_of(name) for name in names] == [0, 7, 100, 112, 0]
 
 
