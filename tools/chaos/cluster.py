@@ -149,7 +149,8 @@ class Cluster:
         for _ in range(layout.workers):
             if layout.driver_apart:  # Ray finds a driver's node by its folder
                 ray_folder = tempfile.mkdtemp(prefix="r", dir=self.folder)
-            self.add_node(ray_folder, runners)  # so that the others suffice if one node is lost
+            # The others suffice if one is lost. Engines ask for a hundredth of a core each, too.
+            self.add_node(ray_folder, runners + 1)
         ray.init(
             address=self.nodes[0].gcs_address,
             namespace="chaos",
