@@ -92,7 +92,7 @@ def read_by_actor(uri: str, folder: Path, files: Listing) -> None:
 
 
 def _reader(uri: str, folder: Path) -> Any:
-    """The reader of a folder, which is started on this node if there is none."""
+    """Returns the reader of a folder, which is started on this node if there is none."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     actor_class: Any = BucketReader  # Ray's stubs lose `options` on a decorated class
     return actor_class.options(

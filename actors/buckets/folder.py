@@ -106,7 +106,7 @@ def bucket_folder(uri: str, *, weights: bool = True) -> Path:
 
 
 def shown(uri: str) -> str:
-    """The address without what may be a key."""
+    """Returns the address without what may be a key."""
     return SECRET.sub("//", uri)
 
 

@@ -172,7 +172,7 @@ def _why_not(args: EngineArgs, device: torch.device, *, media: bool) -> str | No
 
 
 def _room(folder: Path) -> int:
-    """The bytes that the folder may have unasked; none where it cannot be made."""
+    """Returns the bytes that the folder may have unasked; none where it cannot be made."""
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     if not os.access(there, os.W_OK):
         return 0

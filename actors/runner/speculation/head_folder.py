@@ -38,7 +38,7 @@ def find_head(name: str, args: EngineArgs) -> Path:
 
 
 def draft_files(args: EngineArgs) -> list[Path]:
-    """The safetensors files of the draft model or head that has a folder; none if none has.
+    """Returns the files of the draft model or head that has a folder; none if none has.
 
     Raises:
         InvalidConfig: there is no such folder.

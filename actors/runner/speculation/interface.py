@@ -89,7 +89,7 @@ class TokenTable:
         return tokens
 
     def after(self, slots: Int64Array, places: Int64Array, count: int) -> Int32Array:
-        """The ``count`` tokens [N, count] from ``places`` [N] on, each below its slot's length.
+        """Returns ``count`` tokens [N, count] from ``places`` [N] on, each below its slot's length.
 
         Where a text ends it goes on with what is from there: a loop is guessed as a loop.
         """
