@@ -431,13 +431,13 @@ class EngineArgs:
 
     @property
     def weights_folder(self) -> Path | None:
-        """The folder of packed weights, or None if none are kept."""
+        """Returns the folder of packed weights, or None if none are kept."""
         given = self.weights_cache or os.environ.get(WEIGHTS_CACHE) or DEFAULT_WEIGHTS_CACHE
         return None if given == "off" else Path(given).expanduser()
 
     @property
     def names_weights_folder(self) -> bool:
-        """Whether that folder is not the default one."""
+        """Says whether that folder is not the default one."""
         return bool(self.weights_cache or os.environ.get(WEIGHTS_CACHE))
 
     @property

@@ -233,13 +233,14 @@ class EnginePool:
                     try:
                         while True:
                             delta = await _next(deltas)
+                            begun = replay.begun
                             delta = replay.accept(delta, now := _now())
                             if (seconds := overhead.observe(delta, now)) is not None:
                                 self.events.transported(seconds)
                             failures = 0
                             refused.clear()
                             observe(delta)
-                            if connection.prefill:
+                            if replay.begun and not begun:  # later, each heartbeat looks again
                                 self._moves.consider(stream)
                             yield delta
                             if delta.finish_reason is not None:
