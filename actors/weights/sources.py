@@ -9,7 +9,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, InvalidRequest, StorageFull
 from rayfin.actors.model_files.digests import tensors_digest, weight_files
 from rayfin.actors.model_files.files import find_file
-from rayfin.actors.weights.store import WeightStore
+from rayfin.actors.weights.store import WeightStore, file_states
 from rayfin.actors.weights.version import WeightVersion
 from rayfin.actors.weights.writer import PART_SUFFIX
 
@@ -23,13 +23,14 @@ def base_files(args: EngineArgs) -> list[Path]:
     return [] if config is None or args.load_format == "dummy" else weight_files(config.parent)
 
 
-def folder_version(path: str, label: str = "") -> WeightVersion:
+def folder_version(path: str, label: str = "", store: WeightStore | None = None) -> WeightVersion:
     """A folder of safetensors files, or one such file, as a version.
 
     The files stay where they are, and have to stay as they are while the version is served.
 
     Args:
         label: the trainer's name of the version.
+        store: remembers their digest, so that engines of this node need not read them for it.
 
     Raises:
         InvalidRequest: there is no such file, or it cannot be read.
@@ -45,7 +46,10 @@ def folder_version(path: str, label: str = "") -> WeightVersion:
             raise InvalidRequest(f"{path} holds a link out of it", "path")
         if any(file.exists() and not file.is_file() for file in files):  # a pipe has no end
             raise InvalidRequest(f"{path} holds what is no file", "path")
+        seen = file_states(files)
         digest = tensors_digest(files)
+        if store is not None and seen is not None:
+            store.note_digest(digest, seen)
     except UNREADABLE as error:
         raise InvalidRequest(f"{path!r} cannot be read: {error}", "path") from None
     return WeightVersion(0, label, digest, str(place))
@@ -67,23 +71,22 @@ def place_version(
         known = store.proposed
         if known is not None and (known.serial, known.digest) == (version.serial, version.digest):
             return known
+        path = store.file_of(version.digest)
         if not Path(version.place).exists():
-            path = store.file_of(version.digest)
-            write_chunks(path, chunks)
+            write_chunks(path, chunks, version.digest)
             version = replace(version, place=str(path))
-        if _digest(version) != version.digest:
-            if Path(version.place).parent == store.folder:
-                Path(version.place).unlink(missing_ok=True)
+        # A file of the store has its name since its digest was computed.
+        if Path(version.place) != path and not _holds(store, version):
             raise InvalidRequest(f"{version.place} has not the tensors that were sent", "weights")
         store.propose(version)
     return version
 
 
-def write_chunks(path: Path, chunks: Iterable[Any]) -> None:
+def write_chunks(path: Path, chunks: Iterable[Any], digest: str) -> None:
     """Writes the bytes of a file, which appears whole.
 
     Raises:
-        InvalidRequest: there are none.
+        InvalidRequest: there are none, or their tensors have another digest.
         StorageFull: there is no room.
     """
     part = path.with_suffix(PART_SUFFIX)
@@ -94,6 +97,10 @@ def write_chunks(path: Path, chunks: Iterable[Any]) -> None:
             empty = not file.tell()
         if empty:
             raise InvalidRequest(f"{path.stem} is not on this node: send the weights", "weights")
+        if _digest([part]) != digest:
+            raise InvalidRequest(
+                f"{path.stem}: these are not the tensors that were sent", "weights"
+            )
         part.replace(path)
     except OSError as error:
         raise StorageFull(f"{path.parent} has no room: {error.strerror}", "weights") from None
@@ -101,9 +108,19 @@ def write_chunks(path: Path, chunks: Iterable[Any]) -> None:
         part.unlink(missing_ok=True)
 
 
-def _digest(version: WeightVersion) -> str:
+def _holds(store: WeightStore, version: WeightVersion) -> bool:
+    """Whether the files of a version have its digest: as they were read for it, or read now."""
     try:
-        return tensors_digest(version.files)
+        files = version.files
+    except UNREADABLE:
+        return False
+    seen = file_states(files)
+    return store.has_noted(version.digest, seen) or _digest(files) == version.digest
+
+
+def _digest(files: Iterable[Path]) -> str:
+    try:
+        return tensors_digest(files)
     except UNREADABLE:
         return ""
 

@@ -4,18 +4,20 @@
     FOLDER/NEXT                   the version that is proposed, JSON
     FOLDER/BEGUN                  the version that a trainer has sent (begun.py)
     FOLDER/CURRENT                the version that is decided: what any runner loads; none: the base
+    FOLDER/READ                   the digest of a trainer's files, and their states when it was read
 
 Each appears whole, by a rename. To decide is to rename NEXT to CURRENT, which needs no space. All
 engines of the deployment on this node share the folder, so a decision that was made is found made.
 """
 
 import fcntl
+import json
 import os
 import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -26,7 +28,25 @@ from rayfin.actors.weights.writer import FILE_SUFFIX, PART_SUFFIX, TensorWriter
 
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 SHARED_MEMORY = Path("/dev/shm")
-CURRENT, NEXT, BEGUN, LOCK = "CURRENT", "NEXT", "BEGUN", "LOCK"
+CURRENT, NEXT, BEGUN, READ, LOCK = "CURRENT", "NEXT", "BEGUN", "READ", "LOCK"
+TICK_NS, SECOND_NS = 50_000_000, 1_000_000_000
+"""Longer than what clocks of files are behind; of those that count whole seconds, a second."""
+
+FileStates = list[list[str | int]]
+"""Of files: path, device, inode, size and time of the last write."""
+
+
+def file_states(files: Iterable[Path]) -> FileStates | None:
+    """The states of files, or None if one may be written without another state."""
+    states: FileStates = []
+    for path in files:
+        status = path.stat()
+        written = status.st_mtime_ns
+        tick = TICK_NS if written % SECOND_NS else 2 * SECOND_NS
+        if time.time_ns() - written < tick:
+            return None
+        states.append([str(path), status.st_dev, status.st_ino, status.st_size, written])
+    return states
 
 
 class WeightStore:
@@ -129,6 +149,19 @@ class WeightStore:
         known = (self.current, self.proposed, self.read(BEGUN))
         return {version.digest for version in known if version is not None}
 
+    def note_digest(self, digest: str, states: FileStates) -> None:
+        """Remembers the digest of files, which had these states before they were read for it."""
+        with suppress(StorageFull):
+            self._write(READ, json.dumps([digest, states]))
+
+    def has_noted(self, digest: str, states: FileStates | None) -> bool:
+        """Whether files in these states have that digest; False if they may have."""
+        try:
+            noted = json.loads((self.folder / READ).read_text())
+        except (OSError, ValueError):
+            return False
+        return bool(states) and noted == [digest, states]
+
     def read(self, name: str) -> WeightVersion | None:
         """What a record says; None if there is none."""
         try:
@@ -142,9 +175,12 @@ class WeightStore:
         Raises:
             StorageFull: there is no room.
         """
+        self._write(name, version.as_json())
+
+    def _write(self, name: str, text: str) -> None:
         part = self.folder / f"{name}{PART_SUFFIX}"
         try:
-            part.write_text(version.as_json())
+            part.write_text(text)
             part.chmod(FILE_MODE)
             part.replace(self.folder / name)
         except OSError as error:

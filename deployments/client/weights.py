@@ -190,7 +190,7 @@ def write_version(
         version = BegunUpdate(store).of(label)
         weights = version.place
     elif isinstance(weights, str | Path):
-        version = folder_version(str(weights), label)
+        version = folder_version(str(weights), label, store)
     if version is not None:
         label = label or version.label
         beside = names.apart and (

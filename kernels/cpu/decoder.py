@@ -42,6 +42,12 @@ class DecoderLayer:
     softcap: float | None = None
     rotary: int = 0  # index of the layer's tables in ``PackedDecoder.set_rope_tables``
 
+    @property
+    def matrices(self) -> list[Matrix]:
+        """All of its matrices."""
+        each = (self.qkv, self.qkv_rest, self.attention_out, self.gate_up, self.down)
+        return [matrix for matrix in each if matrix is not None]
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
@@ -194,11 +200,7 @@ class PackedDecoder:
     @property
     def wide_numbers(self) -> int:
         """Numbers in matrices of 32 bits."""
-        within = [
-            matrix
-            for layer in self.layers
-            for matrix in (layer.qkv, layer.attention_out, layer.gate_up, layer.down)
-        ]
+        within = [matrix for layer in self.layers for matrix in layer.matrices]
         each = dict.fromkeys([*within, self.embedding, self.head])
         return sum(
             matrix.outputs * matrix.inputs for matrix in each if matrix.storage == torch.float32

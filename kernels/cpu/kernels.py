@@ -7,6 +7,7 @@ rows, and float32 unless documented otherwise.
 import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -51,6 +52,7 @@ class CpuKernels:
         self.threads = max(1, threads)
         self.pool: int = self.library.rayfin_pool_create(self.threads)
         weakref.finalize(self, self.library.rayfin_pool_destroy, self.pool)
+        self._packers = ThreadPoolExecutor(self.threads, "pack")  # of which none starts unasked
 
     def round_rows(self, *, slower: bool = False) -> bool:
         """Rounds the rows that 16-bit weights multiply to bfloat16 from now on.
@@ -66,22 +68,33 @@ class CpuKernels:
         *,
         paired: bool = False,
         storage: torch.dtype | None = None,
+        spares: list["Matrix"] | None = None,
     ) -> "Matrix":
         """Packs weights [N_i, K], stacked, for ``matmul``; float16 ones as their float32 numbers.
 
         ``storage`` None keeps them exact: bfloat16 if that holds every value, else float32.
         ``paired`` takes a gate and an up projection of one shape, whose product the matmul returns.
+        One of the ``spares`` that has the form of the new matrix becomes it, and leaves the list.
         """
         weights = [weight.detach().contiguous() for weight in weights]
         if storage is None:
             exact = all(self.fits_bfloat16(weight) for weight in weights)
             storage = torch.bfloat16 if exact else torch.float32
         outputs, inputs = sum(len(weight) for weight in weights), weights[0].shape[1]
-        matrix = Matrix(self.library, outputs, inputs, storage, paired)
-        first = 0
+        form = (outputs, inputs, storage, paired)
+        matrix = next((spare for spare in spares or () if spare.is_free(*form)), None)
+        if matrix is None:
+            matrix = Matrix(self.library, *form)
+        elif spares:
+            spares.remove(matrix)
+        first, parts = 0, []
         for weight in weights:
-            matrix.fill(first, weight)
+            step = max(1, FILLED // inputs)
+            for at in range(0, len(weight), step):
+                parts.append((first + at, weight[at : at + step]))
             first += len(weight)
+        for _ in self._packers.map(lambda part: matrix.fill(*part), parts):
+            pass
         return matrix
 
     def fits_bfloat16(self, weight: torch.Tensor) -> bool:
@@ -256,6 +269,13 @@ class Matrix:
         """The number of values that a matmul returns per row."""
         return self.outputs // 2 if self.paired else self.outputs
 
+    def is_free(self, outputs: int, inputs: int, storage: torch.dtype, paired: bool) -> bool:
+        """Whether it is an exact matrix of this form, in memory that is its alone."""
+        if type(self) is not Matrix or self._parts is not None:
+            return False
+        form = (self.outputs, self.inputs, self.storage, self.paired)
+        return form == (outputs, inputs, storage, paired)
+
     def fill(self, first: int, weight: torch.Tensor) -> None:
         """Packs weight [n, inputs] as the outputs from index ``first``."""
         assert self._parts is None, "the memory is shared"
@@ -285,6 +305,9 @@ class Matrix:
         )
         return out
 
+
+FILLED = 1 << 18
+"""Numbers of a weight that a thread packs at once."""
 
 WIDENED = 1 << 20
 """Numbers of a weight in another dtype that are widened at once."""

@@ -55,15 +55,24 @@ class Packing:
         return self if self.fine is None or name not in FINE else replace(self, layers=self.fine)
 
 
-def packing(kernels: CpuKernels, quantization: Quantization | None = None) -> Packing:
-    """The storage for a ``--quantization``; without one weights stay exact."""
+def packing(
+    kernels: CpuKernels,
+    quantization: Quantization | None = None,
+    spares: list[Matrix] | None = None,
+) -> Packing:
+    """The storage for a ``--quantization``; without one weights stay exact.
+
+    Args:
+        spares: exact matrices that may be filled with other weights.
+    """
     # A head's rows in 8 bits would cost a quarter of all that int8 loses.
     head = partial(pack_int8, kernels, row_bytes=2)
     if quantization == "int4":
         return Packing(partial(pack_int4, kernels), head, partial(pack_int6, kernels))
     if quantization == "int8":
         return Packing(partial(pack_int8, kernels), head)
-    return Packing(kernels.pack, kernels.pack)
+    exact = partial(kernels.pack, spares=spares)
+    return Packing(exact, exact)
 
 
 def tolerance_of(paged: Replaceable) -> float:

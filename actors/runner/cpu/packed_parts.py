@@ -93,7 +93,7 @@ class PackedWeight(torch.Tensor):
         return packed
 
     def __init__(self, weight: torch.Tensor, kernels: CpuKernels, matrix: Matrix) -> None:
-        self._kernels, self._matrix = kernels, matrix
+        self._kernels, self.matrix = kernels, matrix
 
     @classmethod
     def __torch_function__(
@@ -109,7 +109,7 @@ class PackedWeight(torch.Tensor):
                 return args[1]._linear(args[0], *args[2:], **(kwargs or {}))
             out = func(*args, **(kwargs or {}))
         if func in _CASTS and type(out) is torch.Tensor and isinstance(args[0], PackedWeight):
-            return PackedWeight(out, args[0]._kernels, args[0]._matrix)
+            return PackedWeight(out, args[0]._kernels, args[0].matrix)
         return out
 
     def _linear(self, input: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -117,7 +117,7 @@ class PackedWeight(torch.Tensor):
         x = rows_of(input)
         wide_bias = None if bias is None else bias.float()
         out = rows_apart(len(x), len(self))
-        y = self._kernels.matmul(x, self._matrix, bias=wide_bias, out=out)
+        y = self._kernels.matmul(x, self.matrix, bias=wide_bias, out=out)
         return y.view(*input.shape[:-1], y.shape[-1]).to(input.dtype)
 
 

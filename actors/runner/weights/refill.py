@@ -17,7 +17,7 @@ from torch import nn
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidRequest, UnsupportedModel
 from rayfin.actors.processes.host_memory import free_bytes
-from rayfin.actors.runner.cpu.build_decoder import Packing, pack_head, pack_layer, packing
+from rayfin.actors.runner.cpu.build_decoder import pack_head, pack_layer, packing
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.cpu.packed_layers import PackedLinear, pack_module
 from rayfin.actors.runner.cpu.packed_parts import (
@@ -48,6 +48,7 @@ from rayfin.actors.weights.drafts import PREFIX
 from rayfin.actors.weights.sources import base_files
 from rayfin.actors.weights.version import Vote, WeightVersion
 from rayfin.kernels.cpu.decoder import DecoderLayer
+from rayfin.kernels.cpu.kernels import CpuKernels, Matrix
 
 PACKED: dict[type[nn.Module], tuple[str, ...]] = {
     PackedLinear: ("_weight", "_bias"),
@@ -169,7 +170,7 @@ class Refiller:
         with torch.inference_mode():
             if isinstance(loaded.decoder, CpuDecoder):
                 assert loaded.kernels is not None
-                _refill_decoder(loaded.decoder, skeleton, packing(loaded.kernels, rounded), loaded)
+                _refill_decoder(loaded.decoder, skeleton, rounded, loaded.kernels)
             else:
                 assert isinstance(loaded.decoder, PagedModel)
                 _refill_modules(loaded.decoder, skeleton, loaded, rounded)
@@ -211,10 +212,9 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _refill_decoder(
-    decoder: CpuDecoder, skeleton: Skeleton, packing: Packing, loaded: LoadedModel
+    decoder: CpuDecoder, skeleton: Skeleton, rounded: Quantization | None, kernels: CpuKernels
 ) -> None:
-    packed, kernels, model = decoder.packed, loaded.kernels, skeleton.model
-    assert kernels is not None
+    packed, model = decoder.packed, skeleton.model
     base: Any = model.base_model
     embedding, lm_head = "model.embed_tokens", "lm_head"
     for index, old in enumerate(packed.layers):
@@ -222,17 +222,19 @@ def _refill_decoder(
         with skeleton.filled(path):
             part = inspect_layer(model.get_submodule(path))
             spec = _spec_of(old, decoder)
-            packed.replace_layer(index, pack_layer(kernels, part, spec, old.rotary, packing))
+            packs = packing(kernels, rounded, old.matrices)
+            packed.replace_layer(index, pack_layer(kernels, part, spec, old.rotary, packs))
         del part
+    spares = list({id(end): end for end in (packed.embedding, packed.head)}.values())
     with skeleton.filled(lm_head):
         layer: Any = model.get_submodule(lm_head)
-        head = pack_head(layer, packing)
+        head = pack_head(layer, packing(kernels, rounded, spares))
         bias = None if layer.bias is None else layer.bias.detach().float().contiguous()
     tied = skeleton.is_tied(f"{embedding}.weight", f"{lm_head}.weight")
     table = head
     if not tied:
         with skeleton.filled(embedding):
-            table = kernels.pack([base.embed_tokens.weight])
+            table = kernels.pack([base.embed_tokens.weight], spares=spares)
     with skeleton.filled("model.norm"):
         norm = norm_weight(base.norm)
     assert norm is not None
@@ -285,7 +287,9 @@ def _refill_modules(
                 packed: nn.Module | None = packed_norm(source, loaded.kernels)
             else:
                 activation = getattr(module, "activation", None)
-                packs = packing(loaded.kernels, rounded).of(path.rpartition(".")[2])
+                held = [getattr(module, name) for name in fields]
+                spares = [matrix for matrix in held if isinstance(matrix, Matrix)]
+                packs = packing(loaded.kernels, rounded, spares).of(path.rpartition(".")[2])
                 packed = pack_module(loaded.kernels, activation, {}, source, packs, source in head)
             for name in fields:
                 setattr(module, name, getattr(packed, name))
@@ -298,6 +302,7 @@ def _renewed(parameter: Any, tensor: torch.Tensor, loaded: LoadedModel) -> Any:
     if isinstance(parameter, PackedWeight):
         assert loaded.kernels is not None
         weight = tensor.to(parameter.dtype).contiguous()
-        return PackedWeight(weight, loaded.kernels, loaded.kernels.pack([weight]))
+        matrix = loaded.kernels.pack([weight], spares=[parameter.matrix])
+        return PackedWeight(weight, loaded.kernels, matrix)
     parameter.copy_(tensor)
     return parameter

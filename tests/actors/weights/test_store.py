@@ -2,6 +2,8 @@
 
 import json
 import os
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from rayfin.actors.errors import InvalidConfig, InvalidRequest, StorageFull
 from rayfin.actors.model_files.digests import tensors_digest
+from rayfin.actors.weights import sources
 from rayfin.actors.weights import writer as writing
 from rayfin.actors.weights.sources import folder_version, place_version, propose
 from rayfin.actors.weights.spans import SpanLog, VersionSpan, as_json
@@ -108,6 +111,38 @@ def test_a_folder_of_the_trainer(store: WeightStore, tmp_path: Path) -> None:
     store.commit(version)
     store.drop()
     assert (tmp_path / "model.safetensors").exists()
+
+
+def test_a_folder_is_read_once(
+    store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines beside the ingress that has read it need not; after a write they do."""
+    path = tmp_path / "model.safetensors"
+    save_file(tensors(0), path)
+
+    def written(ago: int) -> None:
+        os.utime(path, ns=(at := time.time_ns() - ago, at))
+
+    read = list[list[Path]]()
+
+    def digest(files: list[Path]) -> str:
+        read.append(files)
+        return tensors_digest(files)
+
+    monkeypatch.setattr(sources, "tensors_digest", digest)
+    for serial, ago, times in ((1, 10**9 + 1, 1), (2, 1, 2)):  # a clock that has not moved on
+        written(ago)
+        version = replace(folder_version(str(tmp_path), "a", store), serial=serial)
+        assert place_version(store, version) == store.proposed == version
+        assert len(read) == times
+        read.clear()
+    written(10**9 + 1)
+    version = replace(folder_version(str(tmp_path), "a", store), serial=3)
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"!")
+    with pytest.raises(InvalidRequest, match="not the tensors"):
+        place_version(store, version)
 
 
 def header(value: object, length: int | None = None) -> bytes:
