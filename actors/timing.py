@@ -355,6 +355,7 @@ WEIGHTS_SILENT_SECONDS = 30.0
 WEIGHTS_POLL_SECONDS = 0.02
 WEIGHTS_BUCKET_SECONDS = 60.0  # in which a tensor of a trainer's group has to come
 WEIGHTS_ALIVE_SECONDS = 2.0  # between two words to engines that are paused
+WEIGHTS_LEAVE_SECONDS = 3.0  # in which requests take their pages along to another engine
 WEIGHTS_PAUSE_SECONDS = 600.0  # of a pause by hand; then engines are resumed
 WEIGHTS_ABANDONED_SECONDS = 600.0  # versions that no engine serves from are of an earlier server
 WEIGHTS_CALL_SECONDS = 3600.0  # of a whole update, in which requests may have to finish

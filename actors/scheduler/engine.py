@@ -406,7 +406,7 @@ class Engine:
             self.lifecycle,
             suspects=self._quarantine.num_suspects,
             epoch=self._pipeline.epoch,
-            draining=self._draining,
+            draining=self._draining or self.updates.leaving,
             asleep=self._asleep,
             paused=self.updates.is_paused,
             weight_serial=self.updates.version.serial,

@@ -104,7 +104,16 @@ class WeightDesk:
                 self._do(lambda engine: engine.updates.resume())
             case "drop":
                 self.store.drop()
+            case "leave":
+                self._do(self._leave)
+            case "hand_back":
+                self._hand_back()
         return self.state()
+
+    @staticmethod
+    def _leave(engine: Engine) -> None:
+        if engine.state == "serving":  # what waits for an engine that sleeps goes nowhere
+            engine.updates.leave()
 
     def state(self) -> EngineWeights:
         """What the engine says of its weights."""
@@ -159,9 +168,10 @@ class WeightDesk:
                 continue
             try:
                 state = self.state()
-                if state.version.serial or state.pausing:  # who joins asks it what is decided
+                held = state.pausing or state.leaving
+                if state.version.serial or held:  # who joins asks it what is decided
                     self._ask()
-                if not state.pausing:
+                if not held:
                     continue
                 if silent < WEIGHTS_SILENT_SECONDS:
                     continue

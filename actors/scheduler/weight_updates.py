@@ -9,7 +9,12 @@ A pause is no state of the policy: it is an ``AdmissionGate``, and a depth of 0 
 
 from collections.abc import Callable
 
-from rayfin.actors.errors import EngineBusy, EnginePaused, RunnerGroupFailed
+from rayfin.actors.errors import (
+    EngineBusy,
+    EnginePaused,
+    RequestHandedBack,
+    RunnerGroupFailed,
+)
 from rayfin.actors.messages import EngineRequest, TokenDeltas
 from rayfin.actors.parts import first_of
 from rayfin.actors.scheduler.endings import Endings
@@ -50,6 +55,7 @@ class WeightUpdates:
         self._outbox, self._replace, self._clock, self._asleep = outbox, replace, clock, asleep
         self._mode: PauseMode | None = None
         self._new: NewRequests = "wait"
+        self.leaving = False  # requests go to other engines
         self._since = 0.0
         self.resumed_at = clock()  # the end of the last pause
         self._mixed: set[Request] = set()  # they run over keys and values of another version
@@ -62,15 +68,19 @@ class WeightUpdates:
 
     def state(self, proposed: int | None) -> EngineWeights:
         """What the engine says of its weights, with the number of the version it has voted for."""
-        return EngineWeights(self.version, proposed, self.is_paused, self._mode is not None)
+        held = self.is_paused, self._mode is not None, self.leaving
+        return EngineWeights(self.version, proposed, *held, len(self._lifecycle.state.live))
 
     def check(self, source: EngineRequest) -> None:
         """Refuses a new request, if the pause says so; one with output comes from elsewhere.
 
         Raises:
+            RequestHandedBack: it is to go elsewhere.
             EnginePaused: it is to come again.
             EngineBusy: it wants other weights.
         """
+        if self.leaving:
+            raise RequestHandedBack("this engine changes its weights")
         if (wanted := _wanted(source)) is not None:
             wanted.require(self.version)
         if self._mode is not None and self._new == "refuse" and not source.output:
@@ -135,8 +145,15 @@ class WeightUpdates:
             for request in list(self._lifecycle.state.live.values()):
                 self._endings.end(request, "abort")
 
+    def leave(self) -> None:
+        """Takes no more requests until ``resume``, and lets clients move those that it has."""
+        self.leaving = True
+        if (seats := self._lifecycle.seats) is not None:  # whose next turns come elsewhere
+            seats.forget()
+
     def resume(self) -> None:
         """Ends the pause, if there is one."""
+        self.leaving = False
         if self._mode is not None:
             self.resumed_at = self._clock()
             self._lifecycle.state.counters.pause_seconds += self.resumed_at - self._since

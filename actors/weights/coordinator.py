@@ -19,7 +19,9 @@ from typing import Any, Protocol
 from rayfin.actors import failpoints
 from rayfin.actors.errors import EngineBusy, EngineUnavailable, RayfinError
 from rayfin.actors.timing import (
+    DRAIN_POLL_SECONDS,
     WEIGHTS_ALIVE_SECONDS,
+    WEIGHTS_LEAVE_SECONDS,
     WEIGHTS_PAUSE_SECONDS,
     WEIGHTS_POLL_SECONDS,
     WEIGHTS_SILENT_SECONDS,
@@ -116,7 +118,7 @@ class WeightCoordinator:
             await self._each(WeightOrder("commit", version=top.version), decided=True)
         elif any(state.proposed is not None for state in states.values()):
             await self._each(WeightOrder("drop"))
-        if any(state.pausing for state in states.values()):
+        if any(state.pausing or state.leaving for state in states.values()):
             await self._each(WeightOrder("resume"))
 
     async def update(
@@ -215,7 +217,8 @@ class WeightCoordinator:
         new: NewRequests,
         began: float,
     ) -> UpdateReport:
-        """Changes one engine after the other, while the others serve.
+        """Changes one engine after the other, while the others serve; in mode "keep" they get its
+        requests.
 
         It is decided: all have voted. The longest pause is in the report.
         """
@@ -226,7 +229,10 @@ class WeightCoordinator:
         async def change() -> None:
             nonlocal longest
             for name in sorted(self._votes):
-                only, paused = {name: None}, self._clock()
+                only = {name: None}
+                if mode == "keep" and len(self._votes) > 1:
+                    await self._leave(only)
+                paused = self._clock()
                 await self._pause(mode, new, only)
                 await self._each(commit, only, decided=True, alone=True)
                 await self._each(WeightOrder("resume"), only, decided=True, alone=True)
@@ -234,6 +240,20 @@ class WeightCoordinator:
 
         await asyncio.shield(asyncio.ensure_future(change()))
         return self._report(version, began, longest)
+
+    async def _leave(self, only: Mapping[str, object]) -> None:
+        """Lets clients move the requests of an engine with their pages; hands back what is left."""
+        deadline = self._clock() + WEIGHTS_LEAVE_SECONDS
+        order = WeightOrder("leave")
+        while True:
+            states = await self._each(order, only, decided=True, alone=True)
+            if not any(state.leaving and state.requests for state in states.values()):
+                return
+            if self._clock() >= deadline:
+                break
+            order = WeightOrder("state")
+            await self._sleep(DRAIN_POLL_SECONDS)
+        await self._each(WeightOrder("hand_back"), only, decided=True, alone=True)
 
     async def _stage(
         self, version: WeightVersion, chunks: Sequence[Any], engines: Mapping[str, object]
@@ -333,7 +353,8 @@ class WeightCoordinator:
         behind = [
             name for name, state in states.items() if state.version.serial < self.decided.serial
         ]
-        paused = any(state.pausing for state in states.values()) and self._paused_until is None
+        held = any(state.pausing or state.leaving for state in states.values())
+        paused = held and self._paused_until is None
         if not behind and not paused:
             return
         self._begin("what was left undone")

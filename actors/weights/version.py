@@ -104,13 +104,15 @@ class EngineWeights:
     proposed: int | None  # number of the version that it has voted for
     paused: bool
     pausing: bool  # it is paused, or will be
+    leaving: bool = False  # its requests go to other engines, until it is resumed
+    requests: int = 0  # that it has
 
 
 @dataclass(frozen=True, slots=True)
 class WeightOrder:
     """What a coordinator asks of an engine; it answers with its ``EngineWeights``."""
 
-    what: Literal["state", "pause", "commit", "resume", "drop"]
+    what: Literal["state", "pause", "commit", "resume", "drop", "leave", "hand_back"]
     mode: PauseMode = "keep"
     new: NewRequests = "wait"
     pages: KeptPages = "recompute"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from harness import Harness, make_harness
-from rayfin.actors.errors import EngineBusy, EnginePaused
+from rayfin.actors.errors import EngineBusy, EnginePaused, RequestHandedBack
 from rayfin.actors.messages import Command
 from rayfin.actors.weights.spans import as_json
 from rayfin.actors.weights.version import WantedWeights, WeightVersion
@@ -51,6 +51,26 @@ def test_requests_go_on_with_new_weights(pages: Any) -> None:
     stats = harness.engine.stats()
     assert stats.weight_serial == 1 and stats.weights[0] == "1" and not stats.paused
     assert stats.carried_requests == {"kept" if pages == "keep" else "recomputed": 3}
+
+
+def test_requests_go_elsewhere_before_it() -> None:
+    harness = make_harness()
+    stream = harness.add(4, 6)
+    harness.step()
+    updates = harness.engine.updates
+    updates.leave()
+    state = updates.state(None)
+    assert (state.leaving, state.pausing, state.requests) == (True, False, 1)
+    assert harness.engine.stats().draining  # as clients see it
+    with pytest.raises(RequestHandedBack):
+        harness.add(4, 3)
+    harness.run()  # it goes on until a client moves it
+    assert len(stream.tokens) == 6
+    updates.resume()
+    assert not harness.engine.stats().draining and not updates.state(None).leaving
+    harness.add(4, 3)
+    harness.run()
+    harness.check()
 
 
 def test_what_waits_and_what_is_refused() -> None:

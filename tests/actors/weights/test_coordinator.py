@@ -45,6 +45,7 @@ class Node:
         if self.current.serial < decided.serial:
             self.current = decided
         self.serves, self.mode, self.steps_left = self.current, None, 0
+        self.leaving, self.requests = False, 0
 
     @property
     def paused(self) -> bool:
@@ -79,13 +80,18 @@ class Node:
                 self.world.between(self)
                 self.serves = self.current
             case "resume":
-                self.mode = None
+                self.mode, self.leaving = None, False
+            case "leave":
+                self.leaving = True
+            case "hand_back":
+                self.requests = 0
             case "drop":
                 self.next = None
         self.steps_left = max(self.steps_left - 1, 0)
         self.world.after(self, order.what)
         proposed = None if self.next is None else self.next.serial
-        return EngineWeights(self.serves, proposed, self.paused, self.mode is not None)
+        held = self.paused, self.mode is not None, self.leaving
+        return EngineWeights(self.serves, proposed, *held, self.requests)
 
 
 class World:
@@ -215,13 +221,19 @@ def test_one_after_the_other(engines: int, away: float) -> None:
             self.most = max(self.most, len(paused))
             super().after(node, what)
 
-    moments = [*itertools.product(CALLS, ("before", "after")), ("commit", "amid")]
+    calls = (*CALLS, "leave", "hand_back")
+    moments = [*itertools.product(calls, ("before", "after")), ("commit", "amid")]
     for moment in [None, *moments]:
         world = Turns(engines, {} if moment is None else {moment: away})
+        for node in world.nodes.values():
+            node.requests = 5  # that do not move by themselves
         report = run(world.coordinator().update(NEW, order="in_turn"))
         run(world.clock.sleep(away))
         assert world.serials() == {report.version.serial} == {1}, moment
         assert world.most == 1 and all(own.mode is None for own in world.nodes.values()), moment
+        assert not any(own.leaving for own in world.nodes.values()), moment
+        if moment is None:  # an engine alone has nowhere to hand them
+            assert sum(own.requests for own in world.nodes.values()) == (0 if engines > 1 else 5)
 
 
 @pytest.mark.parametrize("what", CALLS)
