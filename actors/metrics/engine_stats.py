@@ -37,6 +37,9 @@ FAILURES = (
 )
 LAPSES = ("price", "pages")
 CARRIED = ("recomputed", "kept")
+UPDATES = ("done", "refused", "failed")
+UPDATE_PHASES = ("stage", "commit")
+WEIGHT_SOURCES = ("path", "sent")
 PAGE_SOURCES = ("disk", "p2p")
 GRAMMAR_FAILURES = ("compile", "failed", "too_slow")
 DRAFT_POSITIONS = tuple(str(place) for place in range(MOST_TOKENS))
@@ -165,6 +168,24 @@ class EngineStats:
     )
     # Label and digest of these weights.
     weights: tuple[str, str] = (BASE_LABEL, "")
+    weight_updates: dict[str, int] = counter(
+        "weight_updates",
+        "New weights that it computes by since, that did not fit, and that failed.",
+        "result",
+        UPDATES,
+    )
+    weight_update_seconds: dict[str, float] = counter(
+        "weight_update_seconds",
+        "Time of these: beside its steps, and amid the pause.",
+        "phase",
+        UPDATE_PHASES,
+    )
+    weight_bytes: dict[str, int] = counter(
+        "weight_bytes",
+        "Bytes of new weights that it looked at, in a trainer's files or sent.",
+        "source",
+        WEIGHT_SOURCES,
+    )
     carried_requests: dict[str, int] = counter(
         "carried_requests",
         "Requests that ran on with other weights, by what became of their pages.",
@@ -401,6 +422,15 @@ DERIVED: tuple[tuple[Family, Read], ...] = (
         "sleep_state",
         SLEEP_STATES,
         alias=True,
+    ),
+    (
+        Family(
+            name="weights_info",
+            kind="gauge",
+            help="1; the label is the name of the weights that it computes by.",
+            labels=("version",),
+        ),
+        lambda s: {(s.weights[0],): 1},
     ),
     (ADAPTERS_RESIDENT, lambda s: len(s.adapters.resident)),
     _derived(

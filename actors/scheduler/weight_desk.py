@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rayfin.actors import failpoints
@@ -77,12 +78,33 @@ class WeightDesk:
         self._heard = time.monotonic()
         if failpoints.ACTIVE:
             failpoints.ACTIVE.hit("weights.stage")
-        version = place_version(self.store, version, chunks)
-        if self._group.sleeps_deep:  # what is not there fits nothing
-            self._call(lambda engine: engine.carry_out(Command.LOAD), MODEL_LOAD_SECONDS)
-        vote = self._group.vote(version)
+        begun = time.monotonic()
+        try:
+            version = place_version(self.store, version, chunks)
+            if self._group.sleeps_deep:  # what is not there fits nothing
+                self._call(lambda engine: engine.carry_out(Command.LOAD), MODEL_LOAD_SECONDS)
+            vote = self._group.vote(version)
+        except RayfinError as error:
+            self._count(version, begun, "refused" if error.status < 500 else "failed")
+            raise
+        self._count(version, begun)
         self._votes = {version.serial: vote}
         return vote
+
+    def _count(self, version: WeightVersion, begun: float, result: str = "") -> None:
+        seconds, source = time.monotonic() - begun, "path"
+        if Path(version.place).parent == self.store.folder:
+            source = "sent"
+        size = 0 if result else sum(path.stat().st_size for path in version.files)
+
+        def count(engine: Engine) -> None:
+            counters = engine.lifecycle.state.counters
+            counters.weight_update_seconds["stage"] += seconds
+            counters.weight_bytes[source] += size
+            if result:
+                counters.weight_updates[result] += 1
+
+        self._do(count)
 
     def carry_out(self, order: WeightOrder) -> EngineWeights:
         """Carries out an order; one that was carried out does nothing.
@@ -142,7 +164,10 @@ class WeightDesk:
         vote = self._votes.get(version.serial) or self._group.vote(version)
 
         def turn(engine: Engine) -> None:
+            counters, begun = engine.lifecycle.state.counters, time.monotonic()
             engine.updates.commit(version, in_place=vote.in_place, pages=order.pages)
+            counters.weight_update_seconds["commit"] += time.monotonic() - begun
+            counters.weight_updates["done"] += 1
 
         self._call(turn, MODEL_LOAD_SECONDS)
         if failpoints.ACTIVE:

@@ -305,6 +305,15 @@ RELIABILITY = [
     Panel("Draining", {BY_ENGINE: f"rayfin_engine_draining{{{ENGINE}}}"}),
     Panel("Awake or asleep", {"{{sleep_state}}": total("engine_sleep_state", by="sleep_state")}),
     Panel("Number of the weights", {BY_ENGINE: f"rayfin_weights_serial{{{ENGINE}}}"}),
+    Panel("Weights by name", {"{{engine}}: {{version}}": f"rayfin_weights_info{{{ENGINE}}}"}),
+    Panel(
+        "New weights",
+        {
+            "{{result}}": rate("weight_updates_total", by="result"),
+            "seconds, {{phase}}": rate("weight_update_seconds_total", by="phase"),
+        },
+    ),
+    Panel("Bytes of new weights", {"{{source}}": rate("weight_bytes_total", by="source")}, "Bps"),
     Panel(
         "Pauses for new weights",
         {

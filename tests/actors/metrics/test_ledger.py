@@ -145,11 +145,12 @@ def test_an_engine_reports_every_series_though_it_is_zero() -> None:
         for metric in ENGINE_METRICS
         if metric.kind != "histogram" and metric not in (RESTARTS, ADAPTERS_INFO)
         for word in metric.words or ("",)
-        if metric.name != "cache_config_info"
+        if metric.name not in ("cache_config_info", "weights_info")
     }
     config, lora = ("cache_config_info", ("4", "8")), (ADAPTERS_INFO.name, ("0", "", ""))
+    weights = ("weights_info", ("default",))
     asked = (ASKED.name, ())
-    assert {*report.gauges, *report.counters} == {*expected, config, lora}
+    assert {*report.gauges, *report.counters} == {*expected, config, lora, weights}
     assert report.gauges[asked] == 7.5
     assert report.gauges[config] == 1
     assert report.gauges["kv_cache_pages_by_state", ("free",)] == 8
