@@ -18,7 +18,14 @@ from from_ray import switch_under_load
 from history import Record
 from load import Ask
 from nemesis import Nemesis
-from new_weights import FAILPOINTS, KEY, update_amid
+from new_weights import (
+    FAILPOINTS,
+    KEY,
+    join_after_updates,
+    kill_runner_after_updates,
+    update_amid,
+    update_in_turn,
+)
 
 ONE = Layout()
 TWO = Layout(engines=2)
@@ -195,6 +202,13 @@ def with_new_weights_alone(failpoint: str) -> Case:
     fault = f"a process killed at {failpoint} of new weights for one engine, mode wait"
     act, layout = update_amid(failpoint, "wait"), replace(WEIGHTS, engines=1)
     return Case(f"weights-alone-{failpoint}", "64", fault, act, layout, streams=16, rate=2, after=8)
+
+
+def with_many_weights(
+    name: str, fault: str, act: Callable[[Nemesis], Awaitable[None]], layout: Layout = WEIGHTS
+) -> Case:
+    """Several updates of weights amid streams."""
+    return Case(f"weights-{name}", "64", fault, act, layout, streams=16, rate=2, after=8)
 
 
 def with_images(
@@ -551,6 +565,14 @@ CASES = [
     ),
     *map(with_new_weights, FAILPOINTS),
     *map(with_new_weights_alone, FAILPOINTS),
+    with_many_weights("in-turn", "new weights of one engine after the other", update_in_turn),
+    with_many_weights("after", "a runner killed after 3 updates", kill_runner_after_updates),
+    with_many_weights(
+        "joiner",
+        "an engine that comes after 2 updates",
+        join_after_updates,
+        replace(WEIGHTS, engines=1, spare=1),
+    ),
     with_agent("claude", "Claude Code"),
     with_agent("codex", "Codex"),
     with_images("runner", "runner killed", faults.kill_runner),

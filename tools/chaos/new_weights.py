@@ -30,9 +30,8 @@ def update_amid(failpoint: str, mode: str) -> Callable[[Nemesis], Awaitable[None
 
     async def act(nemesis: Nemesis) -> None:
         label = f"{failpoint}-{next(_numbers)}"
-        headers = {"Authorization": f"Bearer {KEY}"}
         nemesis.plant_once(f"weights.{failpoint}=exit")
-        async with httpx.AsyncClient(base_url=nemesis.cluster.url, headers=headers) as http:
+        async with _operator(nemesis) as http:
             await _give(nemesis, http, label, mode)
             nemesis.plant("")
             await _agree(nemesis, http, label)
@@ -40,9 +39,58 @@ def update_amid(failpoint: str, mode: str) -> Callable[[Nemesis], Awaitable[None
     return act
 
 
-async def _give(nemesis: Nemesis, http: httpx.AsyncClient, label: str, mode: str) -> None:
+async def update_in_turn(nemesis: Nemesis) -> None:
+    """Updates of one engine after the other, whose streams go to the others; then a death."""
+    async with _operator(nemesis) as http:
+        for _ in range(2):
+            await _update(nemesis, http, order="in_turn")
+        nemesis.plant_once("weights.current=exit")
+        label = await _update(nemesis, http, order="in_turn")
+        nemesis.plant("")
+        await _agree(nemesis, http, label)
+
+
+async def kill_runner_after_updates(nemesis: Nemesis) -> None:
+    """Kills a runner whose successor loads the third version over the model's own weights."""
+    async with _operator(nemesis) as http:
+        for _ in range(3):
+            label = await _update(nemesis, http)
+        nemesis.kill("runner")
+        await _agree(nemesis, http, label)
+
+
+async def join_after_updates(nemesis: Nemesis) -> None:
+    """An engine that comes serves what the others do, and none other at any time."""
+    async with _operator(nemesis) as http:
+        for _ in range(2):
+            label = await _update(nemesis, http)
+        nemesis.strike()
+        await asyncio.to_thread(nemesis.cluster.deploy, 2)
+        await _agree(nemesis, http, label, engines=2)
+        label = await _update(nemesis, http)
+        await _agree(nemesis, http, label, engines=2)
+        await asyncio.to_thread(nemesis.cluster.deploy)
+
+
+def _operator(nemesis: Nemesis) -> httpx.AsyncClient:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    return httpx.AsyncClient(base_url=nemesis.cluster.url, headers=headers)
+
+
+async def _update(nemesis: Nemesis, http: httpx.AsyncClient, **fields: str) -> str:
+    """Gives the weights another name, which it returns."""
+    nemesis.strike()
+    label = f"version-{next(_numbers)}"
+    await _give(nemesis, http, label, "keep", **fields)
+    return label
+
+
+async def _give(
+    nemesis: Nemesis, http: httpx.AsyncClient, label: str, mode: str, **fields: str
+) -> None:
     """Calls until it is done: a coordinator that dies takes its call along."""
-    body = {"path": str(DEMO_FOLDER / "model.safetensors"), "version": label, "mode": mode}
+    path = str(DEMO_FOLDER / "model.safetensors")
+    body = {"path": path, "version": label, "mode": mode, **fields}
     answer, deadline = "none", time.monotonic() + CALL_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -57,18 +105,21 @@ async def _give(nemesis: Nemesis, http: httpx.AsyncClient, label: str, mode: str
     nemesis.complaints.append(f"the weights {label!r} are not taken: {answer[:300]}")
 
 
-async def _agree(nemesis: Nemesis, http: httpx.AsyncClient, label: str) -> None:
-    """All engines serve them soon, and none stays paused."""
+async def _agree(
+    nemesis: Nemesis, http: httpx.AsyncClient, label: str, engines: int | None = None
+) -> None:
+    """All engines serve them soon, and none stays paused; so many as the layout has, or given."""
+    count = engines or nemesis.cluster.layout.engines
     said, deadline = "nothing", time.monotonic() + AGREED_SECONDS
     while time.monotonic() < deadline:
         try:
             answer = await http.get("/admin/weights", timeout=AGREED_SECONDS)
             state, said = answer.json(), answer.text
-            engines = state.get("engines", {}).values()
+            said_by = state.get("engines", {}).values()
             if (
-                len(engines) == nemesis.cluster.layout.engines
+                len(said_by) == count
                 and (state["version"], state["behind"]) == (label, [])
-                and not any(engine["pausing"] for engine in engines)
+                and not any(engine["pausing"] or engine["leaving"] for engine in said_by)
             ):
                 return
         except httpx.HTTPError as error:
