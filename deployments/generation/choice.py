@@ -170,6 +170,17 @@ class Choice:
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
 
     @property
+    def whole(self) -> TextDelta:
+        """All deltas as one, without the parts of a parsed answer."""
+        return replace(
+            self.last,
+            text="".join(self.text),
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            offsets=self.offsets,
+        )
+
+    @property
     def calls(self) -> list[AnswerCall]:
         """The tool calls so far; the last one may be unfinished."""
         return self.parsed.calls

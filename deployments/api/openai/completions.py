@@ -1,7 +1,5 @@
 """POST /v1/completions."""
 
-from dataclasses import replace
-
 from starlette.requests import Request
 
 from rayfin.actors.sampling_params import SamplingParams
@@ -96,19 +94,16 @@ class TextAdapter(CompletionAdapter):
         ).model_dump_json()
 
     def _whole(self, choice: Choice) -> CompletionChoice:
-        body, prompt, last = self._body, choice.prompt, choice.last
-        whole = replace(
-            last, token_ids=choice.token_ids, logprobs=choice.logprobs, offsets=choice.offsets
-        )
+        body, prompt, whole = self._body, choice.prompt, choice.whole
         scores, with_ids = None, bool(body.return_token_ids)
         if (asked := body.prompt_logprobs) is not None:
             scores = prompt_logprobs(prompt.ids, prompt.scores, asked, self._service.tokenizer)
         return CompletionChoice(
             index=choice.index,
-            text="".join(choice.text),
+            text=whole.text,
             logprobs=self._logprobs(choice, whole, True),
-            finish_reason=last.finish_reason,
-            stop_reason=last.stop_reason,
+            finish_reason=whole.finish_reason,
+            stop_reason=whole.stop_reason,
             token_ids=choice.token_ids if with_ids else None,
             prompt_token_ids=prompt.shown_ids if with_ids else None,
             prompt_logprobs=scores,

@@ -6,7 +6,6 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.messages import TokenLogprob
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.api.openai.bodies import CompletionRequest
 from rayfin.deployments.api.openai.completions import TextAdapter
@@ -171,13 +170,9 @@ class TokensAdapter(TextAdapter):
         prompt, scores, given = generation.prompts[0], None, self._asked.prompt_logprob_token_ids
         if (asked := self._asked.prompt_logprobs) is not None:
             scores = prompt_logprobs(prompt.ids, prompt.scores, asked, self._service.tokenizer)
-        choices = [
-            self._choice(choice, choice.token_ids, "".join(choice.text), choice.logprobs)
-            for choice in generation.choices
-        ]
         return GenerateReply(
             request_id=self._id,
-            choices=choices,
+            choices=[self._choice(choice, choice.whole) for choice in generation.choices],
             prompt_token_ids=prompt.ids if self._shows_prompt else None,
             prompt_logprobs=scores,
             prompt_token_id_logprobs=None
@@ -194,25 +189,25 @@ class TokensAdapter(TextAdapter):
         self._started.add(choice.index)
         chunk = GenerateReply(
             request_id=self._id,
-            choices=[self._choice(choice, delta.token_ids, delta.text, delta.logprobs)],
+            choices=[self._choice(choice, delta)],
             prompt_token_ids=choice.prompt.ids if first else None,
         )
         return [self._cursor.event(chunk.model_dump_json(), choice)]
 
-    def _choice(
-        self, choice: Choice, ids: list[int], text: str, entries: list[TokenLogprob]
-    ) -> TokenChoice:
+    def _choice(self, choice: Choice, delta: TextDelta) -> TokenChoice:
+        """What ``delta`` says; the choice itself may have got further already."""
         scored, masked = self._asked.logprobs is not None, self._asked.return_sampling_mask
+        ids, entries = delta.token_ids, delta.logprobs
         return TokenChoice(
             index=choice.index,
             token_ids=None if self._as_text else ids,
-            text=text if self._as_text else None,
+            text=delta.text if self._as_text else None,
             logprobs=self._scores.chat(ids, entries) if scored else None,
             sampling_mask=sampling_mask(entries, self._asked.top_k or 0) if masked else None,
             kept_mass=kept_masses(entries) if scored or masked else None,
-            weight_versions=self._versions(choice) if choice.last.finish_reason else None,
-            finish_reason=choice.last.finish_reason,
-            stop_reason=choice.last.stop_reason,
+            weight_versions=self._versions(choice) if delta.finish_reason else None,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
         )
 
 

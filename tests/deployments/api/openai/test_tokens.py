@@ -90,6 +90,15 @@ async def test_a_stream_adds_up_and_resumes(http: httpx.AsyncClient) -> None:
     assert last_again == parts[-1]
 
 
+async def test_only_the_last_chunk_of_a_choice_has_an_end(http: httpx.AsyncClient) -> None:
+    """Several choices come through a queue, so that a choice may have ended before it is read."""
+    body = {"token_ids": IDS, "sampling_params": {"max_tokens": 5, "seed": 3, "n": 3}}
+    parts = events((await http.post(PATH, json={**body, "stream": True})).text)
+    for index in range(3):
+        mine = [one["choices"][0] for _, one in parts if one["choices"][0]["index"] == index]
+        assert [one["finish_reason"] for one in mine] == [None] * 4 + ["length"]
+
+
 async def test_without_a_limit_the_answer_fills_the_context(
     http: httpx.AsyncClient, service: OpenAIService
 ) -> None:
