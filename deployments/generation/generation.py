@@ -233,8 +233,8 @@ class Generation:
     async def _run_choice(self, choice: Choice, waits: bool = False) -> Deltas:
         """The deltas of a choice; one that ``waits`` is run again if a full queue refuses it."""
         try:
-            for delta in choice.earlier:
-                yield choice, self._append(choice, delta)
+            for delta in choice.earlier:  # the stream before has charged it
+                yield choice, self._append(choice, delta, charged=True)
                 if choice.output.finished:
                     return
             async with aclosing(self._client.stream(choice.request)) as deltas:
@@ -252,7 +252,7 @@ class Generation:
         except RayfinError as error:
             choice.name_cause(error)
             if not (waits and isinstance(error, Overloaded)):
-                self._refund()
+                self.refund()
             raise
 
     async def _run_in_turn(self, gate: asyncio.Semaphore, choice: Choice) -> Deltas:
@@ -279,11 +279,11 @@ class Generation:
                     return
                 except Overloaded:
                     if begun or not waits or left <= 0:
-                        self._refund()
+                        self.refund()
                         raise
                 await asyncio.sleep(RETRY_AFTER_SECONDS)
 
-    def _append(self, choice: Choice, delta: TokenDelta) -> TextDelta:
+    def _append(self, choice: Choice, delta: TokenDelta, *, charged: bool = False) -> TextDelta:
         text = choice.output.push(delta)
         choice.append(text)
         if choice.times is not None and delta.tokens:
@@ -291,7 +291,8 @@ class Generation:
         if delta.logprobs:
             choice.likelihood.add(delta, len(text.token_ids))
         choice.request.satisfied = choice.output.finished
-        self._spend(text)
+        if not charged:
+            self._spend(text)
         return text
 
     async def _run_search(self, choices: Sequence[Choice]) -> Deltas:
@@ -309,7 +310,7 @@ class Generation:
             raise RequestFailed("The engine failed on this request.")
         except RayfinError as error:
             choices[0].name_cause(error)
-            self._refund()
+            self.refund()
             raise
 
     def _log_answer(self, choice: Choice) -> None:
@@ -328,7 +329,7 @@ class Generation:
         if self._quotas is not None:
             self._quotas.spend(self._tenant, len(delta.token_ids))
 
-    def _refund(self) -> None:
+    def refund(self) -> None:
         """Gives the prompts' tokens back to the quota if no engine took the request."""
         if not self._started and self._quotas is not None:
             self._quotas.spend(self._tenant, -sum(len(prompt.ids) for prompt in self.prompts))

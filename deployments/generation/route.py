@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rayfin.actors.errors import ClientGone
+from rayfin.actors.errors import ClientGone, RayfinError
 from rayfin.actors.timing import SSE_COMMENT_SECONDS
 from rayfin.deployments.generation.choice import Choice
 from rayfin.deployments.generation.generation import Deltas, Generation
@@ -100,7 +100,7 @@ class GenerationRoute:
         # A grammar waits for its check, which is dropped when its last client has left.
         generation = await while_connected(request, adapter.prepare(request))
         headers |= generation.headers
-        await adapter.open(request, generation)
+        await opened(adapter, request, generation)
         deltas = adapter.run(generation)
         try:
             if adapter.streamed:
@@ -116,6 +116,15 @@ class GenerationRoute:
             raise
         reply = await generation.render(adapter.reply)
         return Response(reply, 200, headers, adapter.media_type)
+
+
+async def opened(adapter: GenerationAdapter, request: Request, generation: Generation) -> None:
+    """Has the adapter open the request; one that cannot run costs its tenant nothing."""
+    try:
+        await adapter.open(request, generation)
+    except RayfinError:
+        generation.refund()
+        raise
 
 
 class DeltaBuffer:

@@ -26,6 +26,7 @@ class RunningRequests:
             InvalidRequest: a request of that id runs.
         """
         if request_id in self._tasks:
+            generation.refund()
             raise InvalidRequest(f"A request {request_id!r} runs.", "request_id")
         arrived: asyncio.Queue[tuple[Choice, TextDelta] | None] = asyncio.Queue()
 

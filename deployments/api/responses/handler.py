@@ -39,7 +39,7 @@ from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Deltas, Generation
 from rayfin.deployments.generation.logprobs import LogprobsWriter
 from rayfin.deployments.generation.plan import plan_answers
-from rayfin.deployments.generation.route import GenerationAdapter, while_connected
+from rayfin.deployments.generation.route import GenerationAdapter, opened, while_connected
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.http.json_body import rename_error_params
@@ -75,7 +75,7 @@ class ResponseAdapter(GenerationAdapter):
         """Starts a background response and returns it as it stands, or the stream of its events."""
         generation = await while_connected(request, self.prepare(request))
         headers |= generation.headers
-        await self.open(request, generation)
+        await opened(self, request, generation)
         state = self._state
         state.task = asyncio.create_task(self._run_out(self.run(generation)))
         if self.streamed:

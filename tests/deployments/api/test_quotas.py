@@ -108,6 +108,33 @@ async def test_what_the_engine_refuses_costs_nothing(
     assert (await limited.post("/v1/completions", json=body)).headers[LEFT] == str(LIMIT - 3)
 
 
+async def test_a_stream_that_goes_on_costs_its_tokens_once(
+    http: httpx.AsyncClient, service: OpenAIService, clock: Clock
+) -> None:
+    service.quotas = TokenQuotas(LIMIT, clock)
+    path, plain = "/v1/completions", ROUTES["/v1/completions"]
+    body, headers = {**plain, "seed": 1, "stream": True}, {"accept": "text/event-stream"}
+    whole = (await http.post(path, json=body, headers=headers)).text
+    third = [line for line in whole.splitlines() if line.startswith("id: ")][2]
+    headers["last-event-id"] = third.removeprefix("id: ")
+    rest = await http.post(path, json=body, headers=headers)
+    assert rest.status_code == 200 and len(rest.text) < len(whole)
+    reply = await http.post(path, json=plain)
+    assert reply.headers[LEFT] == str(LIMIT - 3 * 3 - 7)
+
+
+@pytest.mark.parametrize("marks", ["3", "3,4"])
+async def test_a_stream_that_is_not_known_costs_nothing(
+    http: httpx.AsyncClient, service: OpenAIService, clock: Clock, marks: str
+) -> None:
+    service.quotas = TokenQuotas(LIMIT, clock)
+    path, plain = "/v1/completions", ROUTES["/v1/completions"]
+    headers = {"last-event-id": f"cmpl-{32 * '0'}:{marks}"}
+    body = {**plain, "temperature": 1, "stream": True}
+    assert (await http.post(path, json=body, headers=headers)).status_code in (400, 404)
+    assert (await http.post(path, json=plain)).headers[LEFT] == str(LIMIT - 3)
+
+
 async def test_searches_and_silent_prompts_count(limited: httpx.AsyncClient, engine: Any) -> None:
     search = {"prompt": [1, 2], "use_beam_search": True, "n": 2, "temperature": 0, "max_tokens": 60}
     reply = await limited.post("/v1/completions", json=search)
