@@ -23,6 +23,7 @@ class Member(NamedTuple):
 
 IGNORED, REFUSED = Member(refused=False), Member()
 FORM = Member(instead="text.format")
+ONE, OFF = Member(harmless=(1,)), Member(harmless=(False,))
 ANYWHERE: dict[str, Member] = {
     "prompt_embeds": REFUSED,
     "logprob_token_ids": REFUSED,
@@ -43,6 +44,8 @@ ANYWHERE: dict[str, Member] = {
     "audio": REFUSED,
     "modalities": Member(harmless=(["text"],)),
     "suffix": REFUSED,
+    "logits_processors": Member(instead="logit_bias"),
+    "web_search_options": REFUSED,
     **dict.fromkeys(
         (
             *("vllm_xargs", "extra_args", "kv_transfer_params", "ec_transfer_params"),
@@ -53,7 +56,11 @@ ANYWHERE: dict[str, Member] = {
     ),
 }
 NOT_SERVED: dict[Api, dict[str, Member]] = {
-    "completions": ANYWHERE,
+    "completions": ANYWHERE
+    | {
+        "max_output_tokens": Member(instead="max_tokens"),
+        "stop_sequences": Member(instead="stop"),
+    },
     "responses": ANYWHERE
     | {
         "prompt": REFUSED,
@@ -61,12 +68,28 @@ NOT_SERVED: dict[Api, dict[str, Member]] = {
         "moderation": REFUSED,
         "previous_input_messages": Member(instead="input"),
         "truncate_prompt_tokens": Member(instead="truncation"),
-        "use_beam_search": Member(harmless=(False,)),
+        "use_beam_search": OFF,
+        "messages": Member(instead="input"),
+        **dict.fromkeys(
+            ("max_tokens", "max_completion_tokens"), Member(instead="max_output_tokens")
+        ),
+        "reasoning_effort": Member(instead="reasoning.effort"),
+        "response_format": FORM,
+        "stop_sequences": Member(instead="stop"),
+        "logprobs": Member(harmless=(False,), instead="include"),
+        **{"n": ONE, "best_of": ONE, "echo": OFF},
+        **dict.fromkeys(("allowed_token_ids", "bad_words", "prompt_logprobs"), REFUSED),
         **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex"), FORM),
         **dict.fromkeys(("guided_choice", "guided_grammar", "guided_whitespace_pattern"), FORM),
     },
     "messages": {
         "thread": REFUSED,  # in Anthropic's own words
+        "max_completion_tokens": Member(instead="max_tokens"),
+        "max_output_tokens": Member(instead="max_tokens"),
+        "reasoning_effort": Member(instead="output_config.effort"),
+        "response_format": Member(instead="output_config.format"),
+        "stop": Member(instead="stop_sequences"),
+        "n": ONE,
         **dict.fromkeys(("container", "context_management", "mcp_servers"), IGNORED),
     },
     "tokenize": {"media_io_kwargs": REFUSED, "mm_processor_kwargs": REFUSED},

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.generation.bodies import GenerationBody
-from rayfin.deployments.generation.members import ignored_members
+from rayfin.deployments.generation.members import check_members, ignored_members
 from rayfin.deployments.guidance.tools import DeclaredTools, WrittenTool, declared_tools
 from rayfin.deployments.http.json_body import rename_error_params, rename_error_paths
 from rayfin.deployments.text.checks import as_object, as_string, missing, required
@@ -44,6 +44,7 @@ class PromptBody(BaseModel):
         """
         if (thread := (self.model_extra or {}).get("thread")) is not None:
             raise _no_thread(thread)
+        check_members("messages", self.model_extra)
         if self.messages is None:
             raise missing("messages")
 

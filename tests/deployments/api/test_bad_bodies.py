@@ -359,3 +359,38 @@ async def test_harmless_values_of_unserved_fields(http: httpx.AsyncClient) -> No
         headers={"Content-Type": "Application/JSON; charset=UTF-8"},
     )
     assert response.status_code == 200, response.text
+
+
+OTHERS = [  # what another API calls so, and what to use
+    ("/v1/completions", "max_output_tokens", 3, "max_tokens"),
+    ("/v1/chat/completions", "stop_sequences", ["go"], "stop"),
+    ("/v1/chat/completions", "logits_processors", ["mine"], "logit_bias"),
+    ("/v1/chat/completions", "web_search_options", {"user_location": "x"}, ""),
+    ("/v1/responses", "max_tokens", 3, "max_output_tokens"),
+    ("/v1/responses", "max_completion_tokens", 3, "max_output_tokens"),
+    ("/v1/responses", "response_format", {"type": "json_object"}, "text.format"),
+    ("/v1/responses", "reasoning_effort", "low", "reasoning.effort"),
+    ("/v1/responses", "bad_words", ["go"], ""),
+    ("/v1/responses", "n", 2, ""),
+    ("/v1/messages", "stop", ["go"], "stop_sequences"),
+    ("/v1/messages", "response_format", {"type": "json_object"}, "output_config.format"),
+    ("/v1/messages", "n", 2, ""),
+]
+
+
+@pytest.mark.parametrize(("path", "name", "value", "instead"), OTHERS)
+async def test_settings_of_other_apis_are_refused(
+    http: httpx.AsyncClient, engine: Any, path: str, name: str, value: Any, instead: str
+) -> None:
+    """They would change the answer, so that to drop them would be a fault no client sees."""
+    user = [{"role": "user", "content": "a"}]
+    prompt = {"/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"}}
+    asked = {**prompt.get(path, {"messages": user}), name: value}
+    asked |= {} if path == "/v1/responses" else {"max_tokens": 2}
+    response = await http.post(path, json=asked)
+    assert response.status_code == 400 and engine.seen == []
+    error = response.json()["error"]
+    assert error["message"].startswith(f"{name} is not supported")
+    assert not instead or error["message"].endswith(f"Use {instead}.")
+    empty = {**asked, name: None}
+    assert (await http.post(path, json=empty)).status_code == 200
