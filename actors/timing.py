@@ -88,9 +88,11 @@ MOVE_COMPUTED_SECONDS = 0.25  # to compute what a stream lacks that moves withou
 PEER_READ_SECONDS = 10.0  # that a prompt waits for pages of another engine, at most
 PEER_SILENCE_SECONDS = 5.0  # for which an engine is left alone that has given none, doubling ...
 MAX_PEER_SILENCE_SECONDS = 60.0  # ... to this
+PEER_REST_SECONDS = 60.0  # after which an engine closes a connection that nothing was asked by
 WRONG_PAGES_SECONDS = 60.0  # within which three wrong pages bar an engine ...
 PEER_BARRED_SECONDS = 600.0  # ... for so long
 SENT_SECONDS = 5.0  # for which a router takes it that pages are where it has sent their tokens
+SLOW_READ_SECONDS = 0.5  # a read that takes longer says how fast its source is, however small
 SPEED_FADES_SECONDS = 60.0  # what was seen of a source's speed
 PAGE_WARNING_SECONDS = 60.0  # between two lines about a disk that takes nothing
 

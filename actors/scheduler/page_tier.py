@@ -38,6 +38,7 @@ from rayfin.actors.timing import (
     PEER_FIRST_BYTE_SECONDS,
     PEER_READ_SECONDS,
     PEER_SILENCE_SECONDS,
+    SLOW_READ_SECONDS,
     SPEED_FADES_SECONDS,
 )
 from rayfin.cache.page_files import PageFolder
@@ -59,7 +60,7 @@ ASSUMED_BYTES_PER_SECOND = {True: 500e6, False: 1e9}
 """Of a disk, and of another engine."""
 
 LEAST_MEASURED_BYTES = 16 << 20
-"""Smaller reads say nothing of a disk's speed, and are always in time."""
+"""Smaller reads that are quick say nothing of a source's speed; they are always tried."""
 
 
 class PageTier(Beside, Protocol):
@@ -148,8 +149,8 @@ class NoTier:
 class _Source:
     """What was seen of a disk or an engine."""
 
-    assumed: float  # bytes a second
-    bytes_per_second: float
+    assumed: float  # seconds a byte
+    seconds_per_byte: float  # by the reads so far, later ones more than earlier ones
     measured: float = 0.0  # when
     silence: float = 0.0  # seconds for which it is left alone once it has given nothing ...
     silent_until: float = 0.0  # ... and until when
@@ -157,7 +158,13 @@ class _Source:
     def speed(self, now: float) -> float:
         """Bytes a second; what was seen fades, so that a slow engine is tried again."""
         share = math.exp((self.measured - now) / SPEED_FADES_SECONDS)
-        return self.assumed + share * (self.bytes_per_second - self.assumed)
+        return 1 / (self.assumed + share * (self.seconds_per_byte - self.assumed))
+
+    def measure(self, moved: int, seconds: float, now: float) -> None:
+        """Notes that so many bytes have come in so many seconds."""
+        before = 1 / self.speed(now)
+        self.seconds_per_byte = before + (seconds / moved - before) / 4
+        self.measured = now
 
 
 @dataclass(slots=True, eq=False)
@@ -265,7 +272,7 @@ class SourcesTier:
 
     def _source(self, name: str) -> _Source:
         if name not in self._sources:
-            assumed = ASSUMED_BYTES_PER_SECOND[name == DISK]
+            assumed = 1 / ASSUMED_BYTES_PER_SECOND[name == DISK]
             self._sources[name] = _Source(assumed, assumed)
         return self._sources[name]
 
@@ -276,11 +283,14 @@ class SourcesTier:
             return patience
         return min(patience, computing, PEER_READ_SECONDS)
 
-    def _pays(self, name: str, count: int, computing: float) -> bool:
-        """Whether an engine gives so many pages in half of the time in which they are computed.
+    def _pays(self, name: str, held: int, count: int) -> bool:
+        """Whether an engine gives so many pages, behind those that are held, in half of the time in
+        which they are computed.
 
         An engine that has computed nothing yet does not know, and asks.
         """
+        size = self._tables.page_size
+        computing = self._cost.seconds(held * size, (held + count) * size)
         source = self._source(name)
         if self._clock() < source.silent_until:
             return False
@@ -324,15 +334,15 @@ class SourcesTier:
             speed = self._source(name).speed(self._clock())
             in_time = max(speed * patience, LEAST_MEASURED_BYTES)
             wanted = missing[: min(limit, there, int(in_time / self._page_bytes))]
-            count = self._count_at(name, wanted, computing)
+            count = self._count_at(name, len(held), wanted)
             if waited <= patience and count * size >= self.least_read_tokens:
                 return self._begin_read(name, request, held, missing[:count], patience)
         return None
 
-    def _count_at(self, name: str, wanted: Sequence[bytes], computing: float) -> int:
+    def _count_at(self, name: str, held: int, wanted: Sequence[bytes]) -> int:
         """How many of the first pages a source may have, if it pays to ask for them."""
         if name != DISK:
-            return len(wanted) if self._pays(name, len(wanted), computing) else 0
+            return len(wanted) if self._pays(name, held, len(wanted)) else 0
         return 0 if self._folder is None else self._folder.match(wanted)
 
     def _begin_read(
@@ -405,10 +415,9 @@ class SourcesTier:
     def _end_read(self, transfer: _Transfer, now: float) -> None:
         what, arrived = transfer.what, transfer.pending.count()
         moved, source = arrived * self._page_bytes, self._source(what.source)
-        if moved >= LEAST_MEASURED_BYTES and now > transfer.begun:
-            before = source.speed(now)
-            source.bytes_per_second = before + (moved / (now - transfer.begun) - before) / 4
-            source.measured = now
+        taken = now - transfer.begun
+        if moved and taken > 0 and (moved >= LEAST_MEASURED_BYTES or taken > SLOW_READ_SECONDS):
+            source.measure(moved, taken, now)
         if what.source != DISK:
             longer = min(max(2 * source.silence, PEER_SILENCE_SECONDS), MAX_PEER_SILENCE_SECONDS)
             source.silence = 0.0 if arrived else longer
@@ -418,7 +427,8 @@ class SourcesTier:
             for page, page_hash, tokens in zip(
                 what.pages[:arrived], what.hashes, what.tokens, strict=False
             ):
-                if self._tables.index.add(page, page_hash, tokens, parent, transfer.keys):
+                known = self._tables.index.add(page, page_hash, tokens, parent, transfer.keys)
+                if known and what.source == DISK:
                     self._stored[page] = page_hash
                 parent = page_hash
         counters, source_word = self._counters, "disk" if what.source == DISK else "p2p"

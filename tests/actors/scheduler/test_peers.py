@@ -131,16 +131,59 @@ def test_a_slow_engine_is_asked_again_when_time_has_passed(h: Any) -> None:
     h.run()
     h.engine.lifecycle.forget_prefixes()
     source = tier._source("other")
-    source.bytes_per_second, source.measured = 1e6, h.executor.clock
+    source.seconds_per_byte, source.measured = 1e-6, h.executor.clock
     h.add(PROMPT, 1, pages_at=THERE)
     h.run()
     assert _read(h) == (0, 0)
     h.engine.lifecycle.forget_prefixes()
-    h.executor.clock += 120
+    h.executor.clock += 600
     h.add(PROMPT, 1, pages_at=THERE)
     h.run()
     h.check()
     assert _read(h) == (5, 0)
+
+
+def test_a_slow_engine_is_soon_left_alone(h: Any) -> None:
+    """One that gives something each time, but later than a prompt is computed."""
+    h.executor.token_seconds = 0.2
+    h.add([7] * 21, 1)
+    h.run()
+    h.executor.disk_seconds = 3.5
+    for _ in range(4):
+        h.engine.lifecycle.forget_prefixes()
+        h.add(PROMPT, 1, pages_at=THERE)
+        h.run()
+        while h.executor.next_prepared < 1e9:  # a read may go on
+            h.executor.clock += 0.5
+            h.engine.step()
+    h.check()
+    assert _read(h)[0] <= 10
+
+
+def test_few_pages_of_many_have_to_pay_alone(h: Any) -> None:
+    """As many as a slow engine may give in time; what is not read is computed anyway."""
+    tier = h.engine.lifecycle.tier
+    assert tier._pays("other", 0, 2)
+    h.executor.token_seconds = 0.01
+    h.add([7] * 21, 1)
+    h.run()
+    source = tier._source("other")
+    source.seconds_per_byte, source.measured = 0.03 / (1 << 20), h.executor.clock
+    assert not tier._pays("other", 0, 2) and not tier._pays("other", 0, 5)
+    source.seconds_per_byte = 0.01 / (1 << 20)
+    assert tier._pays("other", 0, 5)
+
+
+def test_what_comes_from_an_engine_has_no_file(harness: Make) -> None:
+    """On this machine; it gets one, as what is computed does."""
+    h = _pair(harness, page_folder=fake_folder())
+    files = h.config.page_folder.pages
+    files.clear()
+    h.add(PROMPT, 6, pages_at=THERE)
+    h.run()
+    h.engine.step()
+    h.check()
+    assert _read(h) == (5, 0) and len(files) == 6
 
 
 def test_an_engine_that_knows_no_times_waits_two_seconds(h: Any) -> None:
