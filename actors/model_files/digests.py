@@ -75,14 +75,20 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(named or folder.glob("*.safetensors"))
 
 
+def small_files(folder: Path) -> list[Path]:
+    """Lists the files that decide, beside the weights, what a model computes."""
+    beside = {path for pattern in BESIDE for path in folder.glob(pattern) if path.is_file()}
+    return sorted(path for path in beside if not any(path.match(name) for name in NO_PART))
+
+
 def folder_digest(folder: Path, *, weights: bool = True) -> str:
     """Computes a digest of a model's folder: its tensors and what decides the numbers made of them.
 
     Raises:
         InvalidConfig, OSError, ValueError: as ``tensors_digest``.
     """
-    beside = {path for pattern in BESIDE for path in folder.glob(pattern) if path.is_file()}
-    left = [path for path in beside if not any(path.match(pattern) for pattern in NO_PART)]
-    small = [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in sorted(left)]
+    small = [
+        [path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in small_files(folder)
+    ]
     tensors = tensors_digest(weight_files(folder)) if weights else None
     return hashlib.sha256(json.dumps([small, tensors]).encode()).hexdigest()

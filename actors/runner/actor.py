@@ -94,11 +94,10 @@ class ModelRunnerActor:
         self._store: Any = None
         self._runner: Any = None  # a ModelRunner, whose module imports torch
         self._pages: Any = None  # a PageTransfers
-        self._namespace: str | None = None  # of the pages, once it was asked for
+        self._naming: Any = None  # a PageNaming, where other engines may ask
         self._server: Any = None  # a PageServer, once another engine has asked for it
         self._version = WeightVersion()
         self._loading = threading.Lock()
-        self._naming = threading.Lock()
         self._steps: StepSocket | None = None
         self._started_bytes = 0  # of this process, when its pages were allocated first
         self._lifeline = Lifeline(lease, _exit)
@@ -166,6 +165,10 @@ class ModelRunnerActor:
 
                 self._args, self._version = args, version or self._version
                 self._runner = ModelRunner(args, place, version=self._version)
+                if args.kv_peers:
+                    from rayfin.actors.runner.page_namespace import PageNaming
+
+                    self._naming = PageNaming(self._runner.args)
 
     @ray.method(concurrency_group="prepare")
     def plan_spares(self, served: bool) -> SparePlan:
@@ -212,15 +215,10 @@ class ModelRunnerActor:
 
     def _greet(self) -> bytes:
         """A digest of all that decides the bits of a page, also by where its rank stands."""
-        from rayfin.actors.runner.page_namespace import page_namespace
-
-        args, loaded = self._args, self._runner.loaded
-        assert args is not None
-        with self._naming:
-            if self._namespace is None:
-                self._namespace = at_low_priority(lambda: page_namespace(args, loaded))
-        size = loaded.page_bytes(args.page_size)
-        depends = (self._namespace, self._version.digest, self._rank, size)
+        assert self._args is not None
+        loaded = self._runner.loaded
+        size = loaded.page_bytes(self._args.page_size)
+        depends = (self._naming.name(loaded), self._version.digest, self._rank, size)
         return sha256(repr(depends).encode()).digest()
 
     def _ask_for_pages(self, engine: str) -> str:

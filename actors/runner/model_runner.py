@@ -126,6 +126,11 @@ class ModelRunner:
         return self._next
 
     @property
+    def args(self) -> EngineArgs:
+        """The settings, with a folder of this node in place of a bucket."""
+        return self._args
+
+    @property
     def loaded(self) -> LoadedModel:
         """The model with what was decided of it."""
         return self._loaded

@@ -2,7 +2,7 @@
 
     reader ── greeting (32 bytes) ──────────► source   a digest of all that decides a page's bits
     reader ◄─ yes or no (1 byte) ─────────── source
-    reader ── count, hashes of pages ───────► source   again and again, one after the other
+    reader ── count, hashes of pages ───────► source   again and again, or it ends in a minute
     reader ◄─ record, record, ... or none ── source    up to the first that it does not have
 
 The source holds nothing for a reader: a thread of its own copies one page at a time, and looks
@@ -13,6 +13,7 @@ the hash of all tokens of a prompt, with its salt and its adapter, its pages can
 
 import hmac
 import logging
+import select
 import socket
 import threading
 import time
@@ -27,7 +28,12 @@ from rayfin.actors.processes.environment import lower_priority
 from rayfin.actors.runner.page_names import PageNames
 from rayfin.actors.runner.pages.records import Bytes, head_bytes, head_of, why_wrong
 from rayfin.actors.runner.pages.transfers import PageTransfers
-from rayfin.actors.timing import PAGE_READ_SECONDS, PEER_BARRED_SECONDS, WRONG_PAGES_SECONDS
+from rayfin.actors.timing import (
+    PAGE_READ_SECONDS,
+    PEER_BARRED_SECONDS,
+    PEER_REST_SECONDS,
+    WRONG_PAGES_SECONDS,
+)
 from rayfin.actors.transport.channel import Acceptor, connect
 
 logger = logging.getLogger(__name__)
@@ -60,29 +66,32 @@ class Peers:
     def __init__(self, ask: Callable[[str], str], greeting: Callable[[], bytes]) -> None:
         self._ask = ask
         self._greeting = greeting
-        # Connections at rest, by engine and what was said there: other weights have other pages.
-        self._open: dict[tuple[str, bytes], socket.socket] = {}
+        # Connections at rest, by engine, with what was said there: other weights have other pages.
+        self._open: dict[str, tuple[bytes, socket.socket]] = {}
         self._wrong: dict[str, deque[float]] = {}  # by engine: when its last pages were wrong
 
     def records(self, what: PageTransfer, into: Bytes) -> Iterator[None]:
         if self._is_barred(what.source):
             return
-        hashes = what.hashes[:MOST_HASHES]
-        key = (what.source, self._greeting())  # the first time it takes as long as to read a model
+        greeting = self._greeting()  # the first time it takes as long as to read a model
         until = time.monotonic() + what.seconds
         try:
-            connected = self._open.pop(key, None) or self._connect(*key, until)
+            connected = self._at_rest(what.source, greeting)
+            connected = connected or self._connect(what.source, greeting, until)
         except OSError as error:  # and TimeoutError is one
             logger.debug("%s is not read from: %s", what.source, error)
             return
-        answered = not hashes  # to the end: the next question may come
+        owed = 0  # records that were asked for, and have not come
         try:
-            _send(connected, COUNT.pack(len(hashes)) + b"".join(hashes), until)
-            for number, tokens in enumerate(what.tokens[: len(hashes)], start=1):
+            for number, tokens in enumerate(what.tokens):
+                if not owed:
+                    asked = what.hashes[number : number + MOST_HASHES]
+                    owed = len(asked)
+                    _send(connected, COUNT.pack(owed) + b"".join(asked), until)
                 head = bytearray(head_bytes(tokens))
                 _receive(connected, memoryview(head)[: len(MISSING)], until)
                 if head[: len(MISSING)] == MISSING:
-                    answered = True
+                    owed = 0
                     return
                 _receive(connected, memoryview(head)[len(MISSING) :], until)
                 _receive(connected, into.data, until)
@@ -91,13 +100,24 @@ class Peers:
                     wrong = self._wrong.setdefault(what.source, deque(maxlen=MOST_WRONG))
                     wrong.append(time.monotonic())
                     return
-                answered = number == len(hashes)
+                owed -= 1
                 yield
         except OSError as error:
             logger.debug("%s is read from no further: %s", what.source, error)
         finally:
-            if not answered or self._open.setdefault(key, connected) is not connected:
+            rests = greeting, connected
+            if owed or self._open.setdefault(what.source, rests) is not rests:
                 connected.close()
+
+    def _at_rest(self, source: str, greeting: bytes) -> socket.socket | None:
+        """Takes the connection that is open to an engine, if it is of use still."""
+        said, connected = self._open.pop(source, (b"", None))
+        if connected is None:
+            return None
+        if said == greeting and not _has_come(connected, 0.0):
+            return connected
+        connected.close()  # the weights are others, or the other end has closed
+        return None
 
     def _is_barred(self, source: str) -> bool:
         wrong = self._wrong.get(source)
@@ -177,9 +197,11 @@ class PageServer:
             logger.debug("a reader of pages has gone: %s", error)
 
     def _answer(self, connected: socket.socket, greeting: bytes) -> bool:
-        """Answers one question; False if it is none, or if the pages are of other weights now."""
+        """Answers one question; False if none comes, or if the pages are of other weights now."""
         size = bytearray(COUNT.size)
-        _receive(connected, memoryview(size), None)
+        if not _has_come(connected, PEER_REST_SECONDS):
+            return False
+        _receive(connected, memoryview(size), time.monotonic() + PAGE_READ_SECONDS)
         (count,) = COUNT.unpack(size)
         if count > MOST_HASHES:
             return False
@@ -189,10 +211,10 @@ class PageServer:
             record = self._record(bytes(hashes[at : at + HASH_BYTES]))
             if greeting != self._greeting():
                 return False
+            connected.settimeout(PAGE_READ_SECONDS)  # a reader that reads no more
             if record is None:
                 connected.sendall(MISSING)
                 break
-            connected.settimeout(PAGE_READ_SECONDS)  # a reader that reads no more
             head, content = record
             connected.sendall(head)
             connected.sendall(content.data)
@@ -215,7 +237,14 @@ def _send(connected: socket.socket, data: bytes, until: float) -> None:
     connected.sendall(data)
 
 
-def _receive(connected: socket.socket, into: memoryview, until: float | None) -> None:
+def _has_come(connected: socket.socket, seconds: float) -> bool:
+    """Whether there is something to read within so many seconds, or the end."""
+    ready = select.poll()
+    ready.register(connected, select.POLLIN)
+    return bool(ready.poll(1000 * seconds))
+
+
+def _receive(connected: socket.socket, into: memoryview, until: float) -> None:
     """Fills ``into``.
 
     Raises:
@@ -223,7 +252,7 @@ def _receive(connected: socket.socket, into: memoryview, until: float | None) ->
     """
     at = 0
     while at < len(into):
-        connected.settimeout(None if until is None else _patience(until))
+        connected.settimeout(_patience(until))
         if not (count := connected.recv_into(into[at:])):
             raise ConnectionResetError("the other end has closed")
         at += count

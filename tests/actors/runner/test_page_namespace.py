@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rayfin import LLM, SamplingParams
+from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.model_files.digests import tensors_digest
 from rayfin.actors.model_files.shards import INDEX, SINGLE
 from rayfin.actors.runner.model_runner import ModelRunner
+from rayfin.actors.runner.page_namespace import PageNaming, page_namespace
 
 Make = Callable[..., Any]
 PROMPT = [3 + 7 * i % 100 for i in range(160)]  # longer than what is not worth a file
@@ -82,6 +84,34 @@ def test_the_name_follows_the_content(copy: Path, tmp_path: Path, engine_args: M
     change_weights(copy)
     others.add(name(copy))
     assert len(others) == 4
+
+
+def test_a_model_that_is_written_anew_is_another_one(
+    copy: Path, tmp_path: Path, engine_args: Make
+) -> None:
+    """Engines ask what their pages depend on once there is another engine: the files may be those
+    of another model by then, which that one has loaded."""
+    args = engine_args(copy)
+    loaded = ModelRunner(args).loaded
+    before, same = PageNaming(args), PageNaming(args)
+    name = before.name(loaded)
+    assert name == same.name(loaded) == page_namespace(args, loaded)
+    late = PageNaming(args)
+    other = {key: tensor.flip(0).contiguous() for key, tensor in load_file(copy / SINGLE).items()}
+    save_file(other, copy / "new", metadata={"format": "pt"})
+    (copy / "new").rename(copy / SINGLE)
+    after = PageNaming(args)
+    assert late.name(loaded) != after.name(loaded) == page_namespace(args, loaded) != name
+    assert before.name(loaded) == name, "it was read in time"
+
+
+def test_a_model_without_files_is_like_no_other(engine_args: Make, copy: Path) -> None:
+    """Of one that is elsewhere by another name, nothing is known."""
+    loaded = ModelRunner(engine_args(copy)).loaded
+    nowhere = engine_args(copy / "missing")
+    with pytest.raises(InvalidConfig, match="config.json"):
+        page_namespace(nowhere, loaded)
+    assert PageNaming(nowhere).name(loaded) != PageNaming(nowhere).name(loaded)
 
 
 def test_the_digest_of_tensors_is_golden(tmp_path: Path) -> None:

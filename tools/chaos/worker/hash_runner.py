@@ -96,7 +96,7 @@ class ModelRunner:
         plugins: object = None,
         version: WeightVersion | None = None,
     ) -> None:
-        self._args = args
+        self.args = self._args = args
         self._version = version or WeightVersion()
         self._executor: FakeExecutor | None = None
 

@@ -100,6 +100,40 @@ def test_one_connection_for_several_reads(plain: tuple[Runner, Runner]) -> None:
     assert reader.read([3], [2]) == 1
 
 
+def test_more_than_a_question_takes(
+    plain: tuple[Runner, Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "MOST_HASHES", 2)
+    source, reader = plain
+    source.fill(*range(5))
+    assert reader.read([0, 1, 2, 3, 4], [0, 1, 2, 3, 4]) == 5
+    assert reader.read([0, 1, 2], [3, 4, 6]) == 2
+    assert reader.read([0], [1]) == 1 and len(reader.peers._open) == 1
+
+
+def test_weights_that_change_leave_no_connections_behind(plain: tuple[Runner, Runner]) -> None:
+    """Else an engine has none left for readers after some updates."""
+    source, reader = plain
+    source.fill(0, 1)
+    for number in range(2 * peers.MOST_READERS):
+        source.greeting = reader.greeting = sha256(bytes([number])).digest()
+        assert reader.read([3, 4], [0, 1]) == 2, number
+    assert len(reader.peers._open) == 1
+
+
+def test_a_connection_that_the_source_has_closed(
+    plain: tuple[Runner, Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader opens another one, and misses nothing."""
+    source, reader = plain
+    source.fill(0, 1)
+    monkeypatch.setattr(peers, "PEER_REST_SECONDS", 0.0)
+    assert reader.read([3], [0]) == 1
+    ((_, connected),) = reader.peers._open.values()
+    assert peers._has_come(connected, 5.0)
+    assert reader.read([4], [1]) == 1
+
+
 def test_it_ends_at_the_first_that_is_missing(plain: tuple[Runner, Runner]) -> None:
     source, reader = plain
     source.fill(0, 2)
