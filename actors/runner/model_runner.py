@@ -335,6 +335,7 @@ class ModelRunner:
     def _enter(self, info: SchedulerInfo) -> None:
         """Takes in what a step brings beside its rows."""
         if len(info.moves):
+            self.names.moving(info.moves)
             self._mover.run(info.moves)
         self._slots.apply(info)
         for observer in self._observers:

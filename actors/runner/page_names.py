@@ -22,7 +22,7 @@ from rayfin.cache.prefix_index import NameChanges, PageName
 class PageNames:
     """A ``StepObserver`` that knows a page's name only while the page holds what the name says.
 
-    A page loses its name before a step writes to it, and gets one after the step that brings it.
+    A page loses its name before a step moves or writes something to it, and gets one after the step that brings it.
     A step with a row that failed gives none, and neither do those that its scheduler had sent
     before it learned of it. Other threads may ask for names meanwhile.
     """
@@ -39,6 +39,11 @@ class PageNames:
         self._ahead = 0  # steps that a scheduler sends before it has the result of one
         self._blind_until = -1  # step from which on names count again
         self._begun = (-1, -1)  # epoch and number of the last step
+
+    def moving(self, moves: Int32Array) -> None:
+        """A step is about to make the moves [M, 3]: what they fill has no name any more."""
+        with self._lock:
+            self._drop(moves[np.isin(moves[:, 0], (COPY, SWAP_IN)), 2].tolist())
 
     def start(self, page_tables: Int32Array, page_size: int, steps_in_flight: int) -> None:
         """Steps begin anew, over the same pages; ``page_tables`` [slots, pages] change by them."""
@@ -112,11 +117,10 @@ class PageNames:
                 coming.pop(page, None)
 
     def _written(self, info: SchedulerInfo) -> list[int]:
-        """Lists pages that a step may write to: the ends of rows' tables, and what moves fill."""
+        """Lists pages that a step's rows may write to: the ends of their tables."""
         first = info.kv_len // self._page_size
         counts = info.kv_page_len - first
         rows = np.repeat(info.ids, counts)
         columns = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        pages = self._page_tables[rows, columns + np.repeat(first, counts)]
-        moves = info.moves[np.isin(info.moves[:, 0], (COPY, SWAP_IN))]
-        return [*pages.tolist(), *moves[:, 2].tolist()]
+        pages: list[int] = self._page_tables[rows, columns + np.repeat(first, counts)].tolist()
+        return pages

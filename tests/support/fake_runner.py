@@ -251,6 +251,7 @@ class FakeExecutor:
         self.log.append(info)
         check_form(info)
         check_limits(info, self.config)
+        self.names.moving(info.moves)
         self._moved |= self._move_pages(info)
         self._take_news(info)
         for handle in info.ids.tolist():

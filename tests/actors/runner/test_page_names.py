@@ -39,6 +39,7 @@ class Steps:
         )
         info = replace(info, names=NameChanges(named, list(dropped)), **more)
         self._step += 1
+        self.names.moving(info.moves)
         self.names.before(info)
         return info
 
@@ -77,6 +78,25 @@ def test_moves_write_too(steps: Steps) -> None:
     moves = np.array([[COPY, 0, 1], [SWAP_OUT, 2, 3], [SWAP_IN, 4, 5]], np.int32)
     steps.run(2, moves=moves)
     assert sorted(steps.known) == [0, 2, 3, 4]
+
+
+def test_names_go_before_moves_begin(
+    served: Make, tiny_model: Make, step_of: Make, row: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may copy a page and look at its name while the move writes there."""
+    runner = served(tiny_model("llama").folder).runner
+    runner.names._know({page: name(page) for page in range(3)})
+
+    def move(moves: Any) -> None:
+        assert [*runner.names.all()] == [0, 2]
+        raise InterruptedError
+
+    monkeypatch.setattr(runner._mover, "run", move)
+    moves = np.array([[COPY, 0, 1]], np.int32)
+    with pytest.raises(InterruptedError):
+        runner.execute(
+            replace(step_of(row(0, [1], held=1)), moves=moves, epoch=runner.next_step[0])
+        )
 
 
 def test_what_the_scheduler_drops(steps: Steps) -> None:
