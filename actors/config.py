@@ -590,6 +590,7 @@ class EngineConfig:
     num_speculative_tokens: int = 0  # most drafts of a decoding row in a step
     recurrent: bool = False  # layers keep a state by slot, which belongs to num_computed
     num_snapshots: int = 0  # of such states, which prefix hits start from
+    state_bytes: int = 0  # of one of them
     num_draft_states: int = 0  # of such states, behind drafts of a step
     speculation: SpeculativeConfig | None = None  # None: a proposer from outside, or none
     whole_prompts: bool = False  # a step computes prompts whole; pages are names without memory
@@ -675,7 +676,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
     """
     model_len = resolve_model_len(args, facts.max_position, facts.front_tokens)
     available = args.kv_cache_memory or facts.available_bytes
-    snapshots = resolve_snapshots(args, facts, limits)
+    snapshots, speculation = resolve_snapshots(args, facts, limits), chosen_speculation(args, facts)
     if args.kv_cache_memory is None:
         available -= snapshots * facts.state_bytes
     per_request = -(-model_len // args.page_size)
@@ -687,7 +688,6 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         if args.max_model_len is not None or pages * args.page_size <= facts.front_tokens:
             raise too_long(args, facts, model_len, available)
         model_len = pages * args.page_size
-    speculation = chosen_speculation(args, facts)
     beside = facts.share_bytes - facts.available_bytes + snapshots * facts.state_bytes
     host_pages = 0 if recurrent or whole else resolve_host_pages(args, facts.page_bytes, max_pages)
     alone = whole or facts.uncut.ahead == "prompt"  # a page depends on the tokens behind it
@@ -713,9 +713,10 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         steps_in_flight=1 if args.steps_in_flight == 1 else args.pipeline_parallel_size + 1,
         prefix_caching=shares,
         page_folder=page_folder(args, facts, shares=shares),
-        kv_peers=args.kv_peers and shares and not recurrent and facts.page_bytes > 0,
+        kv_peers=args.kv_peers and shares and facts.page_bytes > 0,
         whole_prompts=whole,
         num_snapshots=snapshots,
+        state_bytes=facts.state_bytes,
         num_draft_states=draft_states(args, limits, facts.device) if recurrent else 0,
         recurrent=recurrent,
         max_lease=args.max_lease,

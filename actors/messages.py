@@ -75,6 +75,8 @@ class PageTransfer:
     named: NameChanges | None = None  # only brings names, of an engine without a step to send
     source: str = ""  # the engine that has them; empty: the disk
     seconds: float = PAGE_READ_SECONDS  # that another engine has for all of them
+    snapshot: int | None = None  # for the state behind them, of recurrent layers: the pages of a
+    # read count up to the last one behind which there is a state
     after: tuple[int, int] = (0, -1)  # epoch and number of the last step before it; the executor's
 
 
@@ -283,6 +285,8 @@ class SchedulerInfo:
     # that are right among them; None if there are none: one in each decode step
     span_tokens: int = 0  # of all spans that its chunks reach into: a tower may have to run
     names: NameChanges | None = None  # of pages that hold what is known once the step has run
+    states: dict[int, bytes] | None = None  # by snapshot that moves save to: the hash of the page
+    # that ends there
 
     @property
     def num_prefill_tokens(self) -> int:

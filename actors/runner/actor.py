@@ -207,11 +207,11 @@ class ModelRunnerActor:
             runner = self._runner
             peers = Peers(self._ask_for_pages, self._greet) if config.kv_peers else None
             self._pages = PageTransfers(
-                *(self._rank, lambda: runner.next_step, runner.overwritten, peers, runner.names)
+                *(self._rank, lambda: runner.next_step, runner.overwritten, runner.names, peers)
             )
         if self._pages is not None:
             folder = None if folder is None else folder.of(self._version.digest)
-            self._pages.use(self._runner.cache, epoch, folder)
+            self._pages.use(self._runner.cache, epoch, folder, self._runner.states)
 
     def _greet(self) -> bytes:
         """A digest of all that decides the bits of a page, also by where its rank stands."""

@@ -77,7 +77,7 @@ class InlineExecutor:
         self._config = config
         self._waiting: deque[SchedulerInfo] = deque()  # submitted, and not queued on a device
         self._submitted = (0, -1)  # epoch and number of the last step
-        self._pages = PageTransfers(0, self._next_step, runner.overwritten)
+        self._pages = PageTransfers(0, self._next_step, runner.overwritten, runner.names)
         self._version = WeightVersion()
         self._loading = threading.Lock()
         self._start()
@@ -93,7 +93,7 @@ class InlineExecutor:
         folder = self._config.page_folder
         if folder is not None:
             folder = folder.of(self._version.digest)
-            self._pages.use(self._runner.cache, self.epoch, folder)
+            self._pages.use(self._runner.cache, self.epoch, folder, self._runner.states)
 
     def transfer(self, what: PageTransfer) -> _Transfer:
         what = replace(what, after=max(self._submitted, (self.epoch, -1)))

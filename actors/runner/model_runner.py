@@ -51,6 +51,7 @@ from rayfin.actors.runner.sampling.sampler import Sampler, StepOutput, StepSampl
 from rayfin.actors.runner.speculation.interface import Proposer
 from rayfin.actors.runner.speculation.make import make_speculator, with_speculation
 from rayfin.actors.runner.speculation.speculator import Speculator
+from rayfin.actors.runner.state_tensors import StateTensors
 from rayfin.actors.weights.version import Vote, WeightVersion
 from rayfin.cache.kv_tensors import KVTensors
 from rayfin.kernels.sampling.select import select_sample
@@ -139,6 +140,11 @@ class ModelRunner:
     def cache(self) -> KVTensors | None:
         """The pages of the last start; None before it, and asleep."""
         return None if self._bound is None else self._bound[1]
+
+    @property
+    def states(self) -> StateTensors | None:
+        """The states beside the pages; None of a model that keeps none."""
+        return self._loaded.states
 
     def overwritten(self, pages: Int32Array) -> None:
         """``pages`` [N] will hold what a file holds; see ``DiskPages``. Another thread calls it."""

@@ -1,4 +1,4 @@
-"""What the pages of a runner hold, by their names, beside the pages.
+"""What the pages of a runner hold, by their names, beside the pages; and its saved states.
 
 A scheduler that takes the runner over fills its prefix index from here, and computes nothing again.
 """
@@ -10,6 +10,7 @@ import numpy as np
 
 from rayfin.actors.messages import (
     COPY,
+    STATE_SAVE,
     SWAP_IN,
     Int32Array,
     Int64Array,
@@ -22,9 +23,9 @@ from rayfin.cache.prefix_index import NameChanges, PageName
 class PageNames:
     """A ``StepObserver`` that knows a page's name only while the page holds what the name says.
 
-    A page loses its name before a step moves or writes something to it, and gets one after the step that brings it.
-    A step with a row that failed gives none, and neither do those that its scheduler had sent
-    before it learned of it. Other threads may ask for names meanwhile.
+    A page loses its name before a step moves or writes something to it, and gets one after the
+    step that brings it. A step with a row that failed gives none, and neither do those that its
+    scheduler had sent before it learned of it. Other threads may ask for names meanwhile.
     """
 
     in_turn = False
@@ -33,7 +34,9 @@ class PageNames:
         self._lock = threading.Lock()
         self._names: dict[int, PageName] = {}  # by page, in the order in which they came
         self._pages: dict[bytes, tuple[int, PageName]] = {}  # by hash
-        self._coming: deque[dict[int, PageName]] = deque()  # with steps that have begun
+        self._states: dict[bytes, tuple[int]] = {}  # snapshot, by hash of the page that ends there
+        self._coming: deque[dict[int, PageName]] = deque()  # with steps that have begun ...
+        self._saving: deque[dict[int, bytes]] = deque()  # ... and states, by snapshot
         self._page_tables: Int32Array = np.zeros((0, 0), np.int32)
         self._page_size = 1
         self._ahead = 0  # steps that a scheduler sends before it has the result of one
@@ -44,20 +47,21 @@ class PageNames:
         """A step is about to make the moves [M, 3]: what they fill has no name any more."""
         with self._lock:
             self._drop(moves[np.isin(moves[:, 0], (COPY, SWAP_IN)), 2].tolist())
+            self._drop_states(moves[moves[:, 0] == STATE_SAVE, 2].tolist())
 
     def start(self, page_tables: Int32Array, page_size: int, steps_in_flight: int) -> None:
         """Steps begin anew, over the same pages; ``page_tables`` [slots, pages] change by them."""
         with self._lock:
             self._page_tables, self._page_size = page_tables, page_size
             self._ahead, self._blind_until, self._begun = steps_in_flight, -1, (-1, -1)
-            self._coming.clear()
+            for coming in (self._states, self._coming, self._saving):
+                coming.clear()
 
     def turn(self) -> None:
         """Steps begin anew, over pages that others shall not read."""
         with self._lock:
-            self._names.clear()
-            self._pages.clear()
-            self._coming.clear()
+            for known in (self._names, self._pages, self._states, self._coming, self._saving):
+                known.clear()
             self._blind_until, self._begun = -1, (-1, -1)
 
     def all(self) -> dict[int, PageName]:
@@ -70,11 +74,30 @@ class PageNames:
         with self._lock:
             return self._pages.get(page_hash)
 
+    def find_state(self, page_hash: bytes) -> tuple[int] | None:
+        """Finds the snapshot with the state behind a page: the same object as long as it has it."""
+        with self._lock:
+            return self._states.get(page_hash)
+
+    def drop_state(self, snapshot: int) -> None:
+        """A snapshot is about to have another state."""
+        with self._lock:
+            self._drop_states([snapshot])
+
+    def add_state(self, snapshot: int, page_hash: bytes) -> None:
+        """A snapshot has got the state behind a page from elsewhere."""
+        with self._lock:
+            self._states[page_hash] = (snapshot,)
+
     def before(self, info: SchedulerInfo) -> None:
         changes = info.names or NameChanges({}, [])
         with self._lock:
             self._drop([*changes.dropped, *changes.named, *self._written(info)])
             self._coming.append(dict(changes.named))
+            # A state that no move saves is not there.
+            targets = set(info.moves[info.moves[:, 0] == STATE_SAVE, 2].tolist())
+            states = (info.states or {}).items()
+            self._saving.append({to: page_hash for to, page_hash in states if to in targets})
             self._begun = info.epoch, info.step
 
     def add(self, changes: NameChanges, after: tuple[int, int]) -> None:
@@ -90,11 +113,13 @@ class PageNames:
 
     def after(self, info: SchedulerInfo, result: StepResult) -> None:
         with self._lock:
-            names = self._coming.popleft()
+            names, states = self._coming.popleft(), self._saving.popleft()
             if result.errors:
                 self._blind_until = info.step + self._ahead
+                self._states.clear()
             elif info.step >= self._blind_until:
                 self._know(names)
+                self._states |= {page_hash: (to,) for to, page_hash in states.items()}
 
     def overwritten(self, pages: Int32Array) -> None:
         with self._lock:
@@ -115,6 +140,13 @@ class PageNames:
                 del self._pages[name[0]]
             for coming in self._coming:
                 coming.pop(page, None)
+
+    def _drop_states(self, snapshots: list[int]) -> None:
+        for snapshot in snapshots:
+            for page_hash in [key for key, at in self._states.items() if at == (snapshot,)]:
+                del self._states[page_hash]
+            for saving in self._saving:
+                saving.pop(snapshot, None)
 
     def _written(self, info: SchedulerInfo) -> list[int]:
         """Lists pages that a step's rows may write to: the ends of their tables."""

@@ -39,7 +39,7 @@ def page_namespace(args: EngineArgs, loaded: "LoadedModel") -> str:
     Raises:
         InvalidConfig: a file of the model cannot be read.
     """
-    if loaded.recurrent is not None or loaded.whole_prompts or not loaded.model.layouts:
+    if loaded.whole_prompts or not loaded.model.layouts:
         return ""
     if loaded.peers is not None and loaded.peers.place.rank > 0:
         return ""  # the first rank reads the files for all of them
@@ -57,6 +57,7 @@ def page_namespace(args: EngineArgs, loaded: "LoadedModel") -> str:
         "drafts": None if drafts is None else asdict(drafts) | {"model": None},
         "device": _device(loaded.device),
         "pages": [args.page_size, str(loaded.page_type), *map(str, loaded.model.layouts)],
+        "states": [] if loaded.recurrent is None else [*map(str, loaded.recurrent.layouts)],
         "ranks": [args.tensor_parallel_size, args.pipeline_parallel_size],
     }
     return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:24]
@@ -95,17 +96,17 @@ class PageNaming:
 
     def _written(self) -> list[tuple[str, int, int, int]]:
         """The model's files, with inode, size and time; none if they cannot be read."""
-        found = []
+        files = []
         try:
             for model, hub in _models(self._args):
                 if (config := find_file(model, "config.json", **hub)) is not None:
                     for path in (*small_files(config.parent), *weight_files(config.parent)):
                         status = path.stat()
                         of_file = status.st_ino, status.st_size, status.st_mtime_ns
-                        found.append((str(path), *of_file))
+                        files.append((str(path), *of_file))
         except (OSError, RayfinError):
             return []
-        return found
+        return files
 
 
 def _models(args: EngineArgs) -> list[tuple[str, Mapping[str, Any]]]:

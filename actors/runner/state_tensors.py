@@ -159,6 +159,14 @@ class StateTensors:
         """The ``slots`` [N] get the states of the ``snapshots`` [N]."""
         self._enter(self._first_snapshot + snapshots, slots)
 
+    def row_of(self, snapshot: int) -> int:
+        """The row of ``tensors`` that a snapshot is."""
+        return self._first_snapshot + snapshot
+
+    def saved(self, snapshot: int, tokens: int) -> None:
+        """A snapshot stands for so many tokens now: its row was written from elsewhere."""
+        self._lengths[self.row_of(snapshot)] = tokens
+
     def _place(self, lengths: Rows, drafts: Rows) -> Rows:
         """``StateRows.each``, for rows of so many tokens [R] and ``drafts`` [R] among them."""
         total = int(drafts.sum())

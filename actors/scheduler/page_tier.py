@@ -201,15 +201,17 @@ class SourcesTier:
         folder: PageFolder | None,
         peers: bool,
         page_bytes: int,
+        state_bytes: int,
         state: SchedulerState,
         executor: Executor,
         clock: Callable[[], float],
     ) -> None:
         self._base = self._folder = folder
         self._peers = peers
-        self._page_bytes = page_bytes
+        self._page_bytes, self._state_bytes = page_bytes, state_bytes
         self._tables = state.tables
         self._running = state.running
+        self._snapshots = state.snapshots
         self._moves = state.moves
         self._counters = state.counters
         self._cost = state.prompt_cost
@@ -239,7 +241,7 @@ class SourcesTier:
             return False
         size = self._tables.page_size
         hashes = request.chain.hashes[: (request.num_tokens - 1) // size]
-        held = self._tables.match(request.chain, request.tokens())
+        held = self._held(request)
         missing = hashes[len(held) :]
         if len(missing) * size < self.least_read_tokens:
             return False
@@ -267,8 +269,15 @@ class SourcesTier:
         """Says what has arrived, if the request runs elsewhere."""
         arrived = self._warming.pop(request, None)
         if arrived is not None:
-            arrived(len(self._tables.match(request.chain, request.tokens())))
+            arrived(len(self._held(request)))
         return arrived is not None
+
+    def _held(self, request: Request) -> list[int]:
+        """The first pages of a request that are in the index, up to a state if it needs one."""
+        pages = self._tables.match(request.chain, request.tokens())
+        if self._snapshots is None:
+            return pages
+        return pages[: self._snapshots.match(request.chain.hashes[: len(pages)])]
 
     def _source(self, name: str) -> _Source:
         if name not in self._sources:
@@ -295,7 +304,8 @@ class SourcesTier:
         if self._clock() < source.silent_until:
             return False
         ahead = sum(len(transfer.what.pages) for transfer in self._reading) + count
-        reading = PEER_FIRST_BYTE_SECONDS + ahead * self._page_bytes / source.speed(self._clock())
+        size = ahead * self._page_bytes + (len(self._reading) + 1) * self._state_bytes
+        reading = PEER_FIRST_BYTE_SECONDS + size / source.speed(self._clock())
         return not computing or reading <= computing / 2
 
     def _transfer_of(self, page_hash: bytes) -> _Transfer | None:
@@ -332,7 +342,7 @@ class SourcesTier:
             computing = self._cost.seconds(len(held) * size, (len(held) + there) * size)
             patience = self._patience(name, computing)
             speed = self._source(name).speed(self._clock())
-            in_time = max(speed * patience, LEAST_MEASURED_BYTES)
+            in_time = max(speed * patience - self._state_bytes, LEAST_MEASURED_BYTES)
             wanted = missing[: min(limit, there, int(in_time / self._page_bytes))]
             count = self._count_at(name, len(held), wanted)
             if waited <= patience and count * size >= self.least_read_tokens:
@@ -352,13 +362,15 @@ class SourcesTier:
         held: list[int],
         hashes: Sequence[bytes],
         patience: float,
-    ) -> _Transfer:
+    ) -> _Transfer | None:
+        snapshot = None if self._snapshots is None else self._snapshots.lend()
+        if snapshot is None and self._snapshots is not None:
+            return None
         self._tables.lend(held)
         pages = self._tables.lend_new(len(hashes))
         assert pages is not None, "there was room"
-        transfer = self._send(
-            request, pages, list(hashes), len(held), source=name, seconds=patience
-        )
+        of_read = {"source": name, "seconds": patience, "snapshot": snapshot}
+        transfer = self._send(request, pages, list(hashes), len(held), **of_read)
         transfer.lent, transfer.patience = [*held, *pages], patience
         self._reading.append(transfer)
         return transfer
@@ -415,6 +427,7 @@ class SourcesTier:
     def _end_read(self, transfer: _Transfer, now: float) -> None:
         what, arrived = transfer.what, transfer.pending.count()
         moved, source = arrived * self._page_bytes, self._source(what.source)
+        moved += self._state_bytes if arrived else 0
         taken = now - transfer.begun
         if moved and taken > 0 and (moved >= LEAST_MEASURED_BYTES or taken > SLOW_READ_SECONDS):
             source.measure(moved, taken, now)
@@ -431,6 +444,8 @@ class SourcesTier:
                 if known and what.source == DISK:
                     self._stored[page] = page_hash
                 parent = page_hash
+        fits = arrived > 0 and transfer.valid
+        self._end_snapshot(what, what.hashes[arrived - 1] if fits else None)
         counters, source_word = self._counters, "disk" if what.source == DISK else "p2p"
         result = "late" if now - transfer.begun > transfer.patience else "missing"
         counters.pages_read[source_word, "arrived"] += arrived
@@ -438,6 +453,10 @@ class SourcesTier:
         counters.page_bytes[source_word, "read"] += moved
         counters.page_read_seconds[source_word] += now - transfer.begun
         self._tables.give_back(transfer.lent)
+
+    def _end_snapshot(self, what: PageTransfer, page_hash: bytes | None) -> None:
+        if what.snapshot is not None and self._snapshots is not None:
+            self._snapshots.give_back(what.snapshot, page_hash)
 
     def _end_write(self, transfer: _Transfer) -> None:
         what, written = transfer.what, transfer.pending.count()
@@ -541,6 +560,7 @@ class SourcesTier:
             arrived(0)
         self._warming.clear()
         for transfer in (*self._reading, *self._writing):
+            self._end_snapshot(transfer.what, None)
             self._tables.give_back(transfer.lent)
         self._reading.clear()
         self._writing.clear()
@@ -574,5 +594,5 @@ def make_tier(
     """The sources that the engine has for its pages; without any, nothing."""
     if config.page_folder is None and not config.kv_peers:
         return NoTier()
-    of_config = (config.page_folder, config.kv_peers, config.page_bytes)
+    of_config = (config.page_folder, config.kv_peers, config.page_bytes, config.state_bytes)
     return SourcesTier(*of_config, state, executor, clock)

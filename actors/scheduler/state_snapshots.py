@@ -15,6 +15,9 @@ from collections.abc import Sequence
 EVERY = 512
 """Tokens between two snapshots of a prompt; a multiple of the page size makes them exact."""
 
+READ_SHARE = 2
+"""One snapshot in so many may wait for a state that is read."""
+
 SHORTEST = 64
 """Tokens behind the snapshot before, for which the next one is worth a step that ends there."""
 
@@ -27,6 +30,8 @@ class StateSnapshots:
         self._free = list(range(count))
         self._of: OrderedDict[bytes, int] = OrderedDict()  # by hash, oldest use first
         self.latest: dict[int, int] = {}  # slot -> tokens behind its last snapshot, or at its start
+        self._most_lent, self._lent = count // READ_SHARE, 0  # for states that are read
+        self._saved: dict[int, bytes] = {}  # since ``saved`` was last called
 
     def __len__(self) -> int:
         return len(self._of)
@@ -58,8 +63,28 @@ class StateSnapshots:
             self._of.move_to_end(page_hash)
             return None
         snapshot = self._free.pop() if self._free else self._of.popitem(last=False)[1]
-        self._of[page_hash] = snapshot
+        self._of[page_hash], self._saved[snapshot] = snapshot, page_hash
         return snapshot
+
+    def saved(self) -> dict[int, bytes] | None:
+        """Hashes by snapshot that ``add`` has given away since the last call; None: none."""
+        saved, self._saved = self._saved, {}
+        return saved or None
+
+    def lend(self) -> int | None:
+        """Takes a snapshot for a state that is read, until ``give_back``; None if too many are."""
+        if self._lent >= self._most_lent:
+            return None
+        self._lent += 1
+        return self._free.pop() if self._free else self._of.popitem(last=False)[1]
+
+    def give_back(self, snapshot: int, page_hash: bytes | None) -> None:
+        """A snapshot has the state behind a page by now; None: it has none."""
+        self._lent -= 1
+        if page_hash is None or page_hash in self._of:
+            self._free.append(snapshot)
+        else:
+            self._of[page_hash] = snapshot
 
     def match(self, hashes: Sequence[bytes]) -> int:
         """How many of the pages ``hashes`` [N] a request may share: up to the last snapshot."""

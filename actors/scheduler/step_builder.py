@@ -97,7 +97,7 @@ class StepBuilder:
         if grants is not None:
             prompts = shape.last_pos[len(decoding) :] >= 0
             grants = np.concatenate([grants, prompts])
-        new_pages_len = held - self._sent_pages[slots]
+        new_pages_len, snapshots = held - self._sent_pages[slots], self._state.snapshots
         info = SchedulerInfo(
             epoch=self.epoch,
             step=self._step,
@@ -120,6 +120,7 @@ class StepBuilder:
             grants=None if grants is None else grants.astype(np.int32),
             span_tokens=self._span_tokens(chunks),
             names=tables.name_changes(),
+            states=None if snapshots is None else snapshots.saved(),
         )
         self._advance(slots, shape, len(decoding), num_steps, grants)
         self._sent_pages[slots] = held

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rayfin.actors.messages import Int32Array, PageTransfer
-from rayfin.actors.runner.pages.records import Bytes, head_bytes, head_of, why_wrong
+from rayfin.actors.runner.pages.records import Bytes, head_bytes, head_of, state_name, why_wrong
 from rayfin.actors.timing import PAGE_WARNING_SECONDS
 from rayfin.cache.page_files import PART_SUFFIX, PageFolder
 
@@ -43,6 +43,13 @@ class DiskPages:
                 return
             yield
 
+    def state(self, what: PageTransfer, into: Bytes) -> int:
+        for count in range(len(what.hashes), 0, -1):
+            path = self._folder.file(state_name(what.hashes[count - 1]), self._rank)
+            if path.exists() and _read_page(path, what.tokens[count - 1], into) is None:
+                return count
+        return 0
+
     def holds(self, page_hash: bytes) -> bool:
         """Whether there is a file."""
         return self._folder.file(page_hash, self._rank).exists()
@@ -59,8 +66,10 @@ class DiskPages:
 
     def touch(self, transfer: PageTransfer, count: int) -> None:
         """Notes that the pages were used, ends of prompts earlier than their beginnings."""
-        now = time.time_ns()
-        for number, page_hash in enumerate([*transfer.before, *transfer.hashes[:count]]):
+        now, names = time.time_ns(), [*transfer.before, *transfer.hashes[:count]]
+        if transfer.snapshot is not None and count:
+            names.append(state_name(names[-1]))
+        for number, page_hash in enumerate(names):
             used = now - number * STEP_NANOSECONDS
             with suppress(OSError):
                 os.utime(self._folder.file(page_hash, self._rank), ns=(used, used))

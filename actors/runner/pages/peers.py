@@ -2,8 +2,9 @@
 
     reader ── greeting (32 bytes) ──────────► source   a digest of all that decides a page's bits
     reader ◄─ yes or no (1 byte) ─────────── source
-    reader ── count, hashes of pages ───────► source   again and again, or it ends in a minute
+    reader ── kind, count, hashes of pages ─► source   again and again, or it ends in a minute
     reader ◄─ record, record, ... or none ── source    up to the first that it does not have
+    reader ◄─ number, record, or zero ────── source    or the last state behind one of the pages
 
 The source holds nothing for a reader: a thread of its own copies one page at a time, and looks
 before and after whether the page has the name that was asked for. So neither its scheduler nor a
@@ -18,8 +19,11 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from struct import Struct
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +42,9 @@ from rayfin.actors.transport.channel import Acceptor, connect
 
 logger = logging.getLogger(__name__)
 
-COUNT = Struct("<I")
+QUESTION = Struct("<BI")  # for what, and how many hashes follow
+PAGES, STATE = 0, 1
+NUMBER = Struct("<I")
 HASH_BYTES = 32
 MOST_HASHES = 4096
 """Of one question; what is longer is read in several."""
@@ -71,8 +77,46 @@ class Peers:
         self._wrong: dict[str, deque[float]] = {}  # by engine: when its last pages were wrong
 
     def records(self, what: PageTransfer, into: Bytes) -> Iterator[None]:
-        if self._is_barred(what.source):
-            return
+        with self._asking(what) as link:
+            for number, tokens in enumerate(what.tokens if link is not None else ()):
+                assert link is not None
+                if not link.owed:
+                    link.ask(PAGES, what.hashes[number : number + MOST_HASHES])
+                if not link.record(tokens, into):
+                    return
+                yield
+
+    def state(self, what: PageTransfer, into: Bytes) -> int:
+        with self._asking(what) as link:
+            if link is not None:
+                link.ask(STATE, what.hashes[:MOST_HASHES])
+                number = bytearray(NUMBER.size)
+                link.receive(memoryview(number))
+                (count,) = NUMBER.unpack(number)
+                link.owed = int(count > 0)
+                if 0 < count <= len(what.hashes) and link.record(what.tokens[count - 1], into):
+                    return int(count)
+        return 0
+
+    @contextmanager
+    def _asking(self, what: PageTransfer) -> Iterator["_Link | None"]:
+        """A connection to the source of ``what``, for a while; None if there is none."""
+        link = None if self._is_barred(what.source) else self._link(what)
+        try:
+            yield link
+        except ValueError as error:
+            logger.warning("a page of %s is computed: %s", what.source, error)
+            wrong = self._wrong.setdefault(what.source, deque(maxlen=MOST_WRONG))
+            wrong.append(time.monotonic())
+        except OSError as error:
+            logger.debug("%s is read from no further: %s", what.source, error)
+        finally:
+            if link is not None:
+                rests = link.greeting, link.connected
+                if link.owed or self._open.setdefault(what.source, rests) is not rests:
+                    link.connected.close()
+
+    def _link(self, what: PageTransfer) -> "_Link | None":
         greeting = self._greeting()  # the first time it takes as long as to read a model
         until = time.monotonic() + what.seconds
         try:
@@ -80,34 +124,8 @@ class Peers:
             connected = connected or self._connect(what.source, greeting, until)
         except OSError as error:  # and TimeoutError is one
             logger.debug("%s is not read from: %s", what.source, error)
-            return
-        owed = 0  # records that were asked for, and have not come
-        try:
-            for number, tokens in enumerate(what.tokens):
-                if not owed:
-                    asked = what.hashes[number : number + MOST_HASHES]
-                    owed = len(asked)
-                    _send(connected, COUNT.pack(owed) + b"".join(asked), until)
-                head = bytearray(head_bytes(tokens))
-                _receive(connected, memoryview(head)[: len(MISSING)], until)
-                if head[: len(MISSING)] == MISSING:
-                    owed = 0
-                    return
-                _receive(connected, memoryview(head)[len(MISSING) :], until)
-                _receive(connected, into.data, until)
-                if (why := why_wrong(head, into, tokens)) is not None:
-                    logger.warning("a page of %s is computed: %s", what.source, why)
-                    wrong = self._wrong.setdefault(what.source, deque(maxlen=MOST_WRONG))
-                    wrong.append(time.monotonic())
-                    return
-                owed -= 1
-                yield
-        except OSError as error:
-            logger.debug("%s is read from no further: %s", what.source, error)
-        finally:
-            rests = greeting, connected
-            if owed or self._open.setdefault(what.source, rests) is not rests:
-                connected.close()
+            return None
+        return _Link(connected, greeting, until)
 
     def _at_rest(self, source: str, greeting: bytes) -> socket.socket | None:
         """Takes the connection that is open to an engine, if it is of use still."""
@@ -146,6 +164,43 @@ class Peers:
             connected.close()
             raise
         return connected
+
+
+@dataclass(slots=True)
+class _Link:
+    """A connection of a reader, with what is still to come by it."""
+
+    connected: socket.socket
+    greeting: bytes
+    until: float  # when the reader has no more patience
+    owed: int = 0  # records that were asked for, and have not come
+
+    def ask(self, kind: int, hashes: Sequence[bytes]) -> None:
+        """Asks for records of pages, or for one of a state."""
+        self.owed = len(hashes)
+        _send(self.connected, QUESTION.pack(kind, len(hashes)) + b"".join(hashes), self.until)
+
+    def receive(self, into: memoryview) -> None:
+        """Fills ``into``."""
+        _receive(self.connected, into, self.until)
+
+    def record(self, tokens: Int32Array, into: Bytes) -> bool:
+        """Reads the next record; False if the source says that it is missing.
+
+        Raises:
+            ValueError: it is not one with ``tokens``.
+        """
+        head = bytearray(head_bytes(tokens))
+        self.receive(memoryview(head)[: len(MISSING)])
+        if head[: len(MISSING)] == MISSING:
+            self.owed = 0
+            return False
+        self.receive(memoryview(head)[len(MISSING) :])
+        self.receive(into.data)
+        if (why := why_wrong(head, into, tokens)) is not None:
+            raise ValueError(why)
+        self.owed -= 1
+        return True
 
 
 class PageServer:
@@ -198,29 +253,47 @@ class PageServer:
 
     def _answer(self, connected: socket.socket, greeting: bytes) -> bool:
         """Answers one question; False if none comes, or if the pages are of other weights now."""
-        size = bytearray(COUNT.size)
+        question = bytearray(QUESTION.size)
         if not _has_come(connected, PEER_REST_SECONDS):
             return False
-        _receive(connected, memoryview(size), time.monotonic() + PAGE_READ_SECONDS)
-        (count,) = COUNT.unpack(size)
-        if count > MOST_HASHES:
+        _receive(connected, memoryview(question), time.monotonic() + PAGE_READ_SECONDS)
+        kind, count = QUESTION.unpack(question)
+        if kind not in (PAGES, STATE) or count > MOST_HASHES:
             return False
-        hashes = bytearray(count * HASH_BYTES)
-        _receive(connected, memoryview(hashes), time.monotonic() + PAGE_READ_SECONDS)
-        for at in range(0, len(hashes), HASH_BYTES):
-            record = self._record(bytes(hashes[at : at + HASH_BYTES]))
+        data = bytearray(count * HASH_BYTES)
+        _receive(connected, memoryview(data), time.monotonic() + PAGE_READ_SECONDS)
+        hashes = [bytes(data[at : at + HASH_BYTES]) for at in range(0, len(data), HASH_BYTES)]
+        for answer in self._records(hashes) if kind == PAGES else self._state(hashes):
             if greeting != self._greeting():
                 return False
             connected.settimeout(PAGE_READ_SECONDS)  # a reader that reads no more
-            if record is None:
-                connected.sendall(MISSING)
-                break
-            head, content = record
-            connected.sendall(head)
-            connected.sendall(content.data)
+            for part in answer:
+                connected.sendall(part)
         return True
 
-    def _record(self, page_hash: bytes) -> tuple[bytes, Bytes] | None:
+    def _records(self, hashes: Sequence[bytes]) -> Iterator[Sequence[Any]]:
+        """Pages, up to the first that is not here."""
+        for page_hash in hashes:
+            if (record := self._record(page_hash)) is None:
+                yield (MISSING,)
+                return
+            yield record
+
+    def _state(self, hashes: Sequence[bytes]) -> Iterator[Sequence[Any]]:
+        """The last state behind one of the pages, and which."""
+        transfers = self._transfers()
+        for number in range(len(hashes), 0, -1) if transfers is not None else ():
+            assert transfers is not None
+            page, content = self._names.find(hashes[number - 1]), None
+            if page is not None:
+                content = transfers.state(hashes[number - 1])
+            if page is not None and content is not None:
+                tokens: Int32Array = np.frombuffer(page[1].tokens, np.int32)
+                yield NUMBER.pack(number), head_of(tokens, content), content.data
+                return
+        yield (NUMBER.pack(0),)
+
+    def _record(self, page_hash: bytes) -> Sequence[Any] | None:
         entry, transfers = self._names.find(page_hash), self._transfers()
         if entry is None or transfers is None:
             return None
@@ -229,7 +302,7 @@ class PageServer:
         if content is None or self._names.find(page_hash) is not entry:
             return None
         tokens: Int32Array = np.frombuffer(name[1], np.int32)
-        return head_of(tokens, content), content
+        return head_of(tokens, content), content.data
 
 
 def _send(connected: socket.socket, data: bytes, until: float) -> None:

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from rayfin.actors.errors import RequestFailed
-from rayfin.actors.messages import COPY, SWAP_IN, SWAP_OUT, SchedulerInfo, StepResult
+from rayfin.actors.messages import (
+    COPY,
+    STATE_SAVE,
+    SWAP_IN,
+    SWAP_OUT,
+    SchedulerInfo,
+    StepResult,
+)
 from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.runner.page_names import PageNames
 from rayfin.actors.scheduler.engine import Engine
@@ -132,6 +139,31 @@ def test_behind_a_row_that_failed(step_of: Make, row: Make, steps_in_flight: int
     assert steps.known == {0: 1}
     steps.run(3, named={2: 4})
     assert steps.known == {0: 1, 2: 4}
+
+
+def save(steps: Steps, states: dict[int, bytes], moved: tuple[int, ...], **more: Any) -> None:
+    moves = np.array([[STATE_SAVE, 0, snapshot] for snapshot in moved], np.int32).reshape(-1, 3)
+    steps.run(3, moves=moves, states=states, **more)
+
+
+def test_states_have_names_too(steps: Steps) -> None:
+    """Only those that a move saves: one may have been taken back, with the request."""
+    save(steps, {0: b"a", 1: b"b"}, (0,))
+    assert steps.names.find_state(b"a") == (0,) and steps.names.find_state(b"b") is None
+    save(steps, {0: b"c"}, (0,))
+    assert steps.names.find_state(b"a") is None and steps.names.find_state(b"c") == (0,)
+    steps.names.moving(np.array([[STATE_SAVE, 0, 0]], np.int32))
+    assert steps.names.find_state(b"c") is None
+
+
+def test_no_state_counts_behind_a_row_that_failed(steps: Steps) -> None:
+    save(steps, {0: b"a"}, (0,))
+    save(steps, {1: b"b"}, (1,), fails=True)
+    save(steps, {2: b"c"}, (2,))
+    assert [steps.names.find_state(own) for own in (b"a", b"b", b"c")] == [None] * 3
+    save(steps, {2: b"c"}, (2,))
+    steps.names.turn()
+    assert steps.names.find_state(b"c") is None
 
 
 def test_a_new_start_and_new_weights(steps: Steps) -> None:

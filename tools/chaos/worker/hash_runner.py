@@ -96,7 +96,7 @@ class ModelRunner:
         plugins: object = None,
         version: WeightVersion | None = None,
     ) -> None:
-        self.args = self._args = args
+        self._args = args
         self._version = version or WeightVersion()
         self._executor: FakeExecutor | None = None
 
@@ -130,12 +130,21 @@ class ModelRunner:
         return (-1, 0) if executor is None else (executor.epoch, executor._next_step)
 
     @property
+    def args(self) -> EngineArgs:
+        """The settings."""
+        return self._args
+
+    @property
     def loaded(self) -> None:
         """There is no model."""
 
     @property
     def cache(self) -> None:
         """Its pages are no tensors, so no file keeps them."""
+
+    @property
+    def states(self) -> None:
+        """It keeps no state beside its pages."""
 
     @property
     def is_loaded(self) -> bool:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rayfin.actors.messages import PageTransfer
+from rayfin.actors.runner.page_names import PageNames
 from rayfin.actors.runner.pages import transfers
 from rayfin.actors.runner.pages.transfers import PageTransfers
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
@@ -33,7 +34,7 @@ class Disk:
         self.overwritten: list[int] = []
         self.next_step = (STEP[0], STEP[1] + 1)
         self.pages = PageTransfers(
-            0, lambda: self.next_step, lambda pages: self.overwritten.extend(pages)
+            0, lambda: self.next_step, lambda pages: self.overwritten.extend(pages), PageNames()
         )
         self.cache = KVTensors(LAYOUTS, PAGES, SIZE, dtype, torch.device("cpu"))
         self.pages.use(self.cache, STEP[0], self.folder)

@@ -15,7 +15,8 @@ import torch
 from rayfin.actors.messages import PageTransfer
 from rayfin.actors.runner.page_names import PageNames
 from rayfin.actors.runner.pages import peers
-from rayfin.actors.runner.pages.peers import COUNT, MOST_HASHES, NO, YES, PageServer, Peers
+from rayfin.actors.runner.pages.peers import MOST_HASHES, NO, QUESTION, YES, PageServer, Peers
+from rayfin.actors.runner.pages.peers import PAGES as KIND
 from rayfin.actors.runner.pages.records import head_of
 from rayfin.actors.runner.pages.transfers import PageTransfers
 from rayfin.actors.transport.channel import Acceptor, connect
@@ -37,7 +38,7 @@ class Runner:
         self.names = PageNames()
         self.peers = Peers(ask, lambda: self.greeting)
         self.transfers = PageTransfers(
-            0, lambda: (STEP[0], STEP[1] + 1), self.names.overwritten, self.peers
+            0, lambda: (STEP[0], STEP[1] + 1), self.names.overwritten, self.names, self.peers
         )
         layouts = [KVLayout(2, 3, 3), KVLayout(1, 4, 0)]
         self.cache = KVTensors(layouts, PAGES, SIZE, dtype, torch.device("cpu"))
@@ -127,7 +128,8 @@ def test_a_connection_that_the_source_has_closed(
     """The reader opens another one, and misses nothing."""
     source, reader = plain
     source.fill(0, 1)
-    monkeypatch.setattr(peers, "PEER_REST_SECONDS", 0.0)
+    answer = source.server._answer
+    monkeypatch.setattr(source.server, "_answer", lambda *question: answer(*question) and False)
     assert reader.read([3], [0]) == 1
     ((_, connected),) = reader.peers._open.values()
     assert peers._has_come(connected, 5.0)
@@ -204,7 +206,7 @@ def liar(record: bytes, answer: bytes = YES) -> Iterator[Runner]:
     def serve(connected: socket.socket) -> None:
         connected.recv(len(GREETING), socket.MSG_WAITALL)
         connected.sendall(answer)
-        connected.recv(COUNT.size + len(GREETING), socket.MSG_WAITALL)
+        connected.recv(QUESTION.size + len(GREETING), socket.MSG_WAITALL)
         connected.sendall(record)
         over.wait(10)
 
@@ -216,7 +218,7 @@ def liar(record: bytes, answer: bytes = YES) -> Iterator[Runner]:
 def _whole() -> bytes:
     pages = Runner().transfers._pages
     assert pages is not None
-    content = np.arange(pages.page_bytes, dtype=np.uint8)
+    content = np.arange(pages.row_bytes, dtype=np.uint8)
     return head_of(TOKENS[0], content) + content.tobytes()
 
 
@@ -259,10 +261,10 @@ def test_a_reader_that_is_none(plain: tuple[Runner, Runner], said: str) -> None:
     if said != "nothing":
         connected.sendall(GREETING if said != "garbage" else bytes(range(32)))
     if said == "half":
-        connected.sendall(COUNT.pack(3) + bytes(40))
+        connected.sendall(QUESTION.pack(KIND, 3) + bytes(40))
     if said == "too many":
         assert connected.recv(1) == YES
-        connected.sendall(COUNT.pack(MOST_HASHES + 1))
+        connected.sendall(QUESTION.pack(KIND, MOST_HASHES + 1))
         assert connected.recv(1) == b"", "it is closed before memory is taken"
     connected.close()
     assert reader.read([0], [0]) == 1
