@@ -200,6 +200,7 @@ class EngineRequest:
     parent_key: int | None = None  # key of an earlier choice of the same prompt, to fork from
     beams: BeamParams | None = None
     satisfied: bool = False  # the client's: a stop string came, so to close its stream is no abort
+    whole: bool = False  # the client's: its tokens may come together at its end
     underway: bool = False  # the client's: others of the same HTTP request have had an engine
     deaths: int = 0  # of engines and runners, while they had it in flight
     session: SessionRef | None = None  # its requests go to one engine, as long as it takes them
@@ -218,6 +219,13 @@ class EngineRequest:
     def part(self, kind: type[P]) -> P | None:
         """Returns its first part of a kind, or None."""
         return first_of(self.parts, kind) if self.parts else None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its answer is tokens alone."""
+        asked = self.sampling
+        scored = (asked.logprobs, asked.prompt_logprobs) != (None, None) or asked.logprob_ids
+        return not scored and self.beams is None
 
     @property
     def prefix_keys(self) -> tuple[str, ...]:

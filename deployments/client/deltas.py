@@ -44,6 +44,20 @@ class WholeDeltas:
         self._deltas = {key: TokenDelta(request_id, []) for key, request_id in request_ids.items()}
         self._tokens = {key: delta.tokens for key, delta in self._deltas.items()}
 
+    def add(self, key: int, request_id: str) -> None:
+        """Adds a request, of which no token has come."""
+        self._deltas[key] = delta = TokenDelta(request_id, [])
+        self._tokens[key] = delta.tokens
+
+    def drop(self, key: int) -> TokenDelta | None:
+        """Forgets a request; returns its tokens so far, None if it is not gathered."""
+        self._tokens.pop(key, None)
+        return self._deltas.pop(key, None)
+
+    def begun(self) -> list[int]:
+        """The keys of the requests that have tokens."""
+        return [key for key, tokens in self._tokens.items() if tokens]
+
     def push(self, message: TokenDeltas) -> Iterator[tuple[int, TokenDelta]]:
         """Yields (key, delta) for the requests that end, but those that end in an error."""
         gathered = self._tokens
@@ -51,9 +65,8 @@ class WholeDeltas:
             if (tokens := gathered.get(key)) is not None:
                 tokens.append(token)
         for end in message.ended:
-            delta = self._deltas.pop(end.key, None)
+            delta = self.drop(end.key)
             if delta is not None and end.error is None:
-                del gathered[end.key]
                 delta.weights = message.weights
                 _end(delta, end)
                 yield end.key, delta

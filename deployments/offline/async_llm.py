@@ -641,6 +641,9 @@ class AsyncLLM:
         writer = OutputWriter(params, service.tokenizer, request_id, (text, shown), lora_request)
         kind = RequestOutputKind.of(params.output_kind)
         write = writer.delta if kind is RequestOutputKind.DELTA else writer.so_far
+        if kind is RequestOutputKind.FINAL_ONLY and not params.stop and plan.parser() is None:
+            for choice in generation.choices:
+                choice.request.whole = choice.request.is_plain
         deltas = self._running.run(request_id, generation)
         left = len(generation.choices)
         try:

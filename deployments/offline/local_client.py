@@ -1,6 +1,7 @@
 """An engine in this process that many coroutines use at once: a thread steps it."""
 
 import asyncio
+import itertools
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -22,7 +23,7 @@ from rayfin.actors.parts import RequestPart
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.inbox import EngineCall
 from rayfin.actors.timing import LOBBY_TICK_SECONDS
-from rayfin.deployments.client.deltas import split_deltas
+from rayfin.deployments.client.deltas import WholeDeltas, split_deltas
 from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.offline.engines import load_engine
 from rayfin.deployments.offline.weights import InlineWeights, LocalWeights
@@ -45,7 +46,9 @@ class LocalClient:
         self._executor = executor
         self._inbox: queue.SimpleQueue[EngineCall | None] = queue.SimpleQueue()
         self._streams: dict[int, asyncio.Queue[TokenDelta | RayfinError]] = {}
-        self._names: dict[int, str] = {}  # request ids, by key
+        self._names: dict[int, str] = {}  # request ids, by key, of those read in parts
+        self._whole = WholeDeltas({})  # of those read at their end
+        self._weights = ""  # that made the last tokens
         self._failure: str | None = None
         self._versions = LocalWeights(args, executor)
         self.weights = InlineWeights(self._versions, self._call)
@@ -77,7 +80,11 @@ class LocalClient:
     async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         await self.check_health()
         deltas: asyncio.Queue[TokenDelta | RayfinError] = asyncio.Queue()
-        self._streams[request.key], self._names[request.key] = deltas, request.request_id
+        self._streams[request.key] = deltas
+        if request.whole:
+            self._whole.add(request.key, request.request_id)
+        else:
+            self._names[request.key] = request.request_id
         self._inbox.put(EngineCall(lambda engine: self._add(engine, request)))
         finished = False
         try:
@@ -87,8 +94,17 @@ class LocalClient:
                 if isinstance(item, RayfinError):
                     raise item
                 yield item
+        except asyncio.CancelledError:
+            # An aborted request has the tokens so far.
+            gathered = self._whole.drop(request.key)
+            if gathered is not None and gathered.tokens:
+                gathered.weights = self._weights
+                yield gathered
+            raise
         finally:
-            del self._streams[request.key], self._names[request.key]
+            del self._streams[request.key]
+            self._names.pop(request.key, None)
+            self._whole.drop(request.key)
             if not finished:
                 reason = "stop" if request.satisfied else "abort"
                 key = request.key
@@ -170,9 +186,21 @@ class LocalClient:
     def _post(self, message: TokenDeltas) -> None:
         self._loop.call_soon_threadsafe(self._deliver, message)
 
+    def _read_in_parts(self, keys: set[int]) -> None:
+        """Delivers what is gathered of requests, as their next tokens are of other weights."""
+        for key in keys:
+            if (delta := self._whole.drop(key)) is not None:
+                delta.weights = self._weights
+                self._names[key] = delta.request_id
+                self._streams[key].put_nowait(delta)
+
     def _deliver(self, message: TokenDeltas) -> None:
         for ended in message.ended:
             if ended.error is not None and ended.key in self._streams:
                 self._streams[ended.key].put_nowait(ended.error)
-        for key, delta in split_deltas(message, self._names):
+        if len(message.keys) and (message.weights != self._weights or message.kept):
+            self._read_in_parts({*self._whole.begun(), *message.kept})
+            self._weights = message.weights
+        parts = split_deltas(message, self._names)
+        for key, delta in itertools.chain(parts, self._whole.push(message)):
             self._streams[key].put_nowait(delta)

@@ -19,6 +19,7 @@ from rayfin.actors.scheduler.engine import Engine
 from rayfin.deployments.client.engine_names import INGRESS
 from rayfin.deployments.offline.async_engines import ModelSource
 from rayfin.deployments.offline.connect import ServedModel
+from rayfin.deployments.offline.local_client import LocalClient
 from rayfin.deployments.serve.model_args import one_model
 
 T = TypeVar("T")
@@ -173,6 +174,45 @@ def test_requests_end_when_they_are_aborted_cancelled_or_left(program: Program) 
         assert await program.idle()
 
     program.run(work())
+
+
+def test_an_answer_that_is_read_at_its_end_is_that_of_llm(program: Program, solo: LLM) -> None:
+    """Also beside streams, and those of requests that end before."""
+    params = SamplingParams(seed=5, max_tokens=40, n=2, output_kind=RequestOutputKind.FINAL_ONLY)
+    stopped = SamplingParams(seed=5, max_tokens=40, stop=["1"], output_kind=2)
+    expected = solo.generate(PROMPTS, params, use_tqdm=False)
+    cut = solo.generate(PROMPTS, stopped, use_tqdm=False)
+    long = LONG.clone()
+    long.output_kind = RequestOutputKind.FINAL_ONLY
+
+    async def work() -> None:
+        llm = program.llm
+        streamed = asyncio.create_task(every(llm.generate("a b c", LONG, "streamed")))
+        aborted = asyncio.create_task(every(llm.generate("a b c", long, "aborted")))
+        dropped = asyncio.create_task(every(llm.generate("a b c", long)))
+        asked = [every(llm.generate(text, each)) for text in PROMPTS for each in (params, stopped)]
+        outputs = await asyncio.gather(*asked)
+        for (output,), wanted in zip(outputs[::2] + outputs[1::2], expected + cut, strict=True):
+            for choice, other in zip(output.outputs, wanted.outputs, strict=True):
+                assert (choice.text, choice.token_ids) == (other.text, other.token_ids)
+                assert choice.finish_reason == other.finish_reason
+                assert choice.stop_reason == other.stop_reason
+        dropped.cancel()
+        await llm.abort(["streamed", "aborted"])
+        (whole,) = await aborted
+        parts = await streamed
+        assert whole.outputs[0].finish_reason == "abort"
+        known = min(len(whole.outputs[0].token_ids), len(parts[-1].outputs[0].token_ids))
+        assert known > 40  # the tokens so far
+        assert whole.outputs[0].token_ids[:known] == parts[-1].outputs[0].token_ids[:known]
+        assert whole.outputs[0].text
+        assert await program.idle()
+
+    program.run(work())
+    client = program.run(program.llm._service()).client
+    assert isinstance(client, LocalClient)
+    assert client._whole.begun() == []
+    assert client._names == {} == client._streams
 
 
 def test_a_bad_request_harms_no_other(program: Program) -> None:

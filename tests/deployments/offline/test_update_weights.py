@@ -1,6 +1,7 @@
 """New weights for an engine in this process, between calls and under running requests."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ from rayfin.deployments.client.weights import UpdateOptions
 from rayfin.deployments.offline.async_llm import AsyncEngineArgs, AsyncLLM
 from rayfin.deployments.offline.llm import LLM, SamplingParams
 from rayfin.deployments.offline.local_client import LocalClient
+from rayfin.deployments.offline.outputs import RequestOutput
 from rayfin.deployments.offline.weights import LocalWeights
 
 PROMPTS = [[5, 9, 13, 21], [5, 9, 13, 21, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52], [7]]
@@ -231,3 +233,38 @@ def test_a_program_that_ends_without_a_word_leaves_no_versions(tmp_path: Path) -
     assert folder.exists()
     del local
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_an_answer_that_is_read_at_its_end_has_the_same_versions(
+    folders: list[Path], kv: Any
+) -> None:
+    def ask(llm: AsyncLLM, kind: int) -> AsyncGenerator[RequestOutput, None]:
+        params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True, output_kind=kind)
+        return llm.generate({"prompt_token_ids": PROMPTS[0]}, params)
+
+    async def whole(llm: AsyncLLM) -> RequestOutput:
+        (output,) = [output async for output in ask(llm, 2)]
+        return output
+
+    async def program() -> None:
+        args = AsyncEngineArgs(str(folders[0]), **SETTINGS)
+        async with AsyncLLM.from_engine_args(args) as llm:
+            first = asyncio.create_task(whole(llm))
+            parts, seen = ask(llm, 0), []
+            for _ in range(3):
+                seen.append(await anext(parts))
+            await llm.update_weights(str(folders[1]), "step-1", kv=kv)
+            seen += [output async for output in parts]
+            output, other = (await first).outputs[0], seen[-1].outputs[0]
+            assert output.token_ids == other.token_ids and len(output.token_ids) == 150
+            assert output.weight_versions == other.weight_versions
+            assert {span["version"] for span in other.weight_versions or ()} == {
+                "default",
+                "step-1",
+            }
+            client = llm._source._client
+            assert isinstance(client, LocalClient)
+            assert client._whole.begun() == [] and client._names == {}
+
+    asyncio.run(program())
