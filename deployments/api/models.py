@@ -59,7 +59,7 @@ def add_model_routes(app: FastAPI, models: ServedModels) -> None:
         ]
         cards += [
             ModelCard(id=name, created=0, root=name, max_model_len=0, permission=[])
-            for name in models.failed
+            for name in models.absent
         ]
         return ModelList(data=cards)
 

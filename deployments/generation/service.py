@@ -126,24 +126,30 @@ class ServedModels:
     the same object in all of them. The first model is for requests that name none.
 
     Args:
-        failed: why models have no engine, by their names; they may join later.
+        absent: what is said of models that have no engine, by their names; they may join later.
+        names: all names in order, of those that are there and of those that are absent.
 
     Raises:
         InvalidConfig: two models have the same name.
     """
 
     def __init__(
-        self, services: Sequence[OpenAIService], failed: Mapping[str, str] | None = None
+        self,
+        services: Sequence[OpenAIService],
+        absent: Mapping[str, str] | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         self.services: tuple[OpenAIService, ...] = ()
-        self.failed = dict(failed or {})
+        self.absent = dict(absent or {})
+        given = names or [name for service in services for name in service.model_names]
+        self._places = {name: place for place, name in enumerate(given)}
         self.joined: Callable[[OpenAIService], object] = lambda service: None  # called with each
         self._by_name: dict[str, OpenAIService] = {}
         for service in services:
             self.join(service)
 
     def join(self, service: OpenAIService) -> None:
-        """Adds a model, which may have failed before.
+        """Adds a model, which may have been absent.
 
         Raises:
             InvalidConfig: another one has its name.
@@ -154,8 +160,8 @@ class ServedModels:
                     f"served_model_name {name!r} is used twice", "served_model_name"
                 )
             self._by_name[name] = service
-            self.failed.pop(name, None)
-        self.services += (service,)
+            self.absent.pop(name, None)
+        self.services = tuple(sorted((*self.services, service), key=self._place))
         self.joined(service)
 
     @property
@@ -165,7 +171,10 @@ class ServedModels:
     @property
     def names(self) -> list[str]:
         """All names, in the order of the models."""
-        return list(self._by_name)
+        return [name for service in self.services for name in service.model_names]
+
+    def _place(self, service: OpenAIService) -> int:
+        return self._places.get(service.name, len(self._places))
 
     @property
     def max_upload_bytes(self) -> int:
@@ -194,14 +203,14 @@ class ServedModels:
 
         Raises:
             ModelNotFound: there is no such model.
-            EngineUnavailable: it has failed to start.
+            EngineUnavailable: it is absent.
         """
-        if name is None:
-            return self.first
+        if name is None:  # never another model in place of the first one
+            name = next(iter(self._places), self.first.name)
         if name in self._by_name:
             return self._by_name[name]
-        if name in self.failed:
-            raise EngineUnavailable(f"the model `{name}` has failed: {self.failed[name]}", "model")
+        if name in self.absent:
+            raise EngineUnavailable(f"the model `{name}` {self.absent[name]}", "model")
         for service, adapter in self._candidates(name):
             if service.adapters is not None and adapter in service.adapters.refs:
                 return service.with_adapter(service.adapters.refs[adapter], name)

@@ -96,7 +96,7 @@ class IngressDeployment:
             asyncio.create_task(model_service(place, model, handle, shared)): model
             for place, (model, handle) in enumerate(zip(models, engines, strict=True))
         }
-        self._served = await first_services(self._loading)
+        self._served = await first_services(self._loading, early=True)
 
     async def __del__(self) -> None:  # Serve awaits it at the end, when all requests have ended
         served = getattr(self, "_served", None)

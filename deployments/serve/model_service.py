@@ -19,10 +19,10 @@ from rayfin.actors.metrics.hub import HubSettings, start_hub
 from rayfin.actors.metrics.ledger import CounterReport
 from rayfin.actors.model_files.pooling_folder import read_recipe
 from rayfin.actors.model_files.pooling_recipe import PoolingRecipe
-from rayfin.actors.timing import HANDOVER_POLL_SECONDS
+from rayfin.actors.timing import HANDOVER_POLL_SECONDS, HANDOVER_SETTLE_SECONDS
 from rayfin.deployments.adapters.names import AdapterNames
 from rayfin.deployments.adapters.registry import RegistryClient
-from rayfin.deployments.client.engine_names import engine_prefix, find_engines
+from rayfin.deployments.client.engine_names import INGRESS, engine_prefix, find_engines
 from rayfin.deployments.client.metered import MeteredEngineClient
 from rayfin.deployments.client.pool import EnginePool, Patience
 from rayfin.deployments.client.wait_for_engine import WaitingRoom, starter
@@ -150,45 +150,59 @@ async def model_service(
 
 
 async def first_services(
-    loading: Mapping["asyncio.Task[OpenAIService]", ModelArgs],
+    loading: Mapping["asyncio.Task[OpenAIService]", ModelArgs], *, early: bool = False
 ) -> ServedModels:
     """The models of an ingress: all, or those that can be served if the others have failed.
 
     Those join when their engines come up all the same. An update waits for all of its models, so
     that the ones before it stay.
 
+    Args:
+        early: the first ingress of an application does not wait for models that only start.
+
     Raises:
         RayfinError: of a model; its ingress cannot start.
     """
     app, waiting = serve.get_replica_context().app_name, set(loading)
     reasons: dict[str, str | None] = {}
+
+    async def ask(why: Callable[[str, str], str | None]) -> None:
+        for model in [loading[task] for task in waiting]:
+            said = await asyncio.to_thread(why, app, model.deployment)
+            reasons.update(dict.fromkeys(model.names, said))
+
     while waiting:
         done, waiting = await asyncio.wait(waiting, timeout=HANDOVER_POLL_SECONDS)
         for task in done:
             task.result()
         if waiting and len(waiting) < len(loading):
-            models = [loading[task] for task in waiting]
-            whys = await asyncio.gather(
-                *(asyncio.to_thread(why_failed, app, model.deployment) for model in models)
-            )
-            reasons = {model.names[0]: why for model, why in zip(models, whys, strict=True)}
-            if all(reasons.values()):
+            await ask(why_absent if early else why_failed)
+            if all(reasons[loading[task].names[0]] for task in waiting):
                 break
-    failed = {
-        name: reasons[model.names[0]] or ""
-        for task, model in loading.items()
-        for name in model.names
-        if task in waiting
-    }
-    for name, why in failed.items():
-        logger.error("%s is not served: %s", name, why)
-    served = ServedModels([task.result() for task in loading if task not in waiting], failed)
+    names = [name for model in loading.values() for name in model.names]
+    absent = {name: reasons[name] or "" for task in waiting for name in loading[task].names}
+    for name, why in absent.items():
+        logger.warning("%s is not served yet: it %s", name, why)
+    there = [task.result() for task in loading if task not in waiting]
+    served = ServedModels(there, absent, names)
+
+    async def follow() -> None:
+        while served.absent:
+            await asyncio.sleep(HANDOVER_SETTLE_SECONDS)
+            await ask(why_failed)
+            for name, why in served.absent.items():
+                served.absent[name] = reasons[name] or why
+
+    following = asyncio.create_task(follow())  # its end, without models that are absent, is at once
     for task in waiting:
-        task.add_done_callback(partial(_join, served))
+        task.add_done_callback(partial(_join, served, following))
     return served
 
 
-def _join(served: ServedModels, task: "asyncio.Task[OpenAIService]") -> None:
+def _join(
+    served: ServedModels, following: "asyncio.Task[None]", task: "asyncio.Task[OpenAIService]"
+) -> None:
+    """Adds a model that is ready; the task ``following`` is held until then."""
     if task.cancelled():
         return
     if (error := task.exception()) is not None:
@@ -199,7 +213,7 @@ def _join(served: ServedModels, task: "asyncio.Task[OpenAIService]") -> None:
 
 
 def why_failed(app: str, deployment: str) -> str | None:
-    """Why the engines of a deployment cannot start; None if they may, or if some are there."""
+    """What Serve says of engines that cannot start; None if they may, or if some are there."""
     status = serve.status().applications.get(app)
     if status is None or deployment not in status.deployments:
         return None
@@ -207,7 +221,18 @@ def why_failed(app: str, deployment: str) -> str | None:
     if FAILED not in message or find_engines(app, deployment):
         return None
     said = RAISED.findall(message)
-    return said[-1][1] if said else message.strip().splitlines()[-1]
+    return f"has failed: {said[-1][1] if said else message.strip().splitlines()[-1]}"
+
+
+def why_absent(app: str, deployment: str) -> str | None:
+    """As ``why_failed``; also of engines that have not come up, while no ingress serves."""
+    if (failed := why_failed(app, deployment)) is not None:
+        return failed
+    status = serve.status().applications.get(app)
+    door = None if status is None else status.deployments.get(INGRESS)
+    if door is None or "RUNNING" in door.replica_states:
+        return None
+    return None if find_engines(app, deployment) else "is starting"
 
 
 async def adapter_names(app: str, model: ModelArgs, client: EnginePool) -> AdapterNames | None:

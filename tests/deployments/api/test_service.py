@@ -164,9 +164,9 @@ def test_a_name_is_one_models(service: OpenAIService, second: OpenAIService) -> 
 async def test_a_model_that_has_failed_is_503_and_joins_later(
     service: OpenAIService, second: OpenAIService, anyio_backend: str
 ) -> None:
-    """The others answer meanwhile, and requests that name none go to the first of them."""
+    """The others answer meanwhile; requests that name none go to the first one."""
     service.edge.admin_keys = ApiKeys.load(["operator"])
-    models = ServedModels([service], {"large": "its GPU is gone"})
+    models = ServedModels([service], {"large": "has failed: its GPU is gone"})
     transport = httpx.ASGITransport(build_api(models=models), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://rayfin") as http:
         for path, body in BODIES.items():
@@ -191,7 +191,7 @@ async def test_a_handles_calls_need_no_key_and_know_models_that_join(
     service: OpenAIService, second: OpenAIService, anyio_backend: str
 ) -> None:
     service.edge.keys = ApiKeys.load(["secret"])
-    models = ServedModels([service], {"large": "its GPU is gone"})
+    models = ServedModels([service], {"large": "has failed: its GPU is gone"})
     calls = HandleCalls(build_api(models=models, edge=HttpSettings(web=False)))
 
     async def ask(model: str) -> Any:
