@@ -5,13 +5,17 @@ owner of each hook; this module finds them, checks them, and contains what they 
 """
 
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
 from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.parts import PartUsage
 
 logger = logging.getLogger(__name__)
 
@@ -94,31 +98,67 @@ def _refused(message: str) -> InvalidConfig:
     return InvalidConfig(f"plugin {message}", "plugin")
 
 
-class Contained:
-    """An object whose methods never raise; after some errors they are not called any more.
+@dataclass(slots=True, frozen=True)
+class PluginUsage(PartUsage):
+    """What a runner spent in plug-ins since its last result."""
+
+    seconds: Mapping[str, float]  # by their names
+
+
+def name_of(plugin: type) -> str:
+    """Returns a class as --plugin names it."""
+    return f"{plugin.__module__}:{plugin.__qualname__}"
+
+
+class Timed:
+    """An object whose methods add their time to ``spent``, under its name."""
+
+    def __init__(self, inner: Any, methods: Iterable[str], spent: Counter[str]) -> None:
+        self._name = name_of(type(inner))
+        self._spent: Any = spent  # Counter's type is that of whole numbers
+        for name in methods:
+            setattr(self, name, partial(self._call, getattr(inner, name)))
+
+    def _call(self, method: Callable[..., Any], *args: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return method(*args)
+        finally:
+            self._spent[self._name] += time.perf_counter() - began
+
+
+class Contained(Timed):
+    """A ``Timed`` that never raises; after some errors its methods are not called any more.
 
     Args:
-        methods: its methods, and what each returns in place of an error.
+        answer: what each method returns in place of an error.
     """
 
-    def __init__(self, inner: Any, methods: dict[str, Any]) -> None:
+    def __init__(
+        self, inner: Any, methods: Iterable[str], spent: Counter[str], answer: Any = None
+    ) -> None:
+        super().__init__(inner, methods, spent)
         self.in_turn = getattr(inner, "in_turn", True)  # of a StepObserver
-        self._name = type(inner).__qualname__
+        self._answer = answer
         self._errors = 0
-        for name, answer in methods.items():
-            setattr(self, name, partial(self._call, getattr(inner, name), answer))
 
-    def _call(self, method: Callable[..., Any], answer: Any, *args: Any) -> Any:
+    def _call(self, method: Callable[..., Any], *args: Any) -> Any:
         if self._errors < MAX_ERRORS:
             try:
-                return method(*args)
+                return super()._call(method, *args)
             except Exception:
                 self._errors += 1
                 last = "; it is dropped" if self._errors == MAX_ERRORS else ""
                 logger.exception("plugin %s has raised%s", self._name, last)
-        return answer
+        return self._answer
 
 
-def contained(plugin: Any, kind: str, answer: Any = None) -> Any:
+def contained(plugin: Any, kind: str, spent: Counter[str], answer: Any = None) -> Any:
     """An object of a class of :func:`plugins` that gives ``answer`` where it raises."""
-    return Contained(plugin(), dict.fromkeys(CONTRACTS[kind][1].split(), answer))
+    return Contained(plugin(), CONTRACTS[kind][1].split(), spent, answer)
+
+
+def timed(plugin: Any, kind: str, spent: Counter[str]) -> Callable[[], Any]:
+    """Makes objects of a class of :func:`plugins` that add their time to ``spent``."""
+    methods = [*CONTRACTS[kind][1].split(), *({"seconds"} & set(dir(plugin)))]  # of a Stepping
+    return lambda: Timed(plugin(), methods, spent)

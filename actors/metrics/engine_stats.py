@@ -1,5 +1,6 @@
 """What an engine reports of itself: its counters, its histograms, and its state now."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
@@ -230,6 +231,9 @@ class EngineStats:
         "position",
         DRAFT_POSITIONS,
         alias=True,
+    )
+    plugin_seconds: Counter[str] = counter(
+        "plugin_seconds", "Time in gates, observers, processors and proposers of --plugin.", "name"
     )
     adapters: AdapterStats = field(default_factory=AdapterStats)
     # By the name of the metric, of ENGINE_HISTOGRAMS.

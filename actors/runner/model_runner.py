@@ -3,6 +3,7 @@
 import gc
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -26,7 +27,7 @@ from rayfin.actors.messages import (
     StepResult,
 )
 from rayfin.actors.parts import Need, front_tokens
-from rayfin.actors.plugins import contained, plugins, set_up_plugins
+from rayfin.actors.plugins import contained, plugins, set_up_plugins, timed
 from rayfin.actors.runner.batch import (
     build_inputs,
 )
@@ -37,7 +38,12 @@ from rayfin.actors.runner.execution.graph_steps import GraphSteps, make_graphs
 from rayfin.actors.runner.loading import BASE, LoadedModel, load
 from rayfin.actors.runner.memory import available_bytes, bytes_taken, largest_step, share_bytes
 from rayfin.actors.runner.models.step_model import StepModel
-from rayfin.actors.runner.observers import RankAgreement, RowFaults, StepObserver
+from rayfin.actors.runner.observers import (
+    PluginTimes,
+    RankAgreement,
+    RowFaults,
+    StepObserver,
+)
 from rayfin.actors.runner.page_checksums import PageChecksums
 from rayfin.actors.runner.page_moves import PageMover
 from rayfin.actors.runner.page_names import PageNames
@@ -79,10 +85,15 @@ class RunnerPlugins:
         Raises:
             InvalidConfig: one cannot be loaded.
         """
+        spent: Counter[str] = Counter()
+        processors = plugins(names, "logits_processor")
+        observers: list[StepObserver] = [
+            contained(plugin, "observer", spent) for plugin in plugins(names, "observer")
+        ]
         return cls(
-            tuple(partial(OwnProcessor, plugin) for plugin in plugins(names, "logits_processor")),
-            tuple(contained(plugin, "observer") for plugin in plugins(names, "observer")),
-            next(iter(plugins(names, "proposer")), None),
+            tuple(partial(OwnProcessor, plugin, spent) for plugin in processors),
+            (*observers, PluginTimes(spent)) if names else (),
+            next((timed(plugin, "proposer", spent) for plugin in plugins(names, "proposer")), None),
         )
 
 

@@ -3,6 +3,7 @@
 A further observer is one more entry of ``RunnerPlugins.observers``.
 """
 
+from collections import Counter
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from rayfin.actors import failpoints
 from rayfin.actors.messages import Int32Array, Int64Array, SchedulerInfo, StepResult
+from rayfin.actors.plugins import PluginUsage
 from rayfin.actors.runner.parallel.groups import ProcessGroups
 
 
@@ -54,6 +56,21 @@ class Observer:
 
     def close(self) -> None:
         pass
+
+
+class PluginTimes(Observer):
+    """Reports the seconds that plug-ins add to ``spent``."""
+
+    in_turn = False
+
+    def __init__(self, spent: Counter[str]) -> None:
+        self._spent = spent
+
+    def after(self, info: SchedulerInfo, result: StepResult) -> None:
+        """Moves them to the result."""
+        if self._spent:
+            result.usage.append(PluginUsage(dict(self._spent)))
+            self._spent.clear()
 
 
 class RowFaults(Observer):

@@ -1,5 +1,6 @@
 """Whether a waiting request may run now: room for it, and what else may hold it back."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -116,11 +117,14 @@ class OwnGate:
         return not len(self._running) or bool(self._inner.may_admit(request.source))
 
 
-def own_gates(names: Sequence[str], running: RunningTable) -> list[AdmissionGate]:
-    """Returns the gates of ``--plugin``.
+def own_gates(
+    names: Sequence[str], running: RunningTable, spent: Counter[str]
+) -> list[AdmissionGate]:
+    """Returns the gates of ``--plugin``, which add their seconds to ``spent``.
 
     Raises:
         InvalidConfig: one cannot be loaded.
     """
     set_up_plugins(tuple(names))
-    return [OwnGate(contained(gate, "gate", True), running) for gate in plugins(names, "gate")]
+    gates = [contained(gate, "gate", spent, True) for gate in plugins(names, "gate")]
+    return [OwnGate(gate, running) for gate in gates]

@@ -23,6 +23,7 @@ from rayfin.actors.media.part import MediaUsage
 from rayfin.actors.metric import Histogram, one_two_five
 from rayfin.actors.metrics.engine_stats import ENGINE_HISTOGRAMS, FAILURES, EngineStats
 from rayfin.actors.parts import PartUsage
+from rayfin.actors.plugins import PluginUsage
 from rayfin.actors.scheduler.adapter_counters import AdapterCounters
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.speculation import DraftUsage
@@ -145,6 +146,8 @@ class EngineCounters(EngineStats):
                 self.of_adapters.observe(usage)
             case MediaUsage():
                 self.images(usage)
+            case PluginUsage():
+                self.plugin_seconds.update(usage.seconds)
 
     def ended(self, request: Request, generated: int, reason: str, now: float) -> None:
         """The request has ended, and does not continue on another engine."""

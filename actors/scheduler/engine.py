@@ -163,7 +163,7 @@ class Engine:
         )
         self.lifecycle.admission.gates = [
             *(self.updates, self._quarantine, parts, scheduler),
-            *(own_gates(config.plugins, state.running)),
+            *own_gates(config.plugins, state.running, state.counters.plugin_seconds),
         ]
         self._last_progress = clock()
         self._last_step: SchedulerInfo | None = None

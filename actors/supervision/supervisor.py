@@ -20,6 +20,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -99,7 +100,8 @@ class Supervisor:
         self.stats = EngineStats()  # at the last pulse
         set_up_plugins(tuple(args.plugin or ()))
         self._loggers = [
-            contained(each, "stat_logger") for each in plugins(args.plugin, "stat_logger")
+            contained(each, "stat_logger", Counter())
+            for each in plugins(args.plugin, "stat_logger")
         ]
         self._watching: asyncio.Task[None] | None = None
         self._death = DeathWatch()

@@ -322,6 +322,7 @@ RELIABILITY = [
             "requests carried over, {{kv}}": rate("carried_requests_total", by="kv"),
         },
     ),
+    Panel("Time in plug-ins", {"{{name}}": rate("plugin_seconds_total", by="name")}, "percentunit"),
     Panel(
         "Age of the numbers",
         {

@@ -119,12 +119,19 @@ def test_one_of_each_kind(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def tokens(named: list[str] | None) -> list[list[int]]:
         with LLM(**SETTINGS, plugin=named) as llm:
-            return [own.outputs[0].token_ids for own in llm.generate(prompts, params)]
+            outputs = llm.generate(prompts, params)
+            spent.update(llm.stats().plugin_seconds)
+            shown = {one.labels["name"] for one in llm.get_metrics() if "name" in one.labels}
+            assert shown == llm.stats().plugin_seconds.keys()
+            return [own.outputs[0].token_ids for own in outputs]
 
+    spent: dict[str, float] = {}
     plain, even, all_of_them = tokens(None), tokens(rule), tokens(rule + more)
     assert not any(token % 2 for token in even[0]) and even[1] == plain[1]
     assert any(token % 2 for token in plain[0]) and all_of_them == even
     assert os.environ["OWN_SETUP"] == "done" and page.steps and page.seen
+    assert spent.keys() == {f"own_page:{name}" for name in ("Even", "Steps", "Daytime", "Grams")}
+    assert all(0 < seconds < 60 for seconds in spent.values())
     app = FastAPI()
     add_own_routes(app, [*rule, "route=own_page:hello"])
     assert TestClient(app).get("/hello").json() == {"hello": "there"}

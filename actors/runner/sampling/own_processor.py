@@ -1,6 +1,8 @@
 """A logits processor of a user's own: what it raises fails the request's row, and no other."""
 
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +10,7 @@ import torch
 
 from rayfin.actors.errors import RequestFailed
 from rayfin.actors.messages import NewRequest
+from rayfin.actors.plugins import name_of
 from rayfin.actors.runner.sampling.device_rules import DeviceRules
 from rayfin.actors.runner.sampling.processor import LogitsProcessor, Rows
 
@@ -15,14 +18,20 @@ logger = logging.getLogger(__name__)
 
 
 class OwnProcessor:
-    """A LogitsProcessor over one by ``make``, which gets one row at a time.
+    """A LogitsProcessor over one by ``make``, which gets one row at a time; ``spent`` its seconds.
 
     The rows of a request that it fails have no token left, and ``failure`` says why.
     """
 
-    def __init__(self, make: Callable[[torch.device], LogitsProcessor], device: torch.device):
+    def __init__(
+        self,
+        make: Callable[[torch.device], LogitsProcessor],
+        spent: Counter[str],
+        device: torch.device,
+    ) -> None:
         self._inner = make(device)
-        self._name = type(self._inner).__qualname__
+        self._name = name_of(type(self._inner))
+        self._spent: Any = spent  # Counter's type is that of whole numbers
         self._failed: dict[int, RequestFailed] = {}  # by slot
 
     def add(self, slot: int, request: NewRequest) -> bool:
@@ -62,6 +71,7 @@ class OwnProcessor:
         """What a method returns; ``answer`` if it raises, and for a slot that has failed."""
         if slot in self._failed:
             return answer
+        began = time.perf_counter()
         try:
             return method(*args)
         except Exception as error:
@@ -69,3 +79,5 @@ class OwnProcessor:
             why = f"plugin {self._name}: {type(error).__name__}: {error}"
             self._failed[slot] = RequestFailed(why)
             return answer
+        finally:
+            self._spent[self._name] += time.perf_counter() - began
