@@ -4,6 +4,7 @@ Each field is taken, accepted without effect, or refused with the reason (docs/f
 """
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -55,6 +56,7 @@ REPLICAS = ("min_replicas", "max_replicas", "downscale_delay_s", "target_ongoing
 NUMBERS = ("data_parallel_size", "min_engines", "max_engines")
 MOST_REPLICAS = 100  # of num_replicas "auto", as Serve has it
 ENGINE_CPUS = 0.01  # of what watches an engine: none lies on a head without CPUs
+CPU_UNITS = 10_000  # in which Ray counts a CPU
 STREAMING_FORMATS = ("runai_streamer", "runai_streamer_sharded")
 
 
@@ -119,6 +121,15 @@ class _Model:
                 self.autoscaling["initial_replicas"] = ranks * first
         self.settings |= engine
 
+    def make_room(self) -> None:
+        """Takes what watches an engine off its workers' CPUs: nodes have whole ones."""
+        place = self.settings.get("placement", {})
+        watching, cpus = self.options["ray_actor_options"]["num_cpus"], place.get("cpus", 1.0)
+        if watching == ENGINE_CPUS and cpus >= 1:
+            # It lies beside any of the stages, which may have a node each.
+            units = math.ceil(watching * CPU_UNITS / self.settings.get("tensor_parallel_size", 1))
+            self.settings["placement"] = {**place, "cpus": cpus - units / CPU_UNITS}
+
     def applied(self, model: ModelArgs) -> ModelArgs:
         server = model.server
         if self.drain is not None:
@@ -149,6 +160,7 @@ def _read(place: int, config: LLMConfig, idle: list[str]) -> _Model:
                 raise InvalidConfig(message, name)
         model = _scale(config.deployment_config, idle)
         model.add(_engine(config, idle))
+        model.make_room()
         if config.runtime_env is not None:
             actor = model.options["ray_actor_options"]
             actor["runtime_env"] = _merged(actor.get("runtime_env") or {}, config.runtime_env)

@@ -136,7 +136,7 @@ def main() -> None:
         try:
             for name in NODES:
                 cluster.add_node(
-                    **{"num_cpus": 2, "num_gpus": 1, "resources": {LABEL: 1}},
+                    **{"num_cpus": 1, "num_gpus": 1, "resources": {LABEL: 1}},
                     env_vars={CACHE: str(folder / name)},
                     object_store_memory=memory,
                 )

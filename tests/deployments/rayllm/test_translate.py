@@ -2,6 +2,7 @@
 
 import ast
 import logging
+import math
 import pickle
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,7 @@ from rayfin.actors.supervision.placement import bundles
 from rayfin.deployments.rayllm import translate as module
 from rayfin.deployments.rayllm.config import LLMConfig, LLMServingArgs
 from rayfin.deployments.rayllm.translate import AppPlan, translate
-from rayfin.deployments.serve.model_args import read_engine_kwargs
+from rayfin.deployments.serve.model_args import ModelArgs, read_engine_kwargs
 from rayfin.deployments.serve.server_args import ServerArgs
 from rayfin.deployments.vllm.table import VLLM_FLAGS, Lacks
 
@@ -71,13 +72,24 @@ def test_each_sample_becomes_an_application(samples: dict[str, dict[str, Any]], 
     pickle.dumps(plan(samples[name]))
 
 
+def asked(model: ModelArgs) -> list[dict[str, float]]:
+    """The bundles of an engine, each of which leaves a hundredth for what watches it."""
+    whole = []
+    for each in bundles(model.engine):
+        cpus = math.ceil(each.get("CPU", 0))
+        if cpus and model.options["ray_actor_options"]["num_cpus"] == 0.01:
+            assert cpus - each["CPU"] == pytest.approx(0.01)
+        whole.append({**each, "CPU": cpus} if cpus else each)
+    return whole
+
+
 def test_samples_mean_what_they_mean_to_ray(samples: dict[str, dict[str, Any]]) -> None:
     plans = {name: plan(args) for name, args in samples.items()}
     first, second = plans["quickstart"].models
     assert (first.names, first.engine.model) == (["qwen-0.5b"], "Qwen/Qwen2.5-0.5B-Instruct")
     assert (first.deployment, second.deployment) == ("engine-qwen-0.5b", "engine-qwen-1.5b")
     assert (first.server.min_engines, first.server.max_engines) == (1, 2)
-    assert bundles(first.engine) == [{"CPU": 1, "GPU": 1, "accelerator_type:A10G": 0.001}]
+    assert asked(first) == [{"CPU": 1, "GPU": 1, "accelerator_type:A10G": 0.001}]
     (model,) = plans["kuberay"].models
     assert (model.engine.device, model.engine.memory_utilization) == ("auto", 0.75)
     assert (model.ongoing_requests, model.server.max_engines) == (64, 4)
@@ -85,15 +97,16 @@ def test_samples_mean_what_they_mean_to_ray(samples: dict[str, dict[str, Any]]) 
     assert (model.engine.max_loras, model.adapters is not None) == (16, True)
     (model,) = plans["tensor-parallel"].models
     stage = {"CPU": 4, "GPU": 4, "accelerator_type:H100": 0.004}
-    assert bundles(model.engine) == [stage, stage]
+    assert asked(model) == [stage, stage]
     (model,) = plans["bundles"].models
-    assert bundles(model.engine) == [{"CPU": 4, "GPU": 2}]
+    assert asked(model) == [{"CPU": 4, "GPU": 2}]
     assert model.engine.place.strategy == "STRICT_PACK"
     (model,) = plans["fraction"].models
-    assert bundles(model.engine) == [{"GPU": 0.49}]
+    assert asked(model) == [{"GPU": 0.49}]
     (model,) = plans["cpus"].models
     assert (model.engine.device, model.engine.threads) == ("cpu", 4)
-    assert bundles(model.engine) == [{"CPU": 4}]
+    assert asked(model) == [{"CPU": 4}]
+    assert bundles(model.engine) == [{"CPU": 3.99}]
     (model,) = plans["tools"].models
     assert (model.server.tool_call_parser, model.server.reasoning_parser) == (
         "hermes",
