@@ -3,6 +3,8 @@
 ``translate.py`` says what each field becomes. Objects of Ray's own classes are taken too.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -36,10 +38,24 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def no_such_field(name: str, known: Iterable[str]) -> str:
+    """Says so, with the nearest name."""
+    near = get_close_matches(name, [*known], 1)
+    return f"{name}: there is no such field" + (f"; near it is {near[0]}" if near else "")
+
+
 class RayConfig(BaseModel):
     """What all have in common."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), arbitrary_types_allowed=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_known_fields(cls, given: Any) -> Any:
+        if cls.model_config["extra"] == "forbid" and isinstance(given, dict):
+            for name in given.keys() - cls.model_fields.keys():
+                raise ValueError(no_such_field(str(name), cls.model_fields))
+        return given
 
     @classmethod
     def parse_yaml(cls, file: Any) -> Self:

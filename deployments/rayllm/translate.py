@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -17,7 +16,7 @@ from ray.serve.schema import DeploymentSchema
 from rayfin.actors.buckets.folder import is_bucket
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
-from rayfin.deployments.rayllm.config import LLMConfig, LLMServingArgs
+from rayfin.deployments.rayllm.config import LLMConfig, LLMServingArgs, no_such_field
 from rayfin.deployments.serve.model_args import ModelArgs, read_engine_kwargs, several_models
 from rayfin.deployments.serve.server_args import AppArgs, ServerArgs, split_args
 
@@ -53,6 +52,7 @@ REFUSED = {
 REPLICAS = ("min_replicas", "max_replicas", "downscale_delay_s", "target_ongoing_requests")
 """Fields of an autoscaling_config that are settings of Rayfin's; Serve gets the others."""
 
+RANKS = ("tensor_parallel_size", "pipeline_parallel_size")
 NUMBERS = ("data_parallel_size", "min_engines", "max_engines")
 MOST_REPLICAS = 100  # of num_replicas "auto", as Serve has it
 ENGINE_CPUS = 0.01  # of what watches an engine: none lies on a head without CPUs
@@ -81,7 +81,7 @@ def translate(args: LLMServingArgs) -> AppPlan:
     idle: list[str] = []
     ingress = _checked(args.ingress_deployment_config, "ingress_deployment_config")
     for name in ingress.keys() - DeploymentSchema.model_fields.keys():
-        near = _unknown(name, list(DeploymentSchema.model_fields))
+        near = no_such_field(name, list(DeploymentSchema.model_fields))
         raise InvalidConfig(f"ingress_deployment_config.{near}", name)
     count = _ingress_replicas(args, ingress, idle)
     server = _server({"ingress_replicas": count} | (args.model_extra or {}))
@@ -147,7 +147,7 @@ def _server(given: Mapping[str, Any]) -> ServerArgs:
     """Settings of the whole application, checked."""
     known = [field.name for field in fields(ServerArgs)]
     for name in sorted(given.keys() - set(known)):
-        raise InvalidConfig(_unknown(name, [*LLMServingArgs.model_fields, *known]), name)
+        raise InvalidConfig(no_such_field(name, [*LLMServingArgs.model_fields, *known]), name)
     settings: dict[str, Any] = AppArgs.model_validate(given).model_dump(exclude_unset=True)
     return split_args(settings)[0]
 
@@ -183,6 +183,10 @@ def _engine(config: LLMConfig, idle: list[str]) -> dict[str, Any]:
     if kwargs.get("load_format") in STREAMING_FORMATS:
         idle.append(f"load_format: {kwargs.pop('load_format')}")
     settings = read_engine_kwargs(kwargs)
+    for name in (*RANKS, "data_parallel_size"):
+        if not isinstance(settings.get(name, 1), int):
+            wrong = f"engine_kwargs.{name} must be a whole number, got {settings[name]!r}"
+            raise InvalidConfig(wrong, name)
     loading = config.model_loading_config
     source = loading.model_source
     if source is not None and not isinstance(source, str):
@@ -213,9 +217,7 @@ def _hardware(config: LLMConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
     bundle: dict[str, float] | None = None
     strategy = "PACK"
     if (places := config.placement_group_config) is not None:
-        workers = settings.get("tensor_parallel_size", 1) * settings.get(
-            "pipeline_parallel_size", 1
-        )
+        workers = math.prod(settings.get(name, 1) for name in RANKS)
         bundle, strategy = _bundle(config, workers), places.strategy
         kind = kind or ("tpu" if bundle.get("TPU") else "gpu" if bundle.get("GPU") else "cpu")
         if strategy == "STRICT_SPREAD" and settings.get("tensor_parallel_size", 1) > 1:
@@ -277,7 +279,7 @@ def _scale(config: Mapping[str, Any], idle: list[str]) -> _Model:
             raise InvalidConfig(f"deployment_config.{name}: {REFUSED[name]}", name)
         if name not in PASSED | TAKEN | WITHOUT_EFFECT:
             known = [*PASSED, *TAKEN, *WITHOUT_EFFECT]
-            raise InvalidConfig(f"deployment_config.{_unknown(name, known)}", name)
+            raise InvalidConfig(f"deployment_config.{no_such_field(name, known)}", name)
     idle += [f"deployment_config.{name}" for name in config if name in WITHOUT_EFFECT]
     options = {name: config[name] for name in config if name in PASSED}
     options["ray_actor_options"] = {"num_cpus": ENGINE_CPUS} | options.get("ray_actor_options", {})
@@ -305,7 +307,7 @@ def _autoscaling(scaling: Mapping[str, Any], model: _Model) -> None:
                 "policy",
             )
         if name not in AutoscalingConfig.model_fields:
-            near = _unknown(name, list(AutoscalingConfig.model_fields))
+            near = no_such_field(name, list(AutoscalingConfig.model_fields))
             raise InvalidConfig(f"autoscaling_config.{near}", name)
     scaling = _checked(scaling, "autoscaling_config", AutoscalingConfig)
     least, limit = scaling.get("min_replicas", 1), scaling.get("max_replicas", 1)
@@ -380,8 +382,3 @@ def _is_default(value: Any) -> bool:
     if isinstance(value, BaseModel):
         value = value.model_dump(exclude_defaults=True)
     return value is None or (isinstance(value, dict) and not any(value.values()))
-
-
-def _unknown(name: str, known: list[str]) -> str:
-    near = get_close_matches(name, known, 1)
-    return f"{name}: there is no such field" + (f"; near it is {near[0]}" if near else "")
