@@ -7,7 +7,7 @@ along `T`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,14 +36,36 @@ class PagedBatch:
     page_size: int  # tokens per page
     sees_to: npt.NDArray[np.int32] | None = None  # [T] on the host: the last position that a token
     # of a prompt sees, not below its own and rising in a row; None: its own
+    groups: "GroupedTables | None" = None  # where layers are in groups with pages of their own
     scratch: dict[Any, Any] = field(
         default_factory=dict, repr=False
     )  # a backend's cache for the step
+
+    def of_group(self, group: int) -> "PagedBatch":
+        """The batch as the layers of a group see it; the first one's is this."""
+        if not group or self.groups is None:
+            return self
+        key = ("group", group)
+        if key not in self.scratch:
+            tables, slots = self.groups.page_tables[group], self.groups.slots[group]
+            self.scratch[key] = replace(
+                self, page_tables=tables, slots=slots, groups=None, scratch={}
+            )
+        batch: PagedBatch = self.scratch[key]
+        return batch
 
     @property
     def rows(self) -> int:
         """The number of rows (R)."""
         return len(self.kv_len_cpu)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedTables:
+    """Page tables and slots of G groups of layers; those of a ``PagedBatch`` are the first."""
+
+    page_tables: torch.Tensor  # [G, R, P] int32
+    slots: torch.Tensor  # [G, T] int64
 
 
 class PagedAttention(Protocol):

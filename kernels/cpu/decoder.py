@@ -14,7 +14,7 @@ import torch
 from rayfin.kernels.cpu.attention import sees_to, step_lengths
 from rayfin.kernels.cpu.kernels import STORAGES, Activation, CpuKernels, Matrix
 from rayfin.kernels.cpu.low_rank import AdapterRows
-from rayfin.kernels.shapes import PagedBatch
+from rayfin.kernels.shapes import GroupedTables, PagedBatch
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ def _fields(
 class _Layer(ctypes.Structure):
     _fields_ = _fields(
         (*_VECTORS, *_MATRICES, *_MORE_VECTORS, "cos", "sin", "k_pages", "v_pages"),
-        ("window",),
+        ("window", "group"),
         ("scale", "softcap"),
     )
 
@@ -118,7 +118,7 @@ class _Step(ctypes.Structure):
         ),
         (
             *("count", "sampled_count", "table_stride", "rows", "decoding", "page_size"),
-            *("tap_count", "added_layers"),
+            *("tap_count", "added_layers", "group_tables", "group_slots"),
         ),
         (),
     )
@@ -175,7 +175,7 @@ class PackedDecoder:
     def replace_layer(self, index: int, layer: DecoderLayer) -> None:
         """Puts other weights of the same sizes in the place of a layer's, which are freed."""
         old, new = self._layers[index], _layer_struct(layer)
-        for name in ("cos", "sin", "k_pages", "v_pages"):
+        for name in ("cos", "sin", "k_pages", "v_pages", "group"):
             setattr(new, name, getattr(old, name))
         self._layers[index], self.layers[index] = new, layer
 
@@ -227,12 +227,22 @@ class PackedDecoder:
         scale = self.shape.logit_scale
         return self._kernels.matmul(x, self.head, bias=self.head_bias, alpha=scale)
 
-    def bind(self, k_pages: list[torch.Tensor], v_pages: list[torch.Tensor]) -> None:
-        """Makes layer i keep its keys and values in k_pages[i] and v_pages[i]."""
+    def bind(
+        self,
+        k_pages: list[torch.Tensor],
+        v_pages: list[torch.Tensor],
+        group: Sequence[int] | None = None,
+    ) -> None:
+        """Makes layer i keep its keys and values in k_pages[i] and v_pages[i].
+
+        ``group`` has the number of each layer's page tables; None: all read the same.
+        """
         self._pages = (k_pages, v_pages)
         self._decoder.storage = STORAGES[k_pages[0].dtype]
         for layer, k, v in zip(self._layers, k_pages, v_pages, strict=True):
             layer.k_pages, layer.v_pages = k.data_ptr(), v.data_ptr()
+        for layer, number in zip(self._layers, group or (), strict=group is not None):
+            layer.group = number
 
     def run(
         self,
@@ -273,7 +283,11 @@ class PackedDecoder:
             assert rows is None or (rows.dtype == torch.float32 and rows.is_contiguous())
         starts, lengths = step_lengths(batch)
         assert batch.page_tables.dtype == torch.int32 and batch.page_tables.stride(1) == 1
-        ints = (tokens, batch.positions, batch.slots, sampled)
+        tables, slots = batch.page_tables, batch.slots
+        if batch.groups is not None:
+            tables, slots = batch.groups.page_tables, batch.groups.slots
+        assert tables.is_contiguous() or batch.groups is None
+        ints = (tokens, batch.positions, slots, sampled)
         assert all(values.dtype == torch.int64 and values.is_contiguous() for values in ints)
         logits = torch.empty(len(sampled), self.shape.vocabulary)
         taps: torch.Tensor | None = None
@@ -281,7 +295,7 @@ class PackedDecoder:
             taps = torch.empty(len(tokens), len(self._tap_layers) * self.shape.hidden)
         addresses = itertools.chain(
             (values.data_ptr() for values in ints),
-            (batch.page_tables.data_ptr(), starts.ctypes.data, lengths.ctypes.data),
+            (tables.data_ptr(), starts.ctypes.data, lengths.ctypes.data),
             (logits.data_ptr(), None, _address(given)),
             (None, None) if adapters is None else adapters.addresses(len(tokens), len(sampled)),
             (self._tap_layers.data_ptr(), _address(taps), _address(added), sees_to(batch)),
@@ -296,6 +310,7 @@ class PackedDecoder:
             batch.page_size,
             len(self._tap_layers),
             0 if added is None else added.shape[1],
+            *((0, 0) if batch.groups is None else _group_strides(batch.groups)),
         )
         library, decoder = self._kernels.library, ctypes.byref(self._decoder)
         needed = library.rayfin_decoder_workspace(decoder, ctypes.byref(step))
@@ -332,6 +347,10 @@ def _layer_struct(layer: DecoderLayer) -> _Layer:
         matrix: Matrix | None = getattr(layer, name)
         setattr(struct, name, None if matrix is None else matrix.handle)
     return struct
+
+
+def _group_strides(groups: GroupedTables) -> tuple[int, int]:
+    return groups.page_tables.stride(0), groups.slots.stride(0)
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

@@ -111,14 +111,15 @@ void attend(Pool& pool, const Decoder& d, const Layer& layer, const Step& s, con
   matmul(pool, *layer.qkv, input, d.hidden, s.count, a.qkv, stride, epilogue);
   if (layer.qkv_rest)
     matmul(pool, *layer.qkv_rest, input, d.hidden, s.count, a.qkv + first, stride, epilogue.from_column(first));
-  prepare_heads(pool, {a.qkv, layer.query_norm, layer.key_norm, layer.cos, layer.sin, s.positions, s.slots,
+  const int64_t* slots = s.slots + layer.group * s.group_slots;
+  prepare_heads(pool, {a.qkv, layer.query_norm, layer.key_norm, layer.cos, layer.sin, s.positions, slots,
                        layer.k_pages, layer.v_pages, stride, s.count, d.heads, d.kv_heads, d.key_dim, d.value_dim,
                        d.rotary_dim, d.storage, d.whole_norm, d.eps});
   Attention attended{};
   attended.query = a.qkv;
   attended.k_pages = layer.k_pages;
   attended.v_pages = layer.v_pages;
-  attended.page_tables = s.page_tables;
+  attended.page_tables = s.page_tables + layer.group * s.group_tables;
   attended.query_start = s.query_start;
   attended.kv_len = s.kv_len;
   attended.sees_to = s.sees_to;

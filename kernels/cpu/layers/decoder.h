@@ -23,7 +23,7 @@ struct Layer {
   const float *query_norm, *key_norm, *sinks;
   const float *cos, *sin;
   void *k_pages, *v_pages;
-  int64_t window;
+  int64_t window, group;  // the group of layers whose page tables it reads
   float scale, softcap;
 };
 
@@ -52,6 +52,7 @@ struct Step {
   int64_t count, sampled_count;
   int64_t table_stride, rows, decoding, page_size;
   int64_t tap_count, added_layers;
+  int64_t group_tables, group_slots;  // entries from a group's page_tables and slots to the next one's
 };
 
 // The projections of a layer, in the order of an adapter's parts.
