@@ -24,8 +24,11 @@ class PageTables:
     never allocates pages. Full pages may be in the prefix index: other tables can then share them,
     and they keep their content while they are free, until they are allocated again (least recently
     used first). Pages that are claimed go after all others, claim by claim: pins, then what
-    ``reclaim`` gives up, which returns whether there was something.
+    ``reclaim`` gives up, which returns whether there was something. ``WindowTables`` free pages
+    earlier, of models whose layers see a window.
     """
+
+    windowed = False  # whether ``slide`` frees pages, and ``reserve`` does not take all
 
     def __init__(
         self, num_slots: int, num_pages: int, page_size: int, *, prefix_caching: bool = False
@@ -60,6 +63,16 @@ class PageTables:
         self.held[slot] += missing
         return True
 
+    def reserve(self, slot: int, num_tokens: int) -> bool:
+        """Makes room for a request that has ``num_tokens`` tokens, as ``grow`` does."""
+        return self.grow(slot, num_tokens)
+
+    def slide(self, slot: int, position: int) -> None:
+        """Frees pages that no token of the slot from ``position`` on reads."""
+
+    def slide_all(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> None:
+        """The same for slots [N] and their positions [N]."""
+
     def append_pages(self, slots: npt.NDArray[np.int64]) -> bool:
         """Adds a page to each of the slots [N], or returns False, with no effect, if too few."""
         pages = self._allocate(len(slots))
@@ -77,9 +90,32 @@ class PageTables:
         max_pages = (len(tokens) - 1) // self.page_size
         return self.index.match(chain.hashes[:max_pages], tokens)
 
+    @property
+    def num_free_entries(self) -> int:
+        """New entries of tables that free pages suffice for."""
+        return self.pool.num_free
+
+    def reading(self, pages: Sequence[int]) -> list[int]:
+        """All pages that a request holds to go on from the prefix in ``pages``."""
+        return list(pages)
+
     def num_free_without(self, pages: Sequence[int]) -> int:
-        """Free pages once ``pages`` are held."""
-        return self.pool.num_free - sum(self.pool.references[page] == 0 for page in pages)
+        """Free pages once the prefix in ``pages`` is held."""
+        references = self.pool.references
+        return self.pool.num_free - sum(references[page] == 0 for page in self.reading(pages))
+
+    def fits(self, num_tokens: int, pages: Sequence[int], more: int, spare: int) -> bool:
+        """Whether a request of ``num_tokens`` tokens can go on from the prefix in ``pages``.
+
+        ``more`` entries beside its own must fit, and ``spare`` pages remain free.
+        """
+        missing = self.pages_for(num_tokens) - len(pages) + more
+        return missing + spare <= self.num_free_without(pages)
+
+    def prefix_of(self, slot: int, count: int) -> list[int] | None:
+        """The slot's first ``count`` pages for others to share; None if too many of them are
+        free."""
+        return self._pages[slot][:count]
 
     def share(self, slot: int, pages: Sequence[int]) -> None:
         """Starts the empty table with ``pages``, which other tables may hold as well."""
@@ -152,9 +188,9 @@ class PageTables:
         Args:
             until: seconds of the clock of ``expire_pins``.
         """
-        if (index := self.index) is not None:
-            pages = self._pages[slot][: num_tokens // self.page_size]
-            known = [page for page in pages if page in index]
+        if self.index is not None:
+            pages = self.reading(self._pages[slot][: num_tokens // self.page_size])
+            known = [page for page in pages if self._is_known(page)]
             self._unkeep(self.pins.pin(tenant, known, until))
 
     def expire_pins(self, now: float) -> None:
@@ -190,12 +226,20 @@ class PageTables:
     def invalidate(self, slot: int) -> None:
         """Removes the slot's pages from the index, after an error in writing them."""
         if self.index is not None:
-            for page in self._pages[slot]:
+            for page in self.pages_since(slot, 0):
                 self.index.drop(page)
                 self.claims.drop(page)
 
     def pages_since(self, slot: int, count: int) -> list[int]:
-        """The slot's pages after the first ``count``, which the runner has already."""
+        """The slot's pages after the first ``count``."""
+        return self._pages[slot][count:]
+
+    def pages_of(self, slot: int) -> list[int]:
+        """All pages that the slot holds."""
+        return self._pages[slot]
+
+    def entries_since(self, slot: int, count: int) -> list[int]:
+        """The entries of the slot's table after the first ``count``, which the runner has."""
         return self._pages[slot][count:]
 
     def release(self, slot: int) -> None:
@@ -227,11 +271,15 @@ class PageTables:
     def _free(self, pages: Sequence[int]) -> None:
         """Removes a reference to each page, tail first."""
         for page in reversed(pages):
-            known = self.index is not None and page in self.index
+            known = self._is_known(page)
             # What is of no use is written over before a page whose memory was never touched.
             self.pool.free(page, reuse_first=not known, keep=known and page in self.claims)
             if known and self.pool.references[page] == 0:
                 self.num_cached += 1
+
+    def _is_known(self, page: int) -> bool:
+        """Whether another request may find the page's content."""
+        return self.index is not None and page in self.index
 
     def _allocate(self, count: int) -> list[int] | None:
         """Allocates pages and removes them from the index, or returns None, with no effect."""
@@ -262,16 +310,21 @@ class PageTables:
         lent = sum(references[page] == count for page, count in list(self._lent.items()))
         return self.pool.num_pages - self.pool.num_free - lent
 
+    def _is_counted(self, slot: int) -> bool:
+        return bool(self.held[slot] == len(self._pages[slot]))
+
     def check_integrity(self) -> None:
         """Checks in O(pages) the pool, the counts, the tables and the index against each other.
 
         Raises:
             CacheError: A rule is broken; the message names the first one.
         """
-        held = Counter(page for pages in self._pages for page in pages)
+        slots = range(len(self._pages))
+        held = Counter(page for slot in slots for page in self.pages_of(slot))
         self.pool.check_integrity(held + self._lent)
         for slot, pages in enumerate(self._pages):
-            if len(set(pages)) != len(pages) or self.held[slot] != len(pages):
+            ids = self.pages_of(slot)
+            if len(set(ids)) != len(ids) or not self._is_counted(slot):
                 raise CacheError(f"the table of slot {slot} is wrong: {pages}")
             if not 0 <= self.published[slot] <= len(pages):
                 raise CacheError(f"{self.published[slot]} pages of slot {slot} are known: {pages}")
@@ -283,7 +336,7 @@ class PageTables:
             kept = set(self.pool.kept_pages())
             if kept != {page for page in self.pool.free_pages() if page in self.claims}:
                 raise CacheError(f"pages {sorted(kept)[:8]} are kept, others claimed")
-            if not kept <= {page for page in self.pool.free_pages() if page in self.index}:
+            if not kept <= {page for page in self.pool.free_pages() if self._is_known(page)}:
                 raise CacheError("a page is kept that is not known")
             for slot, pages in enumerate(self._pages):
                 for page in pages[self.published[slot] :]:

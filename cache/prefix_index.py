@@ -118,6 +118,15 @@ class PrefixIndex:
         hashes = list(self._page_of)
         return None if len(hashes) > limit else np.sort(digests_of(hashes))
 
+    def page(self, page_hash: bytes) -> int | None:
+        """The page with a hash; None if there is none."""
+        return self._page_of.get(page_hash)
+
+    def holds(self, pages: Sequence[int], tokens: Tokens) -> bool:
+        """Whether ``pages`` hold the first of ``tokens``."""
+        known = self._tokens_of[list(pages)].ravel()
+        return bool((known == tokens[: known.size]).all())
+
     def match(self, hashes: Sequence[bytes], tokens: Tokens) -> list[int]:
         """The pages of the longest prefix in the index, in order; O(pages matched)."""
         pages = self.find(hashes)
