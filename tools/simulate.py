@@ -45,6 +45,7 @@ from rayfin.actors.parts import all_of
 from rayfin.actors.settings.bidirectional import Bidirectional
 from rayfin.actors.timing import PAGE_READ_SECONDS, PREPARE_SECONDS
 from rayfin.actors.weights.version import WeightVersion
+from rayfin.cache.window_tables import WindowGroups
 
 STARTS = [[(3 * i + i * i // 7) % 50 for i in range(70)], [1] * 70]
 """What prompts begin with, where they begin alike."""
@@ -65,6 +66,7 @@ class Life:
         self.training = random.Random(f"weights {seed}")
         self.asking = random.Random(f"peers {seed}")
         self.sleeping = random.Random(f"sleeps {seed}")
+        self.windowed = random.Random(f"windows {seed}")
         self.num_sent_on = 0  # to another engine, for this one slept
         self.num_slept = self.num_changed_asleep = 0
         self.num_paused_out = 0  # refused for a pause
@@ -115,7 +117,7 @@ class Life:
         pages_of_one = -(-self.model_len // page_size)
         scheduler = draw.choice(["v0", "v1", "v1"])
         uncut = self._uncut()
-        return {
+        settings = {
             "scheduler": scheduler,
             "itl_target": self.pacing.choice([None, None, 0.0003, 0.002]),
             "long_prefill_token_threshold": draw.choice([0, 0, 1, 3, 10]) * (scheduler == "v1"),
@@ -143,6 +145,25 @@ class Life:
             "page_folder": self._folder(),
             "kv_peers": self.asking.random() < 0.4,
             "page_bytes": 1 << 20,
+        }
+        return settings | self._windows(settings)
+
+    def _windows(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """In some lives layers see windows: what does not go with them is off, as at a load."""
+        draw = self.windowed
+        if draw.random() >= 0.3:
+            return {}
+        ahead = settings["steps_in_flight"] * settings["max_lease"]
+        ahead *= 1 + settings["num_speculative_tokens"]
+        longest = self.model_len if settings["scheduler"] == "v0" else 0
+        tokens = max(settings["max_batch_tokens"], longest, ahead) + settings["page_size"]
+        groups = WindowGroups(draw.choice([1, 3, 8, 20]), draw.choice([1, 2, 5]))
+        groups = groups.with_reach(tokens, settings["page_size"])
+        pages = groups.pages(-(-self.model_len // settings["page_size"]))
+        return {
+            "windows": groups,
+            "num_pages": pages + draw.randint(0, draw.choice([2, 3 * pages])),
+            **{"num_host_pages": 0, "page_folder": None, "kv_peers": False, "sessions": False},
         }
 
     def _plan_faults(self) -> None:
@@ -592,6 +613,7 @@ class LongLife(Life):
             "vocab_size": 50,
             "max_waiting_requests": 30,
             "step_seconds": 0.0005,
+            "windows": None,
         }
 
     def _plan_faults(self) -> None:

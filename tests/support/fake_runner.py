@@ -84,6 +84,7 @@ class FakeExecutor:
     def __init__(self, config: EngineConfig) -> None:
         self.epoch = 0
         self.config = config
+        self._groups = 1 if config.windows is None else config.windows.pages_per_entry
         self.streams: dict[int, Stream] = {}  # by seed: what the runner does not receive
         self.fail_at: set[int] = set()  # calls during which the group dies
         self.fail_submit_at: set[int] = set()  # calls that find it dead
@@ -249,7 +250,7 @@ class FakeExecutor:
         assert (info.epoch, info.step) == (self.epoch, self._next_step) and not self.asleep
         self._next_step += 1
         self.log.append(info)
-        check_form(info)
+        check_form(info, self._groups)
         check_limits(info, self.config)
         self.names.moving(info.moves)
         self._moved |= self._move_pages(info)
@@ -321,11 +322,14 @@ class FakeExecutor:
         holder. What comes back from a host page went there before, and comes back once.
         """
         held = {page for mirror in self.live.values() for page in mirror.pages}
+        # A fork may begin behind the token that its parent has computed last.
+        beside = (row for mirror in self.live.values() for row in mirror.beside)
+        held.update(page for row in beside for page in row)
         kept = {
             page
             for handle, mirror in self.live.items()
             if handle not in info.finished
-            for page in mirror.pages
+            for page in self._held(mirror)
         }
         moved: set[int] = set()
         for kind, source, target in info.moves.tolist():
@@ -350,28 +354,62 @@ class FakeExecutor:
                 self._host[source] = UNWRITTEN
         return moved
 
+    def _held(self, mirror: Mirror) -> list[int]:
+        """Its pages, and those beside them in the window of its next token."""
+        return [*mirror.pages, *(page for row in self._seen(mirror) for page in row)]
+
+    def _seen(self, mirror: Mirror) -> list[list[int]]:
+        return mirror.beside[self._first_seen(mirror) :]
+
+    def _first_seen(self, mirror: Mirror) -> int:
+        windows, position = self.config.windows, max(mirror.num_tokens, 0)
+        return 0 if windows is None else windows.first_entry(position, self.config.page_size)
+
+    def _store(self, mirror: Mirror, position: int, content: int) -> None:
+        """What a token leaves in its pages."""
+        entry, at = divmod(position, self.config.page_size)
+        for page in (mirror.pages[entry], *(mirror.beside[entry] if mirror.beside else ())):
+            self._memory[page, at] = content
+
+    def _check_windows(self, mirror: Mirror, count: int, context: Int32Array) -> None:
+        """What the last ``count`` tokens see in their windows is what the full group has."""
+        windows, size = self.config.windows, self.config.page_size
+        if windows is None:
+            return
+        start = max(mirror.num_tokens - count - windows.window + 1, 0)
+        entries = np.arange(start // size, -(-mirror.num_tokens // size))
+        for group in range(windows.beside):
+            pages = [mirror.beside[entry][group] for entry in entries]
+            seen = self._memory[pages].reshape(-1)[start % size :][: mirror.num_tokens - start]
+            assert np.array_equal(seen, context[start:]), "other tokens in a window"
+
     def _take_news(self, info: SchedulerInfo) -> None:
         for handle in info.finished:
             assert handle in self.live, "forgets an unknown handle"
             self.left.append(self.live.pop(handle).new.sampling.seed)
-        held_before = {page for mirror in self.live.values() for page in mirror.pages}
+        held_before = {page for mirror in self.live.values() for page in self._held(mirror)}
         for new in info.new_requests:
             self._enter(new)
         fresh: list[int] = []
         start = 0
         for row, handle in enumerate(info.ids.tolist()):
-            end = start + int(info.new_pages_len[row])
-            pages, start = info.new_pages[start:end].tolist(), end
+            end = start + int(info.new_pages_len[row]) * self._groups
+            rows = info.new_pages[start:end].reshape(-1, self._groups).tolist()
+            pages, start = [page for page, *_ in rows], end
             mirror = self.live[handle]
             if mirror.num_tokens < 0:
                 mirror.num_tokens = int(info.kv_len[row])
                 private = self._moved.difference(
                     fresh
                 )  # others may find what came back for a row above
-                fresh += pages[self._num_shared(info, row, pages, private) :]
+                shared = self._num_shared(info, row, pages, private)
             else:
-                fresh += pages
+                shared = 0
+            fresh += pages[shared:]
             mirror.pages += pages
+            if self._groups > 1:
+                fresh += [page for _, *beside in rows[shared:] for page in beside]
+                mirror.beside += [beside for _, *beside in rows]
         assert all(mirror.num_tokens >= 0 for mirror in self.live.values()), "new, and not in it"
         assert len(set(fresh)) == len(fresh), "a page is given to two requests"
         assert not held_before & set(fresh), "a page is given away that is held"
@@ -510,7 +548,7 @@ class FakeExecutor:
             for position in range(mirror.num_tokens, mirror.num_tokens + drafts - right):
                 page = mirror.pages[position // size]
                 assert page not in self._shared, "a draft in a shared page"
-                self._memory[page, position % size] = WRONG
+                self._store(mirror, position, WRONG)
             accepted = np.zeros(max(len(before.accepted), right), np.int64)
             accepted[: len(before.accepted)] = before.accepted
             accepted[:right] += 1
@@ -545,7 +583,7 @@ class FakeExecutor:
         for position in range(int(info.kv_len[row]), int(info.kv_len[row]) + count):
             page = mirror.pages[position // self.config.page_size]
             assert page not in self._shared, "junk in a shared page"
-            self._memory[page, position % self.config.page_size] = JUNK
+            self._store(mirror, position, JUNK)
         result.tokens[row, :count] = 0
 
     def _resolve(self, info: SchedulerInfo, row: int) -> list[int]:
@@ -570,7 +608,9 @@ class FakeExecutor:
         size = self.config.page_size
         if self._fails(mirror, mirror.num_tokens + len(tokens)):  # before it has written anything
             first, last = mirror.num_tokens, mirror.num_tokens + len(tokens) - 1
-            pages = mirror.pages[first // size : last // size + 1]
+            entries = slice(first // size, last // size + 1)
+            beside = [page for row in mirror.beside[entries] for page in row]
+            pages = [*mirror.pages[entries], *beside]
             self._spoiled.update(pages)
             self._memory[pages] = JUNK
             mirror.num_tokens += len(tokens)
@@ -584,7 +624,7 @@ class FakeExecutor:
             for holder in holders:  # I4
                 truth = token if holder.stream is None else holder.stream.truth(position + 1)[-1]
                 assert token == truth, "another token is written to a shared page"
-            self._memory[page, position % size] = token ^ mark(mirror.new.extra_keys)
+            self._store(mirror, position, token ^ mark(mirror.new.extra_keys))
             self._made[page, position % size] = self.version
         mirror.num_tokens += len(tokens)
         mirror.sampled = None
@@ -603,6 +643,9 @@ class FakeExecutor:
         assert fits, "pages of other weights"
         good = stream is None or np.array_equal(context, stream.truth(end))
         assert good or self._fails(mirror, end), "other tokens in pages"
+        if good:
+            count = 1 if info.is_decoding[row] else int(info.chunk_len[row])
+            self._check_windows(mirror, count, self._memory[mirror.pages].reshape(-1)[:end])
         samples = info.last_pos[row] != NO_TOKEN
         if stream is not None:
             assert samples == (end >= mirror.known), "samples before its prompt ends, or not at all"

@@ -155,6 +155,7 @@ class Mirror:
     beams: EngineRequest | None  # of which it is a beam; then it has no stream of its own
     known: int  # tokens that the scheduler knew when it sent the request
     pages: list[int] = field(default_factory=list)
+    beside: list[list[int]] = field(default_factory=list)  # of each page: those of other groups
     num_tokens: int = -1  # in the pages; -1 before the first row, which says what was cached
     sampled: int | None = None
     history: list[int] = field(default_factory=list)  # of a guided request: sent, then sampled

@@ -11,7 +11,7 @@ from rayfin.actors.messages import COPY, SWAP_IN, SWAP_OUT, NewRequest, Schedule
 from rayfin.actors.parts import all_of, first_of
 
 
-def check_form(info: SchedulerInfo) -> None:
+def check_form(info: SchedulerInfo, groups: int = 1) -> None:
     """Checks shapes, types, and fields against each other."""
     rows = len(info.ids)
     assert rows > 0, "an empty step"
@@ -29,7 +29,8 @@ def check_form(info: SchedulerInfo) -> None:
     assert info.chunk_len.sum() == len(info.merge_prompt)
     assert (info.chunk_len[info.is_decoding] == 1).all()
     assert (info.last_pos[info.is_decoding] == 0).all()
-    assert info.new_pages_len.sum() == len(info.new_pages) and (info.new_pages_len >= 0).all()
+    assert info.new_pages_len.sum() * groups == len(info.new_pages)
+    assert (info.new_pages_len >= 0).all()
     if info.grants is not None:
         assert info.grants.shape == (rows,) and info.grants.dtype == np.int32
         assert (info.grants[~info.is_decoding] == (info.last_pos[~info.is_decoding] >= 0)).all()
