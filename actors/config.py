@@ -48,6 +48,7 @@ from rayfin.actors.settings.spare_runners import require_spares
 from rayfin.actors.settings.state_snapshots import draft_states, resolve_snapshots
 from rayfin.actors.speculation import SpeculativeConfig, chosen_speculation, read_speculation
 from rayfin.cache.page_files import PageFolder
+from rayfin.cache.window_tables import WindowGroups
 
 DECIDE_TOKENS = (
     *("model", "tokenizer", "revision", "dtype", "quantization", "activations"),
@@ -210,6 +211,11 @@ class EngineArgs:
         "it differs",
     )
     prefix_caching: bool = _flag(True, "share the pages of common prompt prefixes")
+    disable_hybrid_kv_cache_manager: bool = _flag(
+        False,
+        "keep the pages of all layers as long as a request runs, also of layers whose tokens see "
+        "only a window",
+    )
     memory_utilization: float | None = _flag(
         None,
         "share of the device's memory for weights, activations and the KV cache, between 0 and 1; "
@@ -541,6 +547,7 @@ class ModelFacts:
     int4_saves: int = 0  # bytes of weights that quantization "int4" would free
     parts: tuple[PartFacts, ...] = ()  # what the model has beside its decoder
     page_namespace: str = ""  # with kv_disk_path, where pages are all that a prefix leaves
+    windows: WindowGroups | None = None  # groups of layers whose pages are freed behind windows
 
     @property
     def front_tokens(self) -> int:
@@ -606,10 +613,24 @@ class EngineConfig:
     num_pages_asked: int | None = None
     page_folder: PageFolder | None = None  # files of pages that outlive the runners
     kv_peers: bool = False  # engines of the model read each other's pages
+    windows: WindowGroups | None = None  # groups of layers whose pages are freed behind windows
 
     @property
     def max_pages_per_request(self) -> int:
+        """Entries of the longest table."""
         return -(-self.max_model_len // self.page_size)
+
+    def pages_of(self, entries: int) -> int:
+        """Pages that a table of so many entries takes at most at one time."""
+        return entries if self.windows is None else self.windows.pages(entries)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the pages hold, of requests at their full length."""
+        if self.windows is None:
+            return self.num_pages * self.page_size
+        longest = self.max_pages_per_request
+        return self.num_pages * longest * self.page_size // self.windows.pages(longest)
 
 
 def resolve_limits(
@@ -679,15 +700,14 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
     snapshots, speculation = resolve_snapshots(args, facts, limits), chosen_speculation(args, facts)
     if args.kv_cache_memory is None:
         available -= snapshots * facts.state_bytes
-    per_request = -(-model_len // args.page_size)
-    max_pages = per_request * limits.max_decoding_batch
+    windows, per_request, max_pages = _most_pages(args, facts, limits, model_len)
     # A model without attention fills no pages, nor does an encoder: slots are the only limit.
     pages = args.num_pages or (available // facts.page_bytes if facts.page_bytes else max_pages)
     recurrent, whole = facts.state_bytes > 0, facts.whole_prompts
     if (pages := max_pages if whole else min(pages, max_pages)) < per_request:
         if args.max_model_len is not None or pages * args.page_size <= facts.front_tokens:
-            raise too_long(args, facts, model_len, available)
-        model_len = pages * args.page_size
+            raise too_long(args, facts, model_len, available, windows)
+        model_len = min(_longest(pages, windows) * args.page_size, model_len)
     beside = facts.share_bytes - facts.available_bytes + snapshots * facts.state_bytes
     host_pages = 0 if recurrent or whole else resolve_host_pages(args, facts.page_bytes, max_pages)
     alone = whole or facts.uncut.ahead == "prompt"  # a page depends on the tokens behind it
@@ -704,7 +724,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         policy=args.policy,
         priority_aging=args.priority_aging,
         batch_mode=args.batch_mode,
-        sessions=args.sessions == "on",
+        sessions=args.sessions == "on" and windows is None,
         tenant_weights=parse_weights(args.tenant_weights),
         long_prefill_token_threshold=args.long_prefill_token_threshold,
         itl_target=None if args.itl_target_ms is None else args.itl_target_ms / 1000,
@@ -713,7 +733,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         steps_in_flight=1 if args.steps_in_flight == 1 else args.pipeline_parallel_size + 1,
         prefix_caching=shares,
         page_folder=page_folder(args, facts, shares=shares),
-        kv_peers=args.kv_peers and shares and facts.page_bytes > 0,
+        kv_peers=args.kv_peers and shares and facts.page_bytes > 0 and windows is None,
         whole_prompts=whole,
         num_snapshots=snapshots,
         state_bytes=facts.state_bytes,
@@ -731,8 +751,32 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         speculation=speculation,
         plugins=tuple(args.plugin or ()),
         parts=facts.parts,
+        windows=windows,
         uncut=replace(facts.uncut, room=limits.max_batch_tokens - limits.max_decoding_batch),
     )
+
+
+def _most_pages(
+    args: EngineArgs, facts: ModelFacts, limits: BatchLimits, model_len: int
+) -> tuple[WindowGroups | None, int, int]:
+    """The groups of layers, the pages that the longest request takes, and those of all slots."""
+    entries = -(-model_len // args.page_size)
+    if facts.windows is None:
+        return None, entries, entries * limits.max_decoding_batch
+    speculation = chosen_speculation(args, facts)
+    drafts = speculation.most_tokens(facts.device) if speculation else 0
+    # Tokens that are not known yet count as a chunk does.
+    ahead = (args.pipeline_parallel_size + 1) * args.max_lease * (1 + drafts)
+    tokens = max(limits.max_batch_tokens, ahead) + args.page_size
+    windows = facts.windows.with_reach(tokens, args.page_size)
+    every = entries * limits.max_decoding_batch * windows.pages_per_entry
+    return windows, windows.pages(entries), every
+
+
+def _longest(pages: int, windows: WindowGroups | None) -> int:
+    """Entries of the longest request that fits into ``pages``."""
+    entries = None if windows is None else windows.most_entries(pages)
+    return pages if entries is None else entries
 
 
 def parse_weights(text: str | None) -> dict[str, float]:
@@ -759,7 +803,13 @@ def parse_weights(text: str | None) -> dict[str, float]:
     return weights
 
 
-def too_long(args: EngineArgs, facts: ModelFacts, wanted: int, available: int) -> InvalidConfig:
+def too_long(
+    args: EngineArgs,
+    facts: ModelFacts,
+    wanted: int,
+    available: int,
+    windows: WindowGroups | None = None,
+) -> InvalidConfig:
     """Names what would fit: settings with the longest request that each makes room for.
 
     Args:
@@ -771,8 +821,10 @@ def too_long(args: EngineArgs, facts: ModelFacts, wanted: int, available: int) -
     """
     size, page, saved = args.page_size, facts.page_bytes, facts.int4_saves
     needed = -(-wanted // size)
+    if windows is not None:
+        needed = windows.pages(needed)
     pages = max(args.num_pages or available // page, 0)
-    ways = [("max_model_len {}", pages * size)]
+    ways = [("max_model_len {}", _longest(pages, windows) * size)]
     for name, smaller in facts.smaller_pages if args.num_pages is None else ():
         ways.append((f"kv_cache_dtype {name!r} for {{}}", available // smaller * size))
     if args.num_pages is None and args.kv_cache_memory is None and saved:

@@ -280,8 +280,8 @@ class SchedulerInfo:
     is_decoding: BoolArray  # [R]
     decoding_batch: int
     prefill_batch: int
-    new_pages: Int32Array  # [N] page ids appended this step, row after row
-    new_pages_len: Int32Array  # [R] how many of them each row takes
+    new_pages: Int32Array  # [N * G] page ids appended this step, row after row: one of each group
+    new_pages_len: Int32Array  # [R] how many entries of its table each row takes of them
     new_requests: list[NewRequest] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)  # handles to forget, before new_requests
     num_steps: int = 1  # decode steps granted
@@ -514,7 +514,7 @@ class EngineInfo:
     name: str
     max_model_len: int
     vocab_size: int
-    num_pages: int
+    num_pages: int  # of all layers; where some see windows: of requests at their full length
     page_size: int
     page_bytes: int = 0  # of all layers
     memory_bytes: int = 0  # that a runner takes at most, with its pages; 0: not measured
@@ -533,9 +533,9 @@ class EngineInfo:
             name=name,
             max_model_len=config.max_model_len,
             vocab_size=config.vocab_size,
-            num_pages=config.num_pages,
+            num_pages=(pages := config.capacity // config.page_size),
             page_size=config.page_size,
-            page_bytes=config.page_bytes,
+            page_bytes=config.num_pages * config.page_bytes // max(pages, 1),
             memory_bytes=config.memory_bytes,
             max_logprobs=config.max_logprobs,
             logprobs_mode=config.logprobs_mode,

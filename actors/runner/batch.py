@@ -13,7 +13,7 @@ from rayfin.actors.messages import (
     SchedulerInfo,
 )
 from rayfin.actors.runner.request_slots import RequestSlots
-from rayfin.kernels.shapes import PagedBatch, SamplingRows, to_device
+from rayfin.kernels.shapes import GroupedTables, PagedBatch, SamplingRows, to_device
 
 ALL = slice(None)
 
@@ -69,16 +69,25 @@ def build_inputs(
     query_start[:-1], query_start[-1] = info.chunk_idx, tokens
     widest = int(info.kv_page_len.max())
     rows = (info.last_pos >= 0).nonzero()[0]
+    tables = slots.page_tables[info.ids, :widest]
+    places = slots.page_tables[slot, page] * np.int64(page_size) + within
+    groups = None
+    if len(slots.beside):
+        of_groups = np.concatenate([tables[None], slots.beside[:, info.ids, :widest]])
+        more = slots.beside[:, slot, page] * np.int64(page_size) + within
+        both = to_device(of_groups, device), to_device(np.concatenate([places[None], more]), device)
+        groups = GroupedTables(*both)
     batch = PagedBatch(
         query_start=to_device(query_start, device),
         kv_len=to_device(kv_len, device),
-        page_tables=to_device(slots.page_tables[info.ids, :widest], device),
-        slots=to_device(slots.page_tables[slot, page] * np.int64(page_size) + within, device),
+        page_tables=to_device(tables, device),
+        slots=to_device(places, device),
         positions=to_device(positions, device),
         query_start_cpu=query_start,
         kv_len_cpu=kv_len,
         decoding=0 if info.num_guessed else info.decoding_batch,
         page_size=page_size,
+        groups=groups,
     )
     inputs = StepInputs(
         input_ids=to_device(input_ids.astype(np.int64), device),

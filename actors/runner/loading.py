@@ -31,9 +31,10 @@ from rayfin.actors.runner.parts.model_part import ModelPart
 from rayfin.actors.runner.parts.profile import ProfilePart
 from rayfin.actors.runner.quantized.config import source_config
 from rayfin.actors.runner.state_tensors import StateTensors
+from rayfin.actors.runner.window_pages import frees_windows
 from rayfin.actors.settings.state_snapshots import draft_states
 from rayfin.actors.weights.version import WeightVersion
-from rayfin.cache.kv_tensors import KVTensors, page_bytes
+from rayfin.cache.kv_tensors import KVLayout, KVTensors, LayerGroups, group_layers, page_bytes
 from rayfin.kernels.attention.select import page_types, select_attention
 from rayfin.kernels.cpu.kernels import CpuKernels, try_kernels
 from rayfin.kernels.cpu.library import try_load
@@ -77,6 +78,14 @@ class LoadedModel:
     chooses_keys: bool = False  # tokens see the keys that an index chooses
     whole_prompts: bool = False  # an encoder
     decoder: StepModel | None = None  # the model inside of its parts, where it is on its kernels
+    frees_windows: bool = False  # pages of layers with windows are freed behind these
+
+    @property
+    def groups(self) -> LayerGroups | None:
+        """The groups of layers with pages of their own; None: all layers are one."""
+        # A draft's layers read the table of those that see all.
+        drafts = any(part.token_layers is not None for part in self.parts)
+        return group_layers(self.model.layouts) if self.frees_windows and not drafts else None
 
     @property
     def state_bytes(self) -> int:
@@ -127,6 +136,7 @@ class LoadedModel:
             int4_saves=self.int4_saves,
             parts=self.part_facts,
             page_namespace="" if args.kv_disk_path is None else page_namespace(args, self),
+            windows=None if (groups := self.groups) is None else groups.windows,
         )
 
     def limits(self, args: EngineArgs, model_len: int) -> BatchLimits:
@@ -172,13 +182,19 @@ class LoadedModel:
         layers = [part.token_layers for part in self.parts if part.token_layers is not None]
         return cache.layers(0, min(layers)) if layers else cache
 
+    @property
+    def _page_layouts(self) -> list[KVLayout]:
+        """What a page holds: that of one group."""
+        layouts, groups = self.model.layouts, self.groups
+        return layouts if groups is None else layouts[: groups.size]
+
     def page_bytes(self, page_size: int) -> int:
-        return page_bytes(self.model.layouts, page_size, self.page_type)
+        return page_bytes(self._page_layouts, page_size, self.page_type)
 
     def smaller_pages(self, page_size: int) -> tuple[tuple[str, int], ...]:
         """Values of ``kv_cache_dtype`` with smaller pages, and bytes of a page."""
         return tuple(
-            (name, page_bytes(self.model.layouts, page_size, dtype))
+            (name, page_bytes(self._page_layouts, page_size, dtype))
             for name, dtype in PAGE_TYPES.items()
             if dtype in self.page_types and dtype.itemsize < self.page_type.itemsize
             if name not in ("float16", "fp8_e4m3")  # as large as another one
@@ -187,7 +203,8 @@ class LoadedModel:
     def bind(self, num_pages: int, page_size: int) -> KVTensors:
         """Allocates the pages; the model keeps its keys and values there from now on."""
         model = self.model
-        cache = KVTensors(model.layouts, num_pages, page_size, self.page_type, self.device)
+        sizes = num_pages, page_size, self.page_type, self.device
+        cache = KVTensors(model.layouts, *sizes, groups=self.groups)
         model.bind(cache)
         return cache
 
@@ -214,7 +231,8 @@ class LoadedModel:
         pinned = num_pages > 0 and self.device.type == "cuda"
         host, layouts = torch.device("cpu"), self.model.layouts
         try:
-            return KVTensors(layouts, num_pages, page_size, self.page_type, host, pinned=pinned)
+            sizes = num_pages, page_size, self.page_type, host
+            return KVTensors(layouts, *sizes, pinned=pinned, groups=self.groups)
         except (RuntimeError, MemoryError) as error:
             raise InvalidConfig(f"swap_space could not be taken: {error}", "swap_space") from None
 
@@ -228,6 +246,7 @@ def load(
         InvalidConfig, UnsupportedModel: the model cannot be served.
     """
     loaded = _load(args, place) if version.is_base else _load_version(args, place, version)
+    loaded = replace(loaded, frees_windows=frees_windows(args, loaded))
     if args.activations == "bfloat16":  # from now on: a load compares exact products
         _round_rows(loaded.kernels)
     if args.profile_dir is not None:

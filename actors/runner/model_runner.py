@@ -191,7 +191,8 @@ class ModelRunner:
         """
         loaded = self._loaded
         rows, pages = config.limits.max_decoding_batch, config.max_pages_per_request
-        self._slots = RequestSlots(rows, pages)
+        groups = loaded.groups
+        self._slots = RequestSlots(rows, pages, 0 if groups is None else groups.windows.beside)
         self._sampler = self._make_sampler(rows)
         cache = self._allocate(config)
         if self._execution is None:  # else steps have run, and these would write over pages

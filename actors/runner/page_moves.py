@@ -40,7 +40,7 @@ class PageMover:
         self._device = device.device
         self._states = states
         self._stream = CopyStream(device.device)
-        both = zip([*device.keys, *device.values], [*host.keys, *host.values], strict=True)
+        both = zip(device.tensors, host.tensors, strict=True)
         self._pairs = [(_movable(pages), _movable(copies)) for pages, copies in both]
 
     @torch.inference_mode()

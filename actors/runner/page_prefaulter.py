@@ -45,7 +45,7 @@ class PagePrefaulter(Observer):
         if cache.device.type != "cpu" or not cache.num_pages or not cache.keys:
             return None
         ahead = min(AHEAD_TOKENS // cache.page_size, AHEAD_BYTES // max(page_bytes, 1))
-        return cls([*cache.keys, *cache.values], ahead)
+        return cls(cache.tensors, ahead)
 
     def __init__(self, tensors: Sequence[torch.Tensor], ahead: int) -> None:
         self._tensors = tensors

@@ -27,9 +27,11 @@ class RequestSlots:
     anew when a request enters it, so nothing of the one before can leak.
     """
 
-    def __init__(self, num_slots: int, pages_per_request: int) -> None:
+    def __init__(self, num_slots: int, pages_per_request: int, beside: int = 0) -> None:
         self.entries = np.zeros(num_slots, np.int64)  # requests that have been in a slot
         self.page_tables: Int32Array = np.zeros((num_slots, pages_per_request), np.int32)
+        # The tables of groups of layers beside those: pages behind their windows are any.
+        self.beside: Int32Array = np.zeros((beside, num_slots, pages_per_request), np.int32)
         self.num_pages: Int32Array = np.zeros(num_slots, np.int32)
         self.last_token: Int32Array = np.zeros(num_slots, np.int32)
         self.settings = RowSettings(num_slots)
@@ -94,10 +96,12 @@ class RequestSlots:
         counts = info.new_pages_len
         slots = np.repeat(info.ids, counts)
         starts = np.cumsum(counts) - counts
-        within = np.arange(len(info.new_pages)) - np.repeat(starts, counts)
-        self.page_tables[slots, np.repeat(self.num_pages[info.ids], counts) + within] = (
-            info.new_pages
-        )
+        within = np.arange(len(slots)) - np.repeat(starts, counts)
+        columns = np.repeat(self.num_pages[info.ids], counts) + within
+        pages = info.new_pages.reshape(len(slots), -1)  # of each group
+        self.page_tables[slots, columns] = pages[:, 0]
+        if len(self.beside):
+            self.beside[:, slots, columns] = pages[:, 1:].T
         self.num_pages[info.ids] += counts
 
 

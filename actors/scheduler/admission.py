@@ -69,9 +69,8 @@ class Admission:
         if self._state.running.num_free_slots < request.width:
             return False
         more = 1 if request.source.samples else 0
-        pages = self._state.tables.pages_for(request.num_tokens + more) + request.width - 1
-        missing = pages - len(prefix.pages)
-        return missing + spare <= self._state.tables.num_free_without(prefix.pages)
+        tokens, beams = request.num_tokens + more, request.width - 1
+        return self._state.tables.fits(tokens, prefix.pages, beams, spare)
 
     def num_to_compute(self, request: Request) -> int:
         """Tokens of the waiting request that are neither cached nor in host memory."""

@@ -52,7 +52,7 @@ def as_it_runs(source: EngineRequest, config: EngineConfig) -> EngineRequest:
     size, prompt = config.page_size, len(source.prompt)
     shared = prompt // size
     longest = prompt + max(1, source.stopping.max_tokens - 1)  # the last token is never cached
-    pages = shared + width * (-(-longest // size) - shared)
+    pages = config.pages_of(shared) + width * config.pages_of(-(-longest // size) - shared)
     if pages > config.num_pages:
         raise ContextLengthExceeded(
             f"a beam search of width {width} over a prompt of {prompt} tokens and up to "

@@ -60,7 +60,9 @@ class PrefixLookup:
             or self._running.num_computed[fork_parent] < prompt_less_one
         ):
             return None
-        pages = self._tables.pages_since(fork_parent, 0)[: prompt_less_one // size]
+        pages = self._tables.prefix_of(fork_parent, prompt_less_one // size)
+        if pages is None:
+            return indexed
         return CachedPrefix(pages, prompt_less_one, fork_parent)
 
     def _hits(self, request: Request) -> list[int]:
@@ -68,9 +70,10 @@ class PrefixLookup:
         unscored = request.next_prompt_logprob - 1
         if (request.scoring and not unscored) or request.computes_all:
             return []
-        pages = self._tables.match(request.chain, request.tokens())
+        tokens = request.tokens()
         if request.scoring:
-            pages = pages[: unscored // self._tables.page_size]
+            tokens = tokens[: unscored + 1]
+        pages = self._tables.match(request.chain, tokens)
         if self._snapshots is None:
             return pages
         return pages[: self._snapshots.match(request.chain.hashes[: len(pages)])]

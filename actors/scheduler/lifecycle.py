@@ -76,7 +76,7 @@ class Lifecycle:
         cached = prefix.num_tokens
         slot = self.state.running.enter(request, self._client_number(request), cached)
         self.admission.prefixes.install(prefix, slot)
-        grown = self.state.tables.grow(slot, request.num_tokens)
+        grown = self.state.tables.reserve(slot, request.num_tokens)
         assert grown, "admitted without pages"
         self.preemption.restore(slot, len(prefix.pages))
         for _ in range(request.width - 1):
@@ -284,9 +284,12 @@ class Lifecycle:
         self._publish_decoded(slots)
         full = running.num_computed[slots] >= tables.held[slots].astype(np.int64) * tables.page_size
         crossing = slots[full]
+        preempted = tables.windowed and self._slide(slots)
+        if preempted:
+            slots = slots[running.admission[slots] > 0]
+            crossing = crossing[running.admission[crossing] > 0]
         if tables.append_pages(crossing):
-            return slots, False
-        preempted = False
+            return slots, preempted
         for slot in crossing.tolist():
             while running.admission[slot] and not tables.grow(
                 slot, int(running.num_computed[slot]) + 1
@@ -296,6 +299,31 @@ class Lifecycle:
         if preempted:
             slots = slots[running.admission[slots] > 0]
         return slots, preempted
+
+    def _slide(self, decoding: Int64Array) -> bool:
+        """Frees pages behind windows: of slots that decode, and of all whose prompt is computed.
+
+        Those get pages for their next chunk: as many as were freed, unless others share these.
+        Then the last request in order is preempted.
+
+        Returns:
+            Whether one was.
+        """
+        running, tables = self.state.running, self.state.tables
+        # Tokens on their way may be taken back, but none that is known.
+        sure = np.minimum(running.num_computed[decoding], running.num_known[decoding] - 1)
+        tables.slide_all(decoding, sure)
+        preempted = False
+        for slot in list(running.prefilling):
+            if not running.admission[slot]:
+                continue
+            tables.slide(slot, int(running.num_computed[slot]))
+            while running.admission[slot] and not tables.reserve(
+                slot, int(running.num_known[slot])
+            ):
+                self.preempt(self.victim())
+                preempted = True
+        return preempted
 
     def _publish_decoded(self, slots: Int64Array) -> None:
         """Publishes the pages that decoding has filled, of which all tokens are known.

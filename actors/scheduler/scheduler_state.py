@@ -15,6 +15,7 @@ from rayfin.actors.scheduler.running_table import RunningTable
 from rayfin.actors.scheduler.state_snapshots import StateSnapshots
 from rayfin.actors.step_cost import PromptCost
 from rayfin.cache.page_tables import PageTables
+from rayfin.cache.window_tables import WindowTables
 
 
 @dataclass(slots=True, eq=False)
@@ -40,14 +41,19 @@ class SchedulerState:
     snapshots: StateSnapshots | None = None  # of such states, with a prefix cache
 
 
+def _make_tables(config: EngineConfig) -> PageTables:
+    sizes = config.limits.max_decoding_batch, config.num_pages, config.page_size
+    if config.windows is None:
+        return PageTables(*sizes, prefix_caching=config.prefix_caching)
+    return WindowTables(*sizes, config.windows, prefix_caching=config.prefix_caching)
+
+
 def make_state(config: EngineConfig) -> SchedulerState:
     """The state of an engine without requests."""
     slots = config.limits.max_decoding_batch
     return SchedulerState(
         running=RunningTable(slots, config.max_model_len),
-        tables=PageTables(
-            slots, config.num_pages, config.page_size, prefix_caching=config.prefix_caching
-        ),
+        tables=_make_tables(config),
         waiting=make_queue(config),
         queue_limits=QueueLimits(config.max_waiting_requests, config.max_waiting_tokens),
         counters=EngineCounters(config.max_model_len),

@@ -73,7 +73,7 @@ def take_stats(
 
 def cache_config(config: EngineConfig) -> tuple[str, ...]:
     """The labels of ``cache_config_info``: the values of CACHE_LABELS."""
-    tokens = config.num_pages * config.page_size
+    tokens = config.capacity
     values = {
         "page_size": config.page_size,
         "num_pages": config.num_pages,
@@ -159,7 +159,7 @@ def page_map(
     for number, slots in enumerate(holders):
         owner = number if number < len(shown) else SHARED
         for slot in slots:
-            pages = tables.pages_since(slot, 0)
+            pages = tables.pages_of(slot)
             taken = owners[pages] >= 0
             owners[pages] = np.where(taken & (owners[pages] != owner), SHARED, owner)
     held_by_many = np.array(tables.pool.references[:count]) > 1
@@ -173,7 +173,7 @@ def page_map(
 def _view(state: SchedulerState, request: Request) -> RunningView:
     running, slots = state.running, request.slots
     prompt = len(request.source.prompt)
-    held = {page for slot in slots for page in state.tables.pages_since(slot, 0)}
+    held = {page for slot in slots for page in state.tables.pages_of(slot)}
     return RunningView(
         id=request.order,
         phase="prefill" if slots[0] in running.prefilling else "decode",

@@ -210,5 +210,5 @@ class StepBuilder:
         sent = self._sent_pages[slots[rows]].tolist()
         pages: list[int] = []
         for slot, count in zip(slots[rows].tolist(), sent, strict=True):
-            pages += self._state.tables.pages_since(slot, count)
+            pages += self._state.tables.entries_since(slot, count)
         return np.array(pages, np.int32)

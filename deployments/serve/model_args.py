@@ -36,6 +36,9 @@ class ModelArgs:
     def __post_init__(self) -> None:
         if self.server.adapter_flags().any and not self.engine.enable_lora:
             object.__setattr__(self, "engine", replace(self.engine, enable_lora=True))
+        if self.server.prefill_engines:  # pages that are free cannot be read
+            kept = replace(self.engine, disable_hybrid_kv_cache_manager=True)
+            object.__setattr__(self, "engine", kept)
         if self.server.prefill_engines and not self.engine.kv_peers:
             raise InvalidConfig(
                 "prefill_engines needs kv_peers: other engines read what they have computed",

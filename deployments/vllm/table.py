@@ -106,6 +106,7 @@ ALIASES = {
     "kv-cache-memory-bytes": "kv_cache_memory",
     "num-gpu-blocks-override": "num_pages",
     "enable-prefix-caching?": "prefix_caching",
+    "disable-hybrid-kv-cache-manager?": "disable_hybrid_kv_cache_manager",
     "attention-backend": "attention",
     "num-scheduler-steps": "max_lease",
     "preemption-mode": "preemption",
@@ -140,7 +141,7 @@ cudagraph-capture-sizes* data-parallel-address,-dpa data-parallel-backend,-dpb
 data-parallel-rpc-port,-dpp dbo-decode-token-threshold dbo-prefill-token-threshold
 dcp-comm-backend dcp-q-replicate? disable-access-log-for-endpoints disable-cascade-attn?
 disable-chunked-mm-input? disable-custom-all-reduce? disable-frontend-multiprocessing!
-disable-hybrid-kv-cache-manager? disable-log-requests! disable-log-stats!
+disable-log-requests! disable-log-stats!
 disable-nccl-for-dp-synchronization? disable-uvicorn-access-log? distributed-timeout-seconds
 dp-sync-interval ec-manager-config= enable-batch-sharded-sampling? enable-cumem-allocator?
 enable-fault-tolerance? enable-flash-late-interaction? enable-flashinfer-autotune?

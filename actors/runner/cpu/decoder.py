@@ -44,7 +44,7 @@ class CpuDecoder:
 
     def bind(self, cache: KVTensors) -> None:
         """Makes the layers keep their keys and values in ``cache``."""
-        self.packed.bind(cache.keys, cache.values)
+        self.packed.bind(cache.keys, cache.values, cache.group)
 
     def tap(self, layers: Sequence[int]) -> Callable[[], torch.Tensor]:
         """Makes steps keep the inputs of the ``layers``; returns what gives those of the last step.

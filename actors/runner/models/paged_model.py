@@ -8,7 +8,7 @@ process.
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -144,8 +144,10 @@ class PagedLayer:
         kernel: PagedAttention,
         step: CurrentStep,
         limit: MaskLimit | None = None,
+        group: int = 0,
     ) -> None:
         self._limit = limit
+        self._group = group  # of layers, whose page tables it reads
         self._k_pages = k_pages
         self._v_pages = v_pages
         self._kernel = kernel
@@ -171,7 +173,7 @@ class PagedLayer:
     ) -> torch.Tensor:
         """Writes the step's keys and values to their slots, then attends over the pages."""
         assert self._step.inputs is not None, "a forward outside of a step"
-        batch = self._step.inputs.batch
+        batch = self._step.inputs.batch.of_group(self._group)
         k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, Hkv, D]
         write_kv(k, v, self._k_pages, self._v_pages, batch.slots)
         if self._limit is not None and self._limit.name == CHUNK:
@@ -241,6 +243,7 @@ class _Probe:
     ) -> torch.Tensor:
         """Records an indexer's keys; all tokens see all."""
         self.indexers.add(indexer)
+        self.windows.append(None)
         self.calls.append((indexer, index_layout(index_keys(forward, hidden, query, rotary))))
         return torch.empty(1, hidden.shape[1], 0, dtype=torch.int32, device=hidden.device)
 
@@ -335,6 +338,7 @@ class PagedModel:
         if not getattr(config, WINDOW, None) or self._limits or self._has_windows:
             return False
         self._limits = {index: MaskLimit(config, WINDOW) for index in range(len(self._calls))}
+        self.layouts = self._with_windows(self.layouts)
         return True
 
     def bind(self, cache: KVTensors) -> None:
@@ -356,7 +360,8 @@ class PagedModel:
             if module in self._indexers:
                 setattr(module, LAYER, PagedIndex(k_pages, v_pages, self._step))
                 continue
-            layer = PagedLayer(k_pages, v_pages, self._kernel, self._step, limit)
+            group = cache.group[index]
+            layer = PagedLayer(k_pages, v_pages, self._kernel, self._step, limit, group)
             layers.setdefault(module, []).append(layer)
         self._shared = []
         for module, parts in layers.items():
@@ -430,7 +435,16 @@ class PagedModel:
         if _may_keep_states(self._model):
             self._find_states(tokens)
         self._check_layers(probe)
-        return [layout for _, layout in probe.calls]
+        seen = zip(probe.calls, probe.windows, strict=True)
+        return self._with_windows([replace(kv, window=window) for (_, kv), window in seen])
+
+    def _with_windows(self, layouts: list[KVLayout]) -> list[KVLayout]:
+        """The same, with what masks alone limit: no token sees further back than a chunk has."""
+        windows = {index: limit.tokens for index, limit in self._limits.items()}
+        return [
+            replace(layout, window=windows.get(index, layout.window))
+            for index, layout in enumerate(layouts)
+        ]
 
     def _find_states(self, tokens: torch.Tensor) -> None:
         self._put(_Probe())

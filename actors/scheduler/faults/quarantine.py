@@ -171,8 +171,12 @@ class Quarantine:
         running = self._lifecycle.state.running
         slot = tried.slots[0]
         if slot in running.prefilling:
+            nothing = np.zeros(0, np.int64)
+            self._lifecycle.make_room(nothing)
+            if tried.slot is None:  # the room was its own
+                return nothing, []
             length = self._scheduler.longest_chunk(tried)
-            return np.zeros(0, np.int64), [take_chunk(self._lifecycle, slot, length)]
+            return nothing, [take_chunk(self._lifecycle, slot, length)]
         decodable = running.decodable()
         slots = decodable[np.isin(decodable, tried.slots)]
         decoding, _ = self._lifecycle.make_room(slots)

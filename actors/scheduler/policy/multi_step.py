@@ -51,7 +51,7 @@ class DraftPolicy:
         ends = running.num_computed[decoding] + grants
         missing = -(-ends // tables.page_size) - tables.held[decoding]
         crossing = missing > 0
-        if missing[crossing].sum() + len(running) > tables.pool.num_free:
+        if missing[crossing].sum() + len(running) > tables.num_free_entries:
             return np.minimum(room, num_steps)
         for slot, end in zip(decoding[crossing].tolist(), ends[crossing].tolist(), strict=True):
             tables.grow(slot, end)
@@ -117,7 +117,7 @@ class MultiStepPolicy:
         ends = running.num_computed[decoding] + np.minimum(num_steps, running.room(decoding))
         missing = -(-ends // tables.page_size) - tables.held[decoding]
         crossing = missing > 0
-        if missing[crossing].sum() > tables.pool.num_free:
+        if missing[crossing].sum() > tables.num_free_entries:
             return 1
         for slot, end in zip(decoding[crossing].tolist(), ends[crossing].tolist(), strict=True):
             tables.grow(slot, end)

@@ -100,7 +100,10 @@ class Served:
         self.args = make_args(folder, **args)
         self.runner = ModelRunner(self.args)
         config = resolve(self.args, *self.runner.profile())
-        self.config = replace(config, num_pages=num_pages or config.num_pages)
+        if num_pages is not None:  # of all layers
+            groups = 1 if config.windows is None else config.windows.pages_per_entry
+            config = replace(config, num_pages=num_pages * groups)
+        self.config = config
         self.executor = InlineExecutor(self.runner, self.config)
         self.engine = Engine(self.config, self.executor)
         self.sampled: dict[int, dict[int, torch.Tensor]] = {}

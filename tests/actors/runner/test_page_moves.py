@@ -137,7 +137,7 @@ def test_moved_pages_serve_as_before(
     tiny = tiny_model(family)
     prompt = list(range(3, 13))  # two pages and a half
     truth = tiny.greedy(prompt, 5)
-    args = engine_args(tiny.folder)
+    args = engine_args(tiny.folder, preemption="swap")
     runner = ModelRunner(args)
     config = replace(resolve(args, *runner.profile()), num_pages=16, num_host_pages=4)
     runner.start(config, epoch=0)

@@ -43,13 +43,24 @@ def test_a_used_slot_is_as_good_as_a_fresh_one(step_of: Make, row: Make) -> None
         for name, array in _fields(fresh).items():
             if name == "page_tables":
                 assert used.page_tables[1, :2].tolist() == array[1, :2].tolist() == [3, 0]
-            elif isinstance(array, np.ndarray) and name != "entries":  # which only grow
+            # Entries only grow, and there is no group beside.
+            elif isinstance(array, np.ndarray) and name not in ("entries", "beside"):
                 assert kept[name][1] == array[1], name
         rows = (np.array([1], np.int32), np.zeros(1, np.int64), torch.device("cpu"))
         assert str(used.settings.of(*rows)) == str(fresh.settings.of(*rows))
         assert used.scored.get(1) == fresh.scored.get(1)
         tokens = np.arange(25, dtype=np.int32)
         assert np.flatnonzero(used.stops.hits(np.full(25, 1), tokens)).tolist() == [5]
+
+
+def test_an_entry_has_a_page_of_each_group(step_of: Make, row: Make) -> None:
+    slots = RequestSlots(2, 4, beside=2)
+    pages = [8, 6, 7, 1, 0, 0]
+    info = step_of(row(1, [1] * 5, held=2, new_pages=pages), new=[NewRequest(1, Sampling(), 9)])
+    info.new_pages_len[:] = 2
+    slots.apply(info)
+    assert slots.page_tables[1, :2].tolist() == [8, 1] and slots.num_pages[1] == 2
+    assert slots.beside[:, 1, :2].tolist() == [[6, 0], [7, 0]]
 
 
 def test_pages_are_appended_row_by_row(step_of: Make, row: Make) -> None:
