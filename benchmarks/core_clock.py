@@ -1,11 +1,12 @@
 """Runs an engine on a virtual clock, with a formula for a step's time instead of a model.
 
 Results depend on the scheduler and the formula only: they are the same on every machine and in
-every run, and take seconds to compute.
+every run, and take seconds to compute. Only the seconds of a scheduler's step are this machine's.
 """
 
 import heapq
 import itertools
+import time as clock
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,6 +80,7 @@ class StubExecutor:
         self.clock = 0.0  # seconds
         self.prompt_tokens = 0  # computed, again where they are recomputed
         self.swapped_pages = 0  # moved to host memory and back
+        self.seconds = 0.0  # of the thread, which are a runner's and not the scheduler's
         self._time = time
 
     def submit(self, info: SchedulerInfo) -> _Pending:
@@ -88,6 +90,12 @@ class StubExecutor:
         raise AssertionError("the stub does not fail")
 
     def run(self, info: SchedulerInfo) -> StepResult:
+        started = clock.thread_time()
+        result = self._run(info)
+        self.seconds += clock.thread_time() - started
+        return result
+
+    def _run(self, info: SchedulerInfo) -> StepResult:
         seconds = self._time.of(info)
         self.clock += seconds
         self.swapped_pages += num_swaps(info)
@@ -138,6 +146,7 @@ class Outcome:
     prompt_tokens: int  # computed
     swapped_pages: int  # moved to host memory and back
     preemptions: int
+    step_seconds: float  # mean of a scheduler's step, of its thread's time
 
     @property
     def ttft(self) -> list[float]:
@@ -214,6 +223,7 @@ def run(
     numbers = itertools.count()
     pending = [(visit.at, next(numbers), visit) for visit in visits]
     heapq.heapify(pending)
+    steps, scheduling = 0, 0.0
     while pending or engine.has_work:
         if not engine.has_work:
             executor.clock = max(executor.clock, pending[0][0])
@@ -225,7 +235,10 @@ def run(
         if engine.has_work and not engine.has_steps:  # all wait for seats
             woken = executor.clock + LOBBY_TICK_SECONDS
             executor.clock = min(woken, pending[0][0]) if pending else woken
-        for deltas in engine.step().values():
+        began = clock.thread_time() - executor.seconds
+        answers = engine.step()
+        steps, scheduling = steps + 1, scheduling + clock.thread_time() - executor.seconds - began
+        for deltas in answers.values():
             for key in deltas.keys.tolist():
                 served[key].times.append(executor.clock)
             for ended in deltas.ended:
@@ -234,7 +247,12 @@ def run(
                     heapq.heappush(pending, (another.at, next(numbers), another))
     stats = engine.stats()
     return Outcome(
-        served, executor.clock, executor.prompt_tokens, executor.swapped_pages, stats.preemptions
+        served,
+        executor.clock,
+        executor.prompt_tokens,
+        executor.swapped_pages,
+        stats.preemptions,
+        scheduling / max(1, steps),
     )
 
 

@@ -20,7 +20,6 @@ import numpy as np
 from core_clock import StepTime, StubExecutor, make_config, make_request
 from core_report import Axes, Report, microseconds, middle, quantile, verdict
 
-from rayfin.actors.messages import SchedulerInfo, StepResult
 from rayfin.actors.scheduler.engine import Engine
 
 WARM_STEPS = 32
@@ -92,20 +91,6 @@ class Subject(Protocol):
     def ask(self, case: Case) -> Seconds: ...
 
 
-class _TimedStub(StubExecutor):
-    """Measures its own time, which is a runner's and not the scheduler's."""
-
-    def __init__(self) -> None:
-        super().__init__(StepTime(0.0, 0.0, 0.0, 0.0))
-        self.seconds = 0.0
-
-    def run(self, info: SchedulerInfo) -> StepResult:
-        started = time.thread_time()
-        result = super().run(info)
-        self.seconds += time.thread_time() - started
-        return result
-
-
 class Rayfin:
     """Rayfin's engine: a step schedules, builds the SchedulerInfo, applies the result, delivers."""
 
@@ -130,7 +115,7 @@ def _engine(case: Case, executor: StubExecutor) -> Engine:
 
 
 def _steps(case: Case) -> Seconds:
-    executor = _TimedStub()
+    executor = StubExecutor(StepTime(0.0, 0.0, 0.0, 0.0))
     engine = _engine(case, executor)
     for name, (tokens, output) in enumerate(zip(case["prompts"], case["outputs"], strict=True)):
         engine.add(make_request(name, np.array(tokens, np.int32), output))
