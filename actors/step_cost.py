@@ -176,12 +176,9 @@ class PromptCost:
         if (drawn := self._drawn) is None:
             drawn = self._drawn = self._draw()
         paces, before = drawn
-
-        def until(tokens: int) -> float:
-            level = tokens.bit_length()
-            return before[level] + (tokens - (1 << level >> 1)) * paces[level]
-
-        return max(until(last) - until(first), 0.0)
+        low, high = first.bit_length(), last.bit_length()
+        until = before[high] + (last - (1 << high >> 1)) * paces[high]
+        return max(until - before[low] - (first - (1 << low >> 1)) * paces[low], 0.0)
 
     def _draw(self) -> tuple[list[float], list[float]]:
         """Draws the table that ``seconds`` reads, which is asked for each of many sessions."""

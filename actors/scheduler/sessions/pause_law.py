@@ -66,7 +66,7 @@ class PauseLaw:
 
 def bucket(age: float) -> int:
     """The bucket of an age in seconds."""
-    return bisect_right(STARTS, max(age, 0.0)) - 1
+    return bisect_right(STARTS, age, 1) - 1
 
 
 def best_ratio(rates: list[float], widths: tuple[float, ...]) -> float:

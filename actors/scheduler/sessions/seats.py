@@ -295,8 +295,9 @@ class Seats:
 
     def _by_worth(self, now: float) -> list[Session]:
         """The paused sessions, the one of least worth last."""
-        worths = {session: self._worth(session, now) for session in self.sessions.paused}
-        return sorted(worths, key=lambda session: worths[session], reverse=True)
+        return sorted(
+            self.sessions.paused, key=lambda session: self._worth(session, now), reverse=True
+        )
 
     def _lapse(self, session: Session, reason: str) -> None:
         self._state.counters.session_lapses[reason] += 1
