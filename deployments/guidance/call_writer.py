@@ -84,15 +84,15 @@ class CallWriter:
         """Returns what follows ``mark``, a token within the mark that begins a section or call."""
         row = self._row
         if mark in row.section[0]:
-            rest = self._lark.mark(row.section[0].partition(mark)[2])
+            rest = self._lark.behind(mark, row.section[0])
             return self._joined(
                 rest, self.run(callees, several=several), self._lark.mark(row.section[1])
             )
         if mark in row.call[0]:
-            rest = self._lark.mark(row.call[0].partition(mark)[2])
+            rest = self._lark.behind(mark, row.call[0])
             return self._joined(rest, f"({self._bodies(callees)})", self._lark.mark(row.call[1]))
         if mark in row.function[0]:
-            rest = self._lark.mark(row.function[0].partition(mark)[2])
+            rest = self._lark.behind(mark, row.function[0])
             return self._joined(rest, f"({self._bodies(callees, begun=True)})")
         closing = self._lark.mark(row.section[1] or row.call[1])
         if row.layout == "list":

@@ -175,6 +175,10 @@ class LarkWriter:
         """
         return self._joined(self.parts(text), exact)
 
+    def behind(self, part: str, text: str) -> str:
+        """Returns the expression of a mark behind a part of it; blanks at its end are free."""
+        return self._joined(self.parts(text.partition(part)[2]), False, inside=True)
+
     def _joined(self, parts: Sequence[str | int], exact: bool, *, inside: bool = False) -> str:
         """The parts of a mark; ``inside``: they stand behind another one."""
         last = len(parts) - 1

@@ -154,6 +154,15 @@ def test_required_calls_are_of_known_functions(
     assert several or row.syntax in ("channels", "tagged")
 
 
+def test_a_blank_behind_the_token_of_a_mark_is_written() -> None:
+    row = TOOL_FORMATS["deepseek_v41"]
+    tokenizer = byte_tokenizer(tokens_of(row))
+    loose = [Tool(tool.name, tool.parameters) for tool in TOOLS]
+    calls = make_call_rules(row, loose, ToolChoice(), tokenizer).calls
+    assert calls is not None
+    assert calls.grammar.startswith('start: " calls>" ')
+
+
 @pytest.mark.parametrize("row", few(TOOL_FORMATS.values(), 12))
 def test_arguments_of_free_calls_are_objects(row: ToolFormat, depth: Callable[[int], int]) -> None:
     walker = Walker(byte_tokenizer(tokens_of(row)))
