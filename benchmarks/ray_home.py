@@ -3,7 +3,7 @@
     python benchmarks/ray_home.py all-at-once    # 64 prompts at once, beside LLM.generate
     python benchmarks/ray_home.py connected      # streams of a served model, beside HTTP
     python benchmarks/ray_home.py app            # an application of rayfin.llm, beside rayfin serve
-    python benchmarks/ray_home.py broken         # a model's start, beside one that is broken
+    python benchmarks/ray_home.py broken         # a model's start, beside others
     python benchmarks/ray_home.py buckets        # reading a bucket of local files, beside cp
 
 The two sides take turns; figures are medians of the rounds.
@@ -182,15 +182,17 @@ def app() -> None:
 
 
 def broken() -> None:
-    """Seconds until a model answers, alone and beside one that cannot be loaded."""
+    """Seconds until a model answers: alone, beside another one, and beside one that cannot load."""
     arguments = read_arguments()
     start(serving=False)
     model = {"model_loading_config": {"model_id": "demo"}, "engine_kwargs": SETTINGS}
-    loading = {"model_id": "broken", "model_source": "demo"}
-    other = {"model_loading_config": loading, "engine_kwargs": {**SETTINGS, "kv_cache_memory": 1}}
-    seconds: dict[str, list[float]] = {"alone": [], "beside": []}
+    loading = {"model_id": "other", "model_source": "demo"}
+    good = {"model_loading_config": loading, "engine_kwargs": SETTINGS}
+    bad = {"model_loading_config": loading, "engine_kwargs": {**SETTINGS, "kv_cache_memory": 1}}
+    ways = {"alone": [model], "beside a good one": [model, good], "beside a broken": [model, bad]}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(arguments.rounds):
-        for name, models in (("alone", [model]), ("beside", [model, other])):
+        for name, models in ways.items():
             began = time.perf_counter()
             target = serve.RunTarget(build_openai_app({"llm_configs": models}), name="ray")
             serve.run_many([target], wait_for_applications_running=False)
@@ -201,7 +203,7 @@ def broken() -> None:
             seconds[name].append(time.perf_counter() - began)
             serve.delete("ray")
     for name, values in seconds.items():
-        print(f"{name:7} {statistics.median(values):6.1f} s until the model answers")
+        print(f"{name:18} {statistics.median(values):6.1f} s until the model answers")
     stop()
 
 
@@ -215,7 +217,7 @@ def buckets() -> None:
         weights = source / "model.safetensors"
         weights.write_bytes(random.Random(1).randbytes(2**20) * 512)
         os.environ[CACHE] = str(Path(folder, "cache"))
-        for _ in range(read_arguments().rounds):
+        for number in range(read_arguments().rounds + 1):
             began = time.perf_counter()
             copied = Path(folder, "copied")
             subprocess.run(["cp", weights, copied], check=True)
@@ -223,12 +225,14 @@ def buckets() -> None:
             between = time.perf_counter()
             kept = bucket_folder(f"file://{source}")
             ended = time.perf_counter()
-            rates["cp"].append(512 / (between - began))
-            rates["bucket"].append(512 / (ended - between))
+            if number:  # the first round warms up
+                rates["cp"].append(512 / (between - began))
+                rates["bucket"].append(512 / (ended - between))
             copied.unlink()
             shutil.rmtree(kept)
     for name, values in rates.items():
         print(f"{name:7} {statistics.median(values):7,.0f} MiB/s")
+    print(f"ratio   {statistics.median(rates['bucket']) / statistics.median(rates['cp']):7.2f}")
 
 
 def start(*, serving: bool = True) -> None:

@@ -10,7 +10,6 @@ import glob
 import hashlib
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -132,19 +131,27 @@ def read_file(uri: str, name: str, seen: tuple[int, int], folder: Path) -> None:
         InvalidConfig: the store refuses, or the file changes while it is read.
     """
     store, root = _open(uri)
+    path = f"{root}/{name}"
     error = InvalidConfig(f"{shown(uri)}: {name} changes while it is read", "model")
     for _ in range(TRIES):
         with part_of(folder / name) as part:
             try:
-                with store.open_input_stream(f"{root}/{name}") as source, part.open("wb") as file:
-                    shutil.copyfileobj(source, file, CHUNK_BYTES)
-                now = store.get_file_info(f"{root}/{name}")
+                with store.open_input_stream(path, compression=None) as source:
+                    _write(part, source)
+                now = store.get_file_info(path)
             except (OSError, ValueError) as failure:
                 error = _refused(f"{shown(uri)}, {name}", failure)
                 continue
             if (now.size, now.mtime_ns or 0) == seen and keep(part, folder / name, seen[0]):
                 return
     raise error
+
+
+def _write(part: Path, source: Any) -> None:
+    chunk = memoryview(bytearray(CHUNK_BYTES))
+    with part.open("wb") as file:
+        while count := source.readinto(chunk):
+            file.write(chunk[:count])
 
 
 @contextmanager
