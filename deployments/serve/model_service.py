@@ -100,7 +100,7 @@ async def model_service(
     name, context = model.names[0], serve.get_replica_context()
     caller = f"ingress-{context.replica_id.unique_id}-{os.getpid()}"
     client = engine_pool(caller, model, engines, context.app_name)
-    text = await asyncio.to_thread(load_text, model)
+    text = await _text_side(model, client)
     logger.info("%s: %s", name, text.formats.why)
     tracing = start_tracing(server.otlp_traces_endpoint, name)
     load = shared["load"]
@@ -164,49 +164,53 @@ async def first_services(
         RayfinError: of a model; its ingress cannot start.
     """
     app, waiting = serve.get_replica_context().app_name, set(loading)
-    reasons: dict[str, str | None] = {}
-
-    async def ask(why: Callable[[str, str], str | None]) -> None:
-        for model in [loading[task] for task in waiting]:
-            said = await asyncio.to_thread(why, app, model.deployment)
-            reasons.update(dict.fromkeys(model.names, said))
-
-    while waiting:
+    failed: dict[asyncio.Task[OpenAIService], str] = {}
+    reasons: dict[asyncio.Task[OpenAIService], str | None] = {}
+    why = why_absent if early else why_failed
+    while waiting and not (reasons and all(reasons.values())):
         done, waiting = await asyncio.wait(waiting, timeout=HANDOVER_POLL_SECONDS)
         for task in done:
-            task.result()
-        if waiting and len(waiting) < len(loading):
-            await ask(why_absent if early else why_failed)
-            if all(reasons[loading[task].names[0]] for task in waiting):
-                break
-    names = [name for model in loading.values() for name in model.names]
-    absent = {name: reasons[name] or "" for task in waiting for name in loading[task].names}
-    for name, why in absent.items():
-        logger.warning("%s is not served yet: it %s", name, why)
-    there = [task.result() for task in loading if task not in waiting]
-    served = ServedModels(there, absent, names)
+            if (error := task.exception()) is not None:
+                failed[task] = f"has failed: {error}"
+                if len(failed) == len(loading) or not await asyncio.to_thread(is_first, app):
+                    raise error
+        reasons = {}
+        if len(waiting) + len(failed) < len(loading):
+            for task in waiting:
+                reasons[task] = await asyncio.to_thread(why, app, loading[task].deployment)
+    absent: dict[str, str] = {}
+    for task, said in (failed | reasons).items():
+        logger.warning("%s is not served yet: it %s", loading[task].names[0], said)
+        absent |= dict.fromkeys(loading[task].names, said or "")
+    there = [task.result() for task in loading if task not in waiting and task not in failed]
+    served = ServedModels(there, absent, [name for each in loading.values() for name in each.names])
 
     async def follow() -> None:
-        while served.absent:
+        while not all(task.done() for task in waiting):
             await asyncio.sleep(HANDOVER_SETTLE_SECONDS)
-            await ask(why_failed)
-            for name, why in served.absent.items():
-                served.absent[name] = reasons[name] or why
+            for task in waiting:
+                said = await asyncio.to_thread(why_failed, app, loading[task].deployment)
+                for name in served.absent.keys() & set(loading[task].names):
+                    served.absent[name] = said or served.absent[name]
 
-    following = asyncio.create_task(follow())  # its end, without models that are absent, is at once
+    following = asyncio.create_task(follow())  # its end, where all are there, is at once
     for task in waiting:
-        task.add_done_callback(partial(_join, served, following))
+        task.add_done_callback(partial(_join, served, loading[task], following))
     return served
 
 
 def _join(
-    served: ServedModels, following: "asyncio.Task[None]", task: "asyncio.Task[OpenAIService]"
+    served: ServedModels,
+    model: ModelArgs,
+    following: "asyncio.Task[None]",
+    task: "asyncio.Task[OpenAIService]",
 ) -> None:
     """Adds a model that is ready; the task ``following`` is held until then."""
     if task.cancelled():
         return
     if (error := task.exception()) is not None:
-        logger.error("a model cannot join: %s", error)
+        logger.error("%s cannot join: %s", model.names[0], error)
+        served.absent.update(dict.fromkeys(model.names, f"has failed: {error}"))
         return
     served.join(task.result())
     logger.info("%s is served now", task.result().name)
@@ -226,13 +230,20 @@ def why_failed(app: str, deployment: str) -> str | None:
 
 def why_absent(app: str, deployment: str) -> str | None:
     """As ``why_failed``; also of engines that have not come up, while no ingress serves."""
-    if (failed := why_failed(app, deployment)) is not None:
-        return failed
+    if (said := why_failed(app, deployment)) is not None:
+        return said
+    status = serve.status().applications.get(app)
+    engines = None if status is None else status.deployments.get(deployment)
+    if engines is None or "RUNNING" in engines.replica_states or not is_first(app):
+        return None
+    return "is starting"
+
+
+def is_first(app: str) -> bool:
+    """Whether no ingress of an application serves."""
     status = serve.status().applications.get(app)
     door = None if status is None else status.deployments.get(INGRESS)
-    if door is None or "RUNNING" in door.replica_states:
-        return None
-    return None if find_engines(app, deployment) else "is starting"
+    return door is not None and "RUNNING" not in door.replica_states
 
 
 async def adapter_names(app: str, model: ModelArgs, client: EnginePool) -> AdapterNames | None:
@@ -340,6 +351,15 @@ def load_text(model: ModelArgs) -> TextSide:
     recipe = read_recipe(located(args))
     embeds = EmbedsReader(ray.put) if args.enable_prompt_embeds else None
     return TextSide(tokenizer, template, formats, defaults, recipe, media, embeds)
+
+
+async def _text_side(model: ModelArgs, client: EnginePool) -> TextSide:
+    try:
+        return await asyncio.to_thread(load_text, model)
+    except Exception as error:
+        logger.warning("%s: %s", model.names[0], error)
+        await _first_info(client)  # its files may come with its engine
+        return await asyncio.to_thread(load_text, model)
 
 
 async def _first_info(client: EnginePool) -> EngineInfo:

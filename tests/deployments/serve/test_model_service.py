@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rayfin.actors.errors import EngineUnavailable
+from rayfin.actors.errors import EngineUnavailable, InvalidConfig
 from rayfin.deployments.serve import model_service as module
 from rayfin.deployments.serve.model_service import first_services
 
@@ -23,40 +23,74 @@ def reasons(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     return known
 
 
-def status(message: str, ingress: dict[str, int]) -> SimpleNamespace:
+def status(message: str, ingress: dict[str, int], engines: dict[str, int]) -> SimpleNamespace:
     deployments = {
-        "engine-a": SimpleNamespace(message=message, replica_states={"STARTING": 1}),
+        "engine-a": SimpleNamespace(message=message, replica_states=engines),
         "ingress": SimpleNamespace(message="", replica_states=ingress),
     }
     return SimpleNamespace(applications={"app": SimpleNamespace(deployments=deployments)})
 
 
+STARTS, RUNS = {"STARTING": 1}, {"RUNNING": 1, "STARTING": 1}
+ERROR = "The replica failed to start:\nrayfin.actors.errors.InvalidConfig: no room\n."
+
+
 @pytest.mark.parametrize(
-    ("message", "ingress", "engines", "failed", "absent"),
+    ("message", "ingress", "engines", "left", "failed", "absent"),
     [
-        ("", {"STARTING": 1}, [], None, "is starting"),
-        ("", {"RUNNING": 1, "STARTING": 1}, [], None, None),
-        ("", {"STARTING": 1}, ["engine"], None, None),
-        ("The replica failed to start:\nrayfin.actors.errors.InvalidConfig: no room\n.", {}, [])
-        + ("has failed: no room",) * 2,
-        ("The replica failed to start: a mistake", {"RUNNING": 1}, [])
-        + ("has failed: The replica failed to start: a mistake",) * 2,
-        ("The replica failed to start", {"STARTING": 1}, ["engine"], None, None),
+        ("", STARTS, STARTS, 1, None, "is starting"),
+        ("", STARTS, {}, 0, None, "is starting"),
+        ("", RUNS, STARTS, 0, None, None),  # an update
+        ("", STARTS, RUNS, 1, None, None),  # its service is about to be there
+        (ERROR, STARTS, STARTS, 0, "has failed: no room", "has failed: no room"),
+        (ERROR, RUNS, STARTS, 0, "has failed: no room", "has failed: no room"),
+        (ERROR, RUNS, STARTS, 1, None, None),
+        ("It failed to start: a", RUNS, {}, 0) + ("has failed: It failed to start: a",) * 2,
     ],
 )
 def test_what_is_said_of_a_model_without_engines(
     message: str,
     ingress: dict[str, int],
-    engines: list[str],
+    engines: dict[str, int],
+    left: int,
     failed: str | None,
     absent: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module.serve, "status", lambda: status(message, ingress))
-    monkeypatch.setattr(module, "find_engines", lambda app, deployment: engines)
+    monkeypatch.setattr(module.serve, "status", lambda: status(message, ingress, engines))
+    monkeypatch.setattr(module, "find_engines", lambda app, deployment: ["engine"] * left)
     assert module.why_failed("app", "engine-a") == failed
     assert module.why_absent("app", "engine-a") == absent
     assert module.why_absent("other", "engine-a") is None
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_model_whose_files_are_wrong_holds_back_no_other(
+    first: bool, reasons: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But an update, which may lose what an ingress serves, and an ingress without any model."""
+    monkeypatch.setattr(module, "is_first", lambda app: first)
+
+    async def load(name: str) -> Any:
+        if name.startswith("bad"):
+            raise InvalidConfig(f"{name} has no tokenizer")
+        return SimpleNamespace(name=name, model_names=[name])
+
+    async def start(*names: str) -> Any:
+        return await first_services(
+            {
+                asyncio.create_task(load(name)): SimpleNamespace(names=[name], deployment=name)
+                for name in names
+            }  # type: ignore[arg-type]
+        )
+
+    for names in [("bad",), ("bad-1", "bad-2")] if first else [("bad", "good")]:
+        with pytest.raises(InvalidConfig, match="no tokenizer"):
+            asyncio.run(start(*names))
+    if first:
+        served = asyncio.run(start("bad", "good"))
+        assert served.absent == {"bad": "has failed: bad has no tokenizer"}
+        assert served.names == ["good"]
 
 
 def test_the_first_ingress_waits_for_one_model_alone(
@@ -130,6 +164,6 @@ def test_an_ingress_starts_without_failed_models_which_join(
         await asyncio.wait(loading)
         await asyncio.sleep(0)
         assert served.names == ["first", "late"]
-        assert served.absent == {"bad": "bad has no room"}
+        assert served.absent == {"bad": "has failed: a mistake"}
 
     asyncio.run(work())
