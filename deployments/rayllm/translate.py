@@ -55,8 +55,8 @@ REPLICAS = ("min_replicas", "max_replicas", "downscale_delay_s", "target_ongoing
 RANKS = ("tensor_parallel_size", "pipeline_parallel_size")
 NUMBERS = ("data_parallel_size", "min_engines", "max_engines")
 MOST_REPLICAS = 100  # of num_replicas "auto", as Serve has it
-ENGINE_CPUS = 0.01  # of what watches an engine: none lies on a head without CPUs
-CPU_UNITS = 10_000  # in which Ray counts a CPU
+ENGINE_CPUS = 0.0001  # of what watches an engine, Ray's least: none lies on a head without CPUs
+LEFT_CPUS = 0.01  # that workers leave of a node's whole CPUs for those
 STREAMING_FORMATS = ("runai_streamer", "runai_streamer_sharded")
 
 
@@ -122,13 +122,12 @@ class _Model:
         self.settings |= engine
 
     def make_room(self) -> None:
-        """Takes what watches an engine off its workers' CPUs: nodes have whole ones."""
+        """Takes what watches engines off a stage's CPUs: nodes have whole ones."""
         place = self.settings.get("placement", {})
-        watching, cpus = self.options["ray_actor_options"]["num_cpus"], place.get("cpus", 1.0)
-        if watching == ENGINE_CPUS and cpus >= 1:
-            # It lies beside any of the stages, which may have a node each.
-            units = math.ceil(watching * CPU_UNITS / self.settings.get("tensor_parallel_size", 1))
-            self.settings["placement"] = {**place, "cpus": cpus - units / CPU_UNITS}
+        cpus, ranks = place.get("cpus", 1.0), self.settings.get("tensor_parallel_size", 1)
+        if self.options["ray_actor_options"]["num_cpus"] == ENGINE_CPUS and cpus >= 1:
+            left = math.ceil(LEFT_CPUS / ENGINE_CPUS / ranks) * ENGINE_CPUS
+            self.settings["placement"] = {**place, "cpus": round(cpus - left, 4)}
 
     def applied(self, model: ModelArgs) -> ModelArgs:
         server = model.server

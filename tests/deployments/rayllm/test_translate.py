@@ -73,11 +73,11 @@ def test_each_sample_becomes_an_application(samples: dict[str, dict[str, Any]], 
 
 
 def asked(model: ModelArgs) -> list[dict[str, float]]:
-    """The bundles of an engine, each of which leaves a hundredth for what watches it."""
+    """The bundles of an engine, each of which leaves a hundredth for what watches engines."""
     whole = []
     for each in bundles(model.engine):
         cpus = math.ceil(each.get("CPU", 0))
-        if cpus and model.options["ray_actor_options"]["num_cpus"] == 0.01:
+        if cpus and model.options["ray_actor_options"]["num_cpus"] == 0.0001:
             assert cpus - each["CPU"] == pytest.approx(0.01)
         whole.append({**each, "CPU": cpus} if cpus else each)
     return whole
