@@ -1,5 +1,7 @@
 """Stop strings in pieces against the obvious search in the whole text."""
 
+from typing import Any
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,3 +61,23 @@ def test_long_stop_strings_stay_fast() -> None:
     matcher = StopStrings(["a" * 4096])
     emitted = "".join(matcher.push("a" * 63 + "b")[0] for _ in range(200)) + matcher.flush()
     assert len(emitted) == 200 * 64
+
+
+def test_a_character_costs_the_same_behind_a_long_start() -> None:
+    """Of strings that differ late, no start is compared again with what is held."""
+    steps = 0
+    compare = str.__getitem__
+
+    class Counted(str):
+        def __getitem__(self, index: Any) -> str:
+            nonlocal steps
+            steps += 1
+            return compare(self, index)
+
+    stops = [Counted("a" * 300 + "b" * 300) for _ in range(4)]
+    matcher = StopStrings([*stops, "a" * 900])
+    for _ in range(800):
+        assert matcher.push("a") == ("", None)
+    before = steps
+    assert matcher.push("a") == ("", None)
+    assert steps - before <= 8 * len(stops)
