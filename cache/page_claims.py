@@ -12,6 +12,9 @@ from dataclasses import dataclass
 TENANT_SHARE = 4
 """A tenant pins at most one page in so many."""
 
+ENDED_PINS = 64
+"""So many, beyond as many as there are, wait for a time that no longer counts."""
+
 
 class PageClaims:
     """The claimants of each page, and the pages of each claimant in their order."""
@@ -138,6 +141,9 @@ class PrefixPins:
         self._of.setdefault(tenant, {})[new] = None
         self._number += 1
         heapq.heappush(self._due, (until, self._number, new))
+        if len(self._due) > 2 * len(self) + ENDED_PINS:
+            self._due = [each for each in self._due if each[2] in self._of.get(each[2].tenant, {})]
+            heapq.heapify(self._due)
         lost += self._claims.claim(new, pages)
         return [page for page in lost if page not in self._claims]
 

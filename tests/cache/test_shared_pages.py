@@ -261,6 +261,18 @@ def test_a_tenants_pins_are_bounded() -> None:
     tables.check_integrity()
 
 
+def test_pins_that_have_ended_are_forgotten_before_their_time() -> None:
+    tables = PageTables(1, 16, SIZE, prefix_caching=True)
+    _enter(tables, 0, list(range(12)))
+    for turn in range(1000):
+        tables.pin(0, 8, "one", 3600.0 + turn)
+    assert len(tables.pins) == 1 and len(tables.pins._due) < 100
+    tables.expire_pins(3600.0 + 998)
+    assert len(tables.pins) == 1
+    tables.expire_pins(3600.0 + 999)
+    assert len(tables.pins) == 0
+
+
 def test_pins_that_go_on_from_each_other_are_one() -> None:
     """As the turns of a conversation do; what another wants for longer stays."""
     tables = PageTables(1, 64, SIZE, prefix_caching=True)
