@@ -49,22 +49,28 @@ def search_params(body: GenerationBody, max_tokens: int | None) -> BeamSearchPar
 
 
 def check_search(plan: OutputPlan) -> None:
-    """Rejects a form of the whole answer: a search ranks hypotheses without masks.
+    """Rejects rules that an answer has to keep: a search ranks hypotheses without masks.
 
     Raises:
         InvalidRequest: ``param`` is use_beam_search.
     """
-    if plan.guidance is not None and plan.guidance.grammar:
+    if (guidance := plan.guidance) is None:
+        return
+    limited = guidance.thinking is not None and guidance.thinking.budget is not None
+    if guidance.grammar or guidance.forbidden or limited:
         raise InvalidRequest(
-            "use_beam_search does not go with structured outputs or a forced tool call.",
+            "use_beam_search does not go with structured outputs, a tool call that is forced or "
+            "barred, or a budget of thoughts.",
             "use_beam_search",
         )
 
 
 def text_params(body: GenerationBody, search: BeamSearchParams) -> SamplingParams:
-    """Returns the settings that the texts of the choices need."""
+    """Returns the settings that the prompts and the texts of the choices need."""
     return SamplingParams(
         n=search.beam_width,
+        max_tokens=search.max_tokens,  # what a prompt that is cut leaves room for
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
         stop_token_ids=body.stop_token_ids,
         include_stop_str_in_output=search.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens is not False,

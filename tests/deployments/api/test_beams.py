@@ -1,12 +1,16 @@
 """``use_beam_search`` on both endpoints: one engine request a prompt, a hypothesis a choice."""
 
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
 from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.guidance import Guidance, Thinking
 from rayfin.actors.messages import BeamParams
+from rayfin.deployments.generation.beams import check_search
+from rayfin.deployments.generation.plan import OutputPlan
 
 pytestmark = pytest.mark.anyio
 REPLY = "Sure — here you go: 👩‍👩‍👧 مرحبا.\n\nEND of it"
@@ -53,6 +57,31 @@ async def test_without_a_limit_a_chat_search_takes_what_fits(
         return shared + 3 * (-(-(len(request.prompt) + tokens - 1) // 4) - shared)
 
     assert pages(most) <= 60 < pages(most + 1)
+
+
+@pytest.mark.parametrize("kept", [2, -1])
+@pytest.mark.parametrize("side", ["left", "right"])
+async def test_prompts_of_searches_are_cut_like_others(
+    http: httpx.AsyncClient, engine: Any, kept: int, side: str
+) -> None:
+    """By as many tokens, and by what the answer leaves of the context."""
+    body = {"prompt": list(range(2, 122)), "max_tokens": 30, "temperature": 0}
+    body |= {"truncate_prompt_tokens": kept, "truncation_side": side}
+    for beams in ({}, {"use_beam_search": True, "n": 2}):
+        response = await http.post("/v1/completions", json={**body, **beams})
+        assert response.status_code == 200, response.text
+    plain, searched = engine.seen
+    assert searched.beams is not None and len(searched.prompt) == (2 if kept == 2 else 98)
+    assert searched.prompt.tolist() == plain.prompt.tolist()
+    assert searched.stopping.max_tokens == plain.stopping.max_tokens == 30
+
+
+def test_a_budget_of_thoughts_goes_with_no_search() -> None:
+    thinking = Thinking("</think>", (7,), starts_inside=True)
+    check_search(OutputPlan(guidance=Guidance(thinking=thinking)))
+    with pytest.raises(InvalidRequest, match="budget") as caught:
+        check_search(OutputPlan(guidance=Guidance(thinking=replace(thinking, budget=3))))
+    assert caught.value.param == "use_beam_search"
 
 
 async def test_one_beam_is_the_default(http: httpx.AsyncClient, engine: Any) -> None:

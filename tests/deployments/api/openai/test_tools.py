@@ -491,8 +491,9 @@ async def test_a_search_reads_calls_and_forces_none(
     search = {"use_beam_search": True, "n": 2, "max_tokens": 400}
     choices = (await whole(http, **search))["choices"]
     assert choices[0]["finish_reason"] == "tool_calls" and choices[0]["message"]["content"] == TEXT
-    error = await http.post(PATH, json={**BODY, **search, "tool_choice": "required"})
-    assert error.json()["error"]["param"] == "use_beam_search"
+    for choice in ("required", "none"):
+        error = await http.post(PATH, json={**BODY, **search, "tool_choice": choice})
+        assert error.json()["error"]["param"] == "use_beam_search"
 
 
 async def test_calls_or_a_form(http: httpx.AsyncClient, engine: Any) -> None:
