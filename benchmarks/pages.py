@@ -3,6 +3,11 @@
     python benchmarks/pages.py miss [--streams 8] [--prompt-tokens 2000] [--shape 135m]
     python benchmarks/pages.py drain [--streams 8] [--prompt-tokens 2000]
     python benchmarks/pages.py apart [--seconds 60] [--prompt-tokens 1000] [--every 10]
+    python benchmarks/pages.py fresh [--prompt-tokens 1000]
+    python benchmarks/pages.py death [--streams 4] [--prompt-tokens 1000] [--folder /dev/shm]
+    python benchmarks/pages.py nothing [--seconds 60] [--streams 8] [--prompt-tokens 256]
+    python benchmarks/pages.py served [--megabytes 50] [--seconds 60]
+    python benchmarks/pages.py names
 
 miss: seconds to the first token of a prompt that another engine has: read from it, and computed.
 That engine is idle, and has so many streams.
@@ -11,6 +16,13 @@ tokens are computed again, and the seconds until the engine has no request left.
 engine hands them back, and pages are not asked for.
 apart: one engine and one for prompts, beside two that do both, with the same requests: streams
 without a pause, and a long prompt every few seconds. Then short prompts only.
+fresh: the first token of an engine that has computed nothing yet, of a prompt that another has.
+death: the longest gap of streams, and how many of their tokens are computed again, when their
+scheduler is killed, with a prefix cache and without one; when their runner is, and when one of two
+engines is, with --kv-disk-path in the folder and with neither that nor --kv-peers.
+nothing: streams with new prompts on two engines with --kv-peers and on two without, in turns.
+served: streams of an engine whose pages another one reads, so many megabytes a second, and none.
+names: the share of a scheduler's step of 64 rows that it takes to say what pages hold; no Ray.
 
 Each starts a Ray of its own, engines with one thread each, and a model of random weights of a size
 in shapes.py. Rounds of the two sides alternate, in one run.
@@ -19,13 +31,15 @@ in shapes.py. Rounds of the two sides alternate, in one run.
 import argparse
 import asyncio
 import itertools
+import os
 import random
+import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +63,14 @@ from rayfin.deployments.serve.server_args import ServerArgs
 LONG, SHORT, LENGTH = 1000, 24, 200
 VOCABULARY = 2000
 NUMBERS = itertools.count(1)
+DEATHS = (
+    ("scheduler", "with names", 1),
+    ("scheduler", "no prefix cache", 1),
+    ("runner", "in a folder", 1),
+    ("runner", "nowhere", 1),
+    ("engine", "in a folder", 2),
+    ("engine", "nowhere", 2),
+)
 DRAW = random.Random(0)
 
 
@@ -102,7 +124,7 @@ def stream(prompt_tokens: int, length: int, prompt: Sequence[int] = ()) -> Strea
 
 @contextmanager
 def engines(options: argparse.Namespace, *layouts: dict[str, Any]) -> Iterator[list[str]]:
-    """Applications of these settings of the server; yields their names."""
+    """Applications of these settings of the server, and of the engine as ``args``; yields names."""
     import engines as models  # imports torch
 
     with tempfile.TemporaryDirectory(prefix="rf-", ignore_cleanup_errors=True) as folder:
@@ -129,7 +151,8 @@ def engines(options: argparse.Namespace, *layouts: dict[str, Any]) -> Iterator[l
         try:
             names = [f"app{number}" for number in range(len(layouts))]
             for name, layout in zip(names, layouts, strict=True):
-                serve.run(bind_app(ServerArgs(**layout), args), name=name, route_prefix=f"/{name}")
+                own = replace(args, **layout.pop("args", {}))
+                serve.run(bind_app(ServerArgs(**layout), own), name=name, route_prefix=f"/{name}")
             yield names
         finally:
             serve.shutdown()
@@ -156,7 +179,7 @@ async def measure_misses(options: argparse.Namespace, app: str) -> None:
     router = Pinned()
     pool = await pool_of(app, 2, router)
     first, second = sorted(find_engines(app))
-    pages = options.prompt_tokens // 16 - 1
+    pages = (options.prompt_tokens - 1) // 16
     print("| the other engine | computed, s | read, s | share |\n|---|---|---|---|")
     await stream(options.prompt_tokens, 2).run(pool)  # each computes once, and meets the other
     router.home = second
@@ -253,14 +276,20 @@ class Load:
 
 
 async def load(
-    pool: EnginePool, seconds: float, streams: int, every: float, prompt_tokens: int
+    pool: EnginePool,
+    seconds: float,
+    streams: int,
+    every: float,
+    prompt_tokens: int,
+    *,
+    short: int = SHORT,
 ) -> Load:
     """Streams one after the other in so many seats, and a long prompt ``every`` seconds."""
     figures = Load(seconds)
 
     async def seat() -> None:
         while True:
-            figures.streams.append(stream(SHORT, LENGTH))
+            figures.streams.append(stream(short, LENGTH))
             await figures.streams[-1].run(pool)
 
     async def long() -> None:
@@ -297,6 +326,121 @@ async def measure_apart(options: argparse.Namespace, mixed: str, apart: str) -> 
             await asyncio.sleep(1.0)
     for pool in pools.values():
         pool.close()
+
+
+async def measure_fresh(options: argparse.Namespace, app: str) -> None:
+    router = Pinned()
+    pool = await pool_of(app, 3, router)
+    first, second, third = sorted(find_engines(app))
+    router.home = first
+    await stream(options.prompt_tokens, 2).run(pool)
+    asked = stream(options.prompt_tokens, 2)
+    await asked.run(pool)
+    print("| first at a new engine | seconds to the first token |\n|---|---|")
+    hint = PagesAt(first, (options.prompt_tokens - 1) // 16)
+    for what, router.home, router.hint in (("computed", second, None), ("read", third, hint)):
+        again = stream(0, 2, asked.request.prompt.tolist())
+        await again.run(pool)
+        print(f"| {what} | {again.ttft:.3f} |", flush=True)
+    pool.close()
+
+
+async def measure_deaths(options: argparse.Namespace, *apps: str) -> None:
+    """Each of ``apps`` is killed as ``DEATHS`` says, in turns."""
+    print("| killed | pages | longest gap, s | tokens computed again, of a stream |")
+    print("|---|---|---|---|")
+    for _ in range(options.rounds):
+        for (whom, what, count), app in zip(DEATHS, apps, strict=True):
+            router = Pinned()
+            pool = await pool_of(app, count, router)
+            router.home = source = min(find_engines(app))
+            streams = [
+                stream(options.prompt_tokens, options.length) for _ in range(options.streams)
+            ]
+            tasks = [asyncio.create_task(stream.run(pool)) for stream in streams]
+            while not all(stream.tokens > 20 for stream in streams):
+                await asyncio.sleep(0.01)
+            home = max(find_engines(app))
+            before = stats_of(home, app) if whom != "scheduler" else EngineStats()
+            scheduler: Any = find_engines(app)[source]
+            ends = ray.get(scheduler.runners.remote()) if whom != "scheduler" else []
+            if whom != "runner":
+                ends.append(ray.get(scheduler.process.remote()))
+            router.home, began = home, time.perf_counter()
+            router.hint = PagesAt(source, 0) if whom == "engine" else None
+            for process in ends:
+                os.kill(process.pid, signal.SIGKILL)
+            await asyncio.gather(*tasks)
+            after = stats_of(home, app)
+            asked = after.prefix_queries - before.prefix_queries
+            again = (asked - after.prefix_hits + before.prefix_hits) / options.streams
+            gap = max(max(stream.gaps(began - 1.0)) for stream in streams)
+            print(f"| {whom} | {what} | {gap:.2f} | {again:.0f} |", flush=True)
+            pool.close()
+            await pool_of(app, count, router)
+
+
+async def measure_nothing(options: argparse.Namespace, peers: str, alone: str) -> None:
+    pools = {name: await pool_of(name, 2, PrefixAware()) for name in (peers, alone)}
+    for pool in pools.values():
+        await asyncio.gather(*(stream(options.prompt_tokens, 2).run(pool) for _ in range(3)))
+    rates: dict[str, list[float]] = {name: [] for name in pools}
+    for round_ in range(options.rounds):
+        for name in (peers, alone)[:: 1 if round_ % 2 else -1]:
+            seats = options.streams
+            figures = await load(
+                pools[name], options.seconds, seats, 0.0, 0, short=options.prompt_tokens
+            )
+            rates[name].append(sum(each.tokens for each in figures.streams) / options.seconds)
+            print(f"{'peers' if name == peers else 'none'}: {rates[name][-1]:.1f} tokens/s")
+            await asyncio.sleep(1.0)
+    ratios = [with_it / none for with_it, none in zip(rates[peers], rates[alone], strict=True)]
+    print(f"with peers {median(ratios):.3f} of those without")
+    for pool in pools.values():
+        pool.close()
+
+
+async def measure_served(options: argparse.Namespace, app: str) -> None:
+    router = Pinned()
+    pool = await pool_of(app, 2, router)
+    source, reader = sorted(find_engines(app))
+    handle: Any = find_engines(app)[reader]
+    router.home = source
+    asked = stream(options.prompt_tokens, 2)
+    await asked.run(pool)
+    tokens, pages = asked.request.prompt, (options.prompt_tokens - 1) // 16
+    moved = 0
+
+    async def read() -> None:
+        nonlocal moved
+        while True:
+            began = asyncio.get_running_loop().time()
+            await handle.manage.remote(Command.RESET_CACHE)
+            arrived, _ = await handle.warm.remote(tokens, (), PagesAt(source, pages))
+            size = (
+                arrived
+                * stats_of(reader, app).page_bytes["p2p", "read"]
+                / max(1, stats_of(reader, app).pages_read["p2p", "arrived"])
+            )
+            moved += int(size)
+            pause = size / (options.megabytes * 1e6) - asyncio.get_running_loop().time() + began
+            await asyncio.sleep(max(pause, 0.01))
+
+    print(
+        "| the engine | gaps p99, ms | TTFT | tokens/s | apart | MB/s |\n|---|---|---|---|---|---|"
+    )
+    for _ in range(options.rounds):
+        for what in ("serves nobody", "serves pages"):
+            moved, reading = 0, None
+            if what == "serves pages":
+                reading = asyncio.create_task(read())
+            figures = await load(pool, options.seconds, options.streams, 0.0, 0)
+            if reading is not None:
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+            rate = moved / options.seconds / 1e6
+            print(f"| {what} | {figures.row()} | {rate:.0f} |", flush=True)
+    pool.close()
 
 
 def _options(**more: tuple[type, Any]) -> argparse.Namespace:
@@ -337,5 +481,66 @@ def apart() -> None:
     _measure(options, measure_apart, *layouts)
 
 
+def fresh() -> None:
+    _measure(_options(prompt_tokens=(int, 1000)), measure_fresh, {"data_parallel_size": 3})
+
+
+def death() -> None:
+    options = _options(
+        streams=(int, 4),
+        prompt_tokens=(int, 1000),
+        length=(int, 200),
+        folder=(str, "/dev/shm"),
+    )
+    with tempfile.TemporaryDirectory(prefix="rf-pages-", dir=options.folder) as folder:
+        spare: dict[str, Any] = {"spare_runners": 1}
+        plain, disk = spare | {"kv_peers": False}, spare | {"kv_disk_path": folder}
+        two = {"data_parallel_size": 2}
+        layouts: list[dict[str, Any]] = [
+            {"args": spare},
+            {"args": spare | {"prefix_caching": False}},
+            {"args": disk},
+            {"args": plain},
+            {"args": disk, **two},
+            {"args": plain, **two},
+        ]
+        _measure(options, measure_deaths, *layouts)
+
+
+def nothing() -> None:
+    options = _options(prompt_tokens=(int, 256), seconds=(float, 60.0))
+    two: dict[str, Any] = {"data_parallel_size": 2}
+    _measure(options, measure_nothing, two, {**two, "args": {"kv_peers": False}})
+
+
+def served() -> None:
+    options = _options(prompt_tokens=(int, 1000), seconds=(float, 60.0), megabytes=(float, 50.0))
+    _measure(options, measure_served, {"data_parallel_size": 2})
+
+
+def names() -> None:
+    import core_scheduler
+
+    from rayfin.cache.page_tables import PageTables
+
+    options, changes, spent = _options(rows=(int, 64)), PageTables.name_changes, 0.0
+
+    def timed(tables: PageTables) -> Any:
+        nonlocal spent
+        began = time.thread_time()
+        changed = changes(tables)
+        spent += time.thread_time() - began
+        return changed
+
+    PageTables.name_changes = timed  # type: ignore[method-assign]
+    for _ in range(options.rounds):
+        case, spent = core_scheduler.steps_case(options.rows, steps=1000), 0.0
+        steps = core_scheduler.Rayfin().ask(case)["step"]
+        warm = 1 + core_scheduler.WARM_STEPS / len(steps)
+        print(
+            f"{sum(steps) / len(steps) * 1e6:.0f} us a step, names {spent / warm / sum(steps):.3f}"
+        )
+
+
 if __name__ == "__main__":
-    run(__doc__, miss, drain, apart)
+    run(__doc__, miss, drain, apart, fresh, death, nothing, served, names)

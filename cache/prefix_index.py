@@ -7,7 +7,6 @@ the fixes of its advisories: no weak hash, and the page's tokens are compared on
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -31,8 +30,7 @@ class PageName(NamedTuple):
     keys: tuple[str, ...] = ()  # the extra keys of its chain
 
 
-@dataclass(frozen=True, slots=True)
-class NameChanges:
+class NameChanges(NamedTuple):
     """Pages that have become known, and pages that are known no longer."""
 
     named: dict[int, PageName]
@@ -192,8 +190,8 @@ class PrefixIndex:
             if (page_hash := self._hash_of[page]) is None:
                 dropped.append(page)
             else:
-                tokens = self._tokens_of[page].tobytes()
-                named[page] = PageName(page_hash, tokens, *self._before[page])
+                parent, keys = self._before[page]
+                named[page] = PageName(page_hash, self._tokens_of[page].tobytes(), parent, keys)
         self._changed.clear()
         return NameChanges(named, dropped)
 
