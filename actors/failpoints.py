@@ -10,6 +10,7 @@
     runner.before_reply      a step has run, its answer is not sent      epoch, step, its tokens
     runner.page              a page is about to be checked (--check-pages)
     runner.image             an image is encoded, no step has read its embeddings
+    runner.record            a page or a state is about to be sent to another engine
     peers.sum                a sum over tensor parallel ranks is about to be made
     scheduler.start          the scheduler is about to start or adopt runners
     scheduler.tick           every turn of the scheduler's loop
@@ -32,8 +33,9 @@
     sleep:seconds            the thread sleeps; others continue
     hang:seconds             no thread of the process runs Python: the interpreter's lock is held
     nan                      (runner.row) the row's logits become not a number
-    drop                     (group.submit, group.reply, peers.sum) it is lost
-    flip                     (runner.page) one of its bits flips
+    drop                     (group.submit, group.reply, peers.sum) it is lost; (runner.record) half
+                             of it is, with the connection
+    flip                     (runner.page, runner.record) one of its bits flips
     duplicate                (group.submit) it is sent twice
 
     condition                it happens only
@@ -67,6 +69,7 @@ POINTS = (
     "runner.before_reply",
     "runner.page",
     "runner.image",
+    "runner.record",
     "peers.sum",
     "scheduler.start",
     "scheduler.tick",

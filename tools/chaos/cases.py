@@ -4,6 +4,7 @@ A case is a function that injects faults under a load. The history checker (hist
 applies; a case only states which requests may fail, and with which error codes.
 """
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -453,6 +454,27 @@ CASES = [
     Case("move-drain", "65", "engines drain in turn, streams move", faults.drain_in_turn, MODELS),
     Case("move-killed", "65", "runner killed amid moves", faults.drain_and_kill, MODELS),
     Case(
+        "move-torn",
+        "65",
+        "pages are torn and bits of them flip while streams move",
+        faults.drain_with("drop@p:0.1", "flip@p:0.02"),
+        MODELS,
+    ),
+    Case(
+        "move-slow",
+        "65",
+        "each page takes half a second while streams move",
+        faults.drain_with("sleep:0.5"),
+        MODELS,
+    ),
+    Case(
+        "move-source",
+        "65",
+        "runners killed that are about to send a page",
+        faults.drain_with("exit@nth:20"),
+        MODELS,
+    ),
+    Case(
         "move-prefill",
         "65",
         "runner killed that computes prompts for others, then that of the others",
@@ -598,7 +620,17 @@ def headlines(minutes: float) -> list[Case]:
 
     one, two = case("headline-one", "one engine", ONE), case("headline-two", "two engines", TWO)
     model = case("headline-model", "one engine, the demo model", MODEL)
-    return [one, two, model]
+    return [one, two, model, _drains(minutes)]
+
+
+def _drains(minutes: float) -> Case:
+    async def drain_on(nemesis: Nemesis) -> None:
+        for _ in range(round(3 * minutes)):
+            await faults.drain_in_turn(nemesis, times=1)
+            await asyncio.sleep(15)
+
+    fault = f"an engine drained every 20 s for {minutes:g} min, two engines"
+    return Case("headline-move", "65", fault, drain_on, MODELS, after=10, long=True)
 
 
 def all_cases(minutes: float = 1.0) -> list[Case]:

@@ -4,6 +4,7 @@ import asyncio
 import resource
 import signal
 import time
+from collections.abc import Awaitable, Callable
 
 import ray
 from cluster import suppressed
@@ -399,9 +400,9 @@ async def update_to_a_bad_version(nemesis: Nemesis) -> None:
     await asyncio.to_thread(nemesis.cluster.deploy)
 
 
-async def drain_in_turn(nemesis: Nemesis, *, kill: bool = False) -> None:
+async def drain_in_turn(nemesis: Nemesis, *, kill: bool = False, times: int = 4) -> None:
     """Drains one engine after the other, whose streams move; or kills it amid that."""
-    for _ in range(4):
+    for _ in range(times):
         scheduler = nemesis.random.choice(nemesis.cluster.schedulers())
         pids = [runner.pid for runner in ray.get(scheduler.runners.remote(), timeout=30)]
         nemesis.strike()
@@ -415,6 +416,17 @@ async def drain_in_turn(nemesis: Nemesis, *, kill: bool = False) -> None:
 
 async def drain_and_kill(nemesis: Nemesis) -> None:
     await drain_in_turn(nemesis, kill=True)
+
+
+def drain_with(*planted: str) -> Callable[[Nemesis], Awaitable[None]]:
+    """Drains one engine after the other, while their pages come as failpoints have them."""
+
+    async def act(nemesis: Nemesis) -> None:
+        nemesis.plant(";".join(f"runner.record={fault}" for fault in planted))
+        await drain_in_turn(nemesis)
+        nemesis.plant("")
+
+    return act
 
 
 async def kill_engine_with_prompts_of_others(nemesis: Nemesis) -> None:

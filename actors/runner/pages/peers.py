@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from rayfin.actors import failpoints
 from rayfin.actors.messages import Int32Array, PageTransfer
 from rayfin.actors.processes.environment import lower_priority
 from rayfin.actors.runner.page_names import PageNames
@@ -267,7 +268,7 @@ class PageServer:
             if greeting != self._greeting():
                 return False
             connected.settimeout(PAGE_READ_SECONDS)  # a reader that reads no more
-            for part in answer:
+            for part in _planted(answer) if failpoints.ACTIVE else answer:
                 connected.sendall(part)
         return True
 
@@ -303,6 +304,23 @@ class PageServer:
             return None
         tokens: Int32Array = np.frombuffer(name[1], np.int32)
         return head_of(tokens, content), content.data
+
+
+def _planted(answer: Sequence[Any]) -> Iterator[Any]:
+    """The parts of an answer, of which failpoints tear a record, or flip one of its bits.
+
+    Raises:
+        ConnectionAbortedError: it is torn.
+    """
+    fault = None
+    if failpoints.ACTIVE and len(answer) > 1:
+        fault = failpoints.ACTIVE.hit("runner.record")
+    yield from answer[:-1]
+    content = answer[-1]
+    if fault == "drop":
+        yield content[: len(content) // 2]
+        raise ConnectionAbortedError("planted")
+    yield bytes([content[0] ^ 1, *content[1:]]) if fault == "flip" else content
 
 
 def _send(connected: socket.socket, data: bytes, until: float) -> None:

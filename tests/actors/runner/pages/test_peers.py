@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from rayfin.actors import failpoints
+from rayfin.actors.failpoints import Failpoints
 from rayfin.actors.messages import PageTransfer
 from rayfin.actors.runner.page_names import PageNames
 from rayfin.actors.runner.pages import peers
@@ -242,6 +244,19 @@ def test_what_is_wrong_is_not_taken(damage: str, monkeypatch: pytest.MonkeyPatch
         assert taken == (damage == "none")
         assert any(held.any() for held in reader.tensors) == (damage == "none")
         assert len(reader.peers._open) == (damage == "none"), "it is closed: nothing comes late"
+
+
+@pytest.mark.parametrize("fault", ["drop", "flip"])
+def test_faults_on_purpose(
+    plain: tuple[Runner, Runner], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """What chaos plants: the page is not taken, and what came before it is."""
+    monkeypatch.setattr(failpoints, "ACTIVE", Failpoints(f"runner.record={fault}@nth:2"))
+    source, reader = plain
+    source.fill(0, 1, 2)
+    assert reader.read([3, 4, 5], [0, 1, 2]) == 1
+    assert not any(held[[4, 5]].any() for held in reader.tensors)
+    assert reader.read([3, 4, 5], [0, 1, 2]) == 3
 
 
 def test_a_slow_source_ends_with_the_time_of_the_read() -> None:
