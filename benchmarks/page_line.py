@@ -20,13 +20,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from rayfin.actors.config import EngineArgs, resolve
-from rayfin.actors.messages import EngineRequest, Int32Array, PagesAt, Sampling, StopRules
+from rayfin.actors.messages import (
+    EngineRequest,
+    Int32Array,
+    PagesAt,
+    PageTransfer,
+    Sampling,
+    StopRules,
+)
 from rayfin.cache.prefix_index import HashChain, PageName
 
 ADDRESS = "10.201.77.{}"
@@ -66,11 +75,23 @@ def hosts(rate: str) -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], check=False)
 
 
+@dataclass
+class Pending:
+    """Pages on their way, as the engine sees them."""
+
+    moved: "Future[int]"
+
+    def done(self) -> bool:
+        return self.moved.done()
+
+    def count(self) -> int:
+        return self.moved.result()
+
+
 def make_args(options: argparse.Namespace) -> EngineArgs:
     return EngineArgs(
         model=options.model,
         load_format="dummy",
-        skip_tokenizer_init=True,
         dtype="float32",
         threads=1,
         page_size=SIZE,
@@ -115,10 +136,15 @@ def reader(options: argparse.Namespace) -> None:
     config = resolve(args, *runner.profile())
     executor = InlineExecutor(runner, config)
     peers = Peers(lambda engine: str(addresses.pop()), lambda: GREETING)
-    executor._pages = PageTransfers(
-        0, lambda: runner.next_step, runner.overwritten, runner.names, peers
-    )
-    executor._pages.use(runner.cache, executor.epoch)
+    pages = PageTransfers(0, lambda: runner.next_step, runner.overwritten, runner.names, peers)
+    pages.use(runner.cache, executor.epoch)
+    pool = ThreadPoolExecutor(4)  # as in actors: the engine goes on meanwhile
+
+    def transfer(what: PageTransfer) -> Pending:
+        after = max(executor._submitted, (executor.epoch, -1))
+        return Pending(pool.submit(pages.run, replace(what, after=after)))
+
+    executor.transfer = transfer  # type: ignore[assignment, method-assign]
     engine = Engine(config, executor)
 
     def first_token(number: int, tokens: Int32Array, pages_at: PagesAt | None) -> float:
@@ -129,6 +155,7 @@ def reader(options: argparse.Namespace) -> None:
         began = time.perf_counter()
         while engine.has_work:
             engine.step()
+            time.sleep(0.0 if engine.has_steps else 0.001)
         return time.perf_counter() - began
 
     first_token(10**6, prompt(10**6, options.prompt_tokens), None)  # what a prompt costs

@@ -4,7 +4,7 @@
     python benchmarks/pages.py drain [--streams 8] [--prompt-tokens 2000]
     python benchmarks/pages.py apart [--seconds 60] [--prompt-tokens 1000] [--every 10]
     python benchmarks/pages.py fresh [--prompt-tokens 1000]
-    python benchmarks/pages.py death [--streams 4] [--prompt-tokens 1000] [--folder /dev/shm]
+    python benchmarks/pages.py death [--streams 4] [--prompt-tokens 1000] [--only scheduler]
     python benchmarks/pages.py nothing [--seconds 60] [--streams 8] [--prompt-tokens 256]
     python benchmarks/pages.py served [--megabytes 50] [--seconds 60]
     python benchmarks/pages.py names
@@ -63,14 +63,11 @@ from rayfin.deployments.serve.server_args import ServerArgs
 LONG, SHORT, LENGTH = 1000, 24, 200
 VOCABULARY = 2000
 NUMBERS = itertools.count(1)
-DEATHS = (
-    ("scheduler", "with names", 1),
-    ("scheduler", "no prefix cache", 1),
-    ("runner", "in a folder", 1),
-    ("runner", "nowhere", 1),
-    ("engine", "in a folder", 2),
-    ("engine", "nowhere", 2),
-)
+DEATHS = {
+    "scheduler": ("with names", "no prefix cache"),
+    "runner": ("in a folder", "nowhere"),
+    "engine": ("in a folder", "nowhere"),
+}
 DRAW = random.Random(0)
 
 
@@ -345,12 +342,11 @@ async def measure_fresh(options: argparse.Namespace, app: str) -> None:
     pool.close()
 
 
-async def measure_deaths(options: argparse.Namespace, *apps: str) -> None:
-    """Each of ``apps`` is killed as ``DEATHS`` says, in turns."""
-    print("| killed | pages | longest gap, s | tokens computed again, of a stream |")
-    print("|---|---|---|---|")
+async def measure_deaths(whom: str, options: argparse.Namespace, *apps: str) -> None:
+    """Kills what ``whom`` says of each of ``apps``, in turns."""
+    count = 2 if whom == "engine" else 1
     for _ in range(options.rounds):
-        for (whom, what, count), app in zip(DEATHS, apps, strict=True):
+        for what, app in zip(DEATHS[whom], apps, strict=True):
             router = Pinned()
             pool = await pool_of(app, count, router)
             router.home = source = min(find_engines(app))
@@ -491,20 +487,20 @@ def death() -> None:
         prompt_tokens=(int, 1000),
         length=(int, 200),
         folder=(str, "/dev/shm"),
+        only=(str, "all"),
     )
     with tempfile.TemporaryDirectory(prefix="rf-pages-", dir=options.folder) as folder:
-        spare: dict[str, Any] = {"spare_runners": 1}
-        plain, disk = spare | {"kv_peers": False}, spare | {"kv_disk_path": folder}
-        two = {"data_parallel_size": 2}
-        layouts: list[dict[str, Any]] = [
-            {"args": spare},
-            {"args": spare | {"prefix_caching": False}},
-            {"args": disk},
-            {"args": plain},
-            {"args": disk, **two},
-            {"args": plain, **two},
-        ]
-        _measure(options, measure_deaths, *layouts)
+        print("| killed | pages | longest gap, s | tokens computed again, of a stream |")
+        print("|---|---|---|---|", flush=True)
+        for whom in DEATHS if options.only == "all" else [options.only]:
+            other = {"prefix_caching": False} if whom == "scheduler" else {"kv_peers": False}
+            kept = {} if whom == "scheduler" else {"kv_disk_path": folder}
+            count = 2 if whom == "engine" else 1
+            layouts: list[dict[str, Any]] = [
+                {"data_parallel_size": count, "args": {"spare_runners": 1, **more}}
+                for more in (kept, other)
+            ]
+            _measure(options, partial(measure_deaths, whom), *layouts)
 
 
 def nothing() -> None:

@@ -68,7 +68,7 @@ class DiskPages:
         """Notes that the pages were used, ends of prompts earlier than their beginnings."""
         now, names = time.time_ns(), [*transfer.before, *transfer.hashes[:count]]
         if transfer.snapshot is not None and count:
-            names.append(state_name(names[-1]))
+            names.insert(0, state_name(names[-1]))  # without it the pages are of no use
         for number, page_hash in enumerate(names):
             used = now - number * STEP_NANOSECONDS
             with suppress(OSError):
