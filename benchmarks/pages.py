@@ -426,7 +426,7 @@ async def measure_served(options: argparse.Namespace, app: str) -> None:
         "| the engine | gaps p99, ms | TTFT | tokens/s | apart | MB/s |\n|---|---|---|---|---|---|"
     )
     for _ in range(options.rounds):
-        for what in ("serves nobody", "serves pages"):
+        for what in ("serves none", "serves pages"):
             moved, reading = 0, None
             if what == "serves pages":
                 reading = asyncio.create_task(read())
