@@ -22,6 +22,8 @@ from rayfin.actors.runner.pages.transfers import PageTransfers
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.cache.prefix_index import PageName
 
+pytestmark = pytest.mark.slow(reason="lines that are slow and cut")
+
 CLONE_NEWNET = 0x40000000
 PAGES, SIZE = 8, 16
 HASHES = [sha256(bytes([number])).digest() for number in range(PAGES)]
