@@ -3,7 +3,7 @@
 llama.cpp leaves batching to its caller, so this peer brings the loop of its server: a token for
 each running request and chunks of prompts until the batch is full. The model is written to GGUF on
 first use, beside its folder: of Llama and Qwen3 kinds, in f32, f16, q8_0, q4_0 or q4_K_M
-(``precision``), the last two by llama.cpp's own quantizer.
+(``precision``), the last three by llama.cpp's own quantizer.
 ``repack=false`` leaves weights as they are: with 0.3.36 the AMX kernels of q8_0 crash.
 """
 
@@ -20,7 +20,11 @@ from gguf_model import F16, F32, converted, file_of
 from peer import serve
 
 MAX_SEQUENCES = 64
-ROUNDED = {"q4_0": llama.LLAMA_FTYPE_MOSTLY_Q4_0, "q4_K_M": llama.LLAMA_FTYPE_MOSTLY_Q4_K_M}
+ROUNDED = {
+    "q8_0": llama.LLAMA_FTYPE_MOSTLY_Q8_0,
+    "q4_0": llama.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "q4_K_M": llama.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+}
 
 
 @dataclass(slots=True)
@@ -107,7 +111,7 @@ class LlamaCpp:
 
 
 def rounded(model: Path, precision: str) -> Path:
-    """Writes the model as a GGUF file of weights that llama.cpp rounds to 4 bits.
+    """Writes the model as a GGUF file of weights that llama.cpp rounds.
 
     Raises:
         RuntimeError: llama.cpp cannot round them.

@@ -8,7 +8,8 @@ import pytest
 
 from fake_server import FakeServer
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path += [str(BENCHMARKS), str(BENCHMARKS / "peers")]
 
 
 @pytest.fixture
