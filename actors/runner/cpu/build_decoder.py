@@ -35,24 +35,24 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """The largest difference of logits that is accepted, as a share of the largest logit."""
 
 
-FINE = ("q_proj", "k_proj", "v_proj", "qkv_proj", "down_proj")
-
-
 @dataclass(frozen=True)
 class Packing:
     """How weights are stored; embeddings share the head's storage where they are its weight.
 
-    Rounded value and down projections cost the most, so these may be ``fine``, and what lies in
-    one matrix with values.
+    Rounded value and down projections cost the most, so these may be finer, and what lies in one
+    matrix with values.
     """
 
     layers: Pack
     head: Pack
-    fine: Pack | None = None
+    qkv: Pack
+    down: Pack
 
     def of(self, name: str) -> "Packing":
         """That of a layer by itself, by the last part of its name."""
-        return self if self.fine is None or name not in FINE else replace(self, layers=self.fine)
+        if name in ("q_proj", "k_proj", "v_proj", "qkv_proj"):
+            return replace(self, layers=self.qkv)
+        return replace(self, layers=self.down) if name == "down_proj" else self
 
 
 def packing(
@@ -65,14 +65,17 @@ def packing(
     Args:
         spares: exact matrices that may be filled with other weights.
     """
-    # A head's rows in 8 bits would cost a quarter of all that int8 loses.
-    head = partial(pack_int8, kernels, row_bytes=2)
+    # Rows in 8 bits would cost a quarter of all that int8 loses in a head's product, and another
+    # one in that of values.
+    two_bytes = partial(pack_int8, kernels, row_bytes=2)
     if quantization == "int4":
-        return Packing(partial(pack_int4, kernels), head, partial(pack_int6, kernels))
+        fine = partial(pack_int6, kernels)
+        return Packing(partial(pack_int4, kernels), two_bytes, fine, fine)
     if quantization == "int8":
-        return Packing(partial(pack_int8, kernels), head)
+        one_byte = partial(pack_int8, kernels)
+        return Packing(one_byte, two_bytes, two_bytes, one_byte)
     exact = partial(kernels.pack, spares=spares)
-    return Packing(exact, exact)
+    return Packing(exact, exact, exact, exact)
 
 
 def tolerance_of(paged: Replaceable) -> float:
@@ -178,16 +181,15 @@ def pack_layer(
         return _packed(linears, packing.layers, paired=paired)
 
     assert isinstance(part.mlp, GatedParts)  # inspect_decoder accepts no experts by default
-    fine = packing.fine or packing.layers
     heads = _alike(part.query_key_value)
     if len(heads) > 2:
         raise UnrecognizedModule("its query, key and value are of three formats")
     return DecoderLayer(
-        qkv=_packed(heads[0], fine),
-        qkv_rest=_packed(heads[1], fine) if len(heads) > 1 else None,
+        qkv=_packed(heads[0], packing.qkv),
+        qkv_rest=_packed(heads[1], packing.qkv) if len(heads) > 1 else None,
         attention_out=pack([part.attention_out]),
         gate_up=pack(part.mlp.gate_up, paired=True),
-        down=_packed([part.mlp.down], fine),
+        down=_packed([part.mlp.down], packing.down),
         scale=spec.scale,
         attention_norm=vector(part.attention_norm),
         attention_out_norm=vector(part.attention_out_norm),

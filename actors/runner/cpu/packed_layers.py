@@ -203,7 +203,7 @@ def pack_module(
         return packed_experts(kernels, module, activation, packing.layers)
     if is_gated_mlp(module):
         assert activation is not None
-        return PackedMLP(kernels, module, activation, packing.layers, packing.fine)
+        return PackedMLP(kernels, module, activation, packing.layers, packing.down)
     weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
     pack = packing.head if is_head else packing.layers
     return PackedLinear(kernels, weight, module.bias, pack)

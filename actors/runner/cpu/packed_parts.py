@@ -58,12 +58,12 @@ class PackedMLP(nn.Module):
         mlp: Any,
         activation: Activation,
         pack: Pack,
-        fine: Pack | None = None,  # of the down projection
+        down: Pack | None = None,
     ) -> None:
         super().__init__()
         self._kernels, self.activation = kernels, activation
         self.gate_up = packed(pack, [mlp.gate_proj.weight, mlp.up_proj.weight], paired=True)
-        self.down = packed(fine or pack, [mlp.down_proj.weight])
+        self.down = packed(down or pack, [mlp.down_proj.weight])
         first = [mlp.gate_proj.bias, mlp.up_proj.bias]
         self.first_bias = None if first[0] is None else torch.cat(first).detach().float()
         last = mlp.down_proj.bias
