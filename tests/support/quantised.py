@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from rayfin.kernels.grouped import E2M1
+
 GROUP = 32
 Tensors = dict[str, torch.Tensor]
 Writer = Callable[[int, int, torch.Generator], tuple[Tensors, torch.Tensor]]
@@ -198,6 +200,15 @@ def nf4(nested: bool) -> Writer:
     return write
 
 
+def mxfp4(outputs: int, inputs: int, random: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+    codes = torch.randint(0, 16, (outputs, inputs), generator=random)
+    exponents = torch.randint(120, 125, (outputs, inputs // 32), generator=random)
+    scale = torch.exp2(exponents.float() - 127).repeat_interleave(32, 1)
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    tensors = {"weight_packed": packed, "weight_scale": exponents.to(torch.uint8)}
+    return tensors, torch.tensor(E2M1)[codes] * scale
+
+
 def bnb_int8(outputs: int, inputs: int, random: torch.Generator) -> tuple[Tensors, torch.Tensor]:
     codes = torch.randint(-127, 128, (outputs, inputs), generator=random).to(torch.int8)
     largest = 0.3 + torch.rand(outputs, generator=random) / 5
@@ -236,6 +247,10 @@ KINDS: dict[str, Kind] = {
     "w4a16 asym": Kind(packed(sym=False), _packed_config(**{**_GROUPS, "symmetric": False})),
     "w4a16 actorder": Kind(packed(order=True), _packed_config(**_GROUPS, actorder="group")),
     "w8a16": Kind(packed(8, None), _packed_config(num_bits=8, strategy="channel")),
+    "mxfp4 packed": Kind(
+        mxfp4,
+        _packed_config("mxfp4-pack-quantized", **{**_GROUPS, "group_size": 32, "type": "float"}),
+    ),
     "w8a8": Kind(int8, _packed_config("int-quantized", num_bits=8, strategy="channel")),
     "float-quantized": Kind(
         fp8(), _packed_config("float-quantized", num_bits=8, type="float", strategy="channel")

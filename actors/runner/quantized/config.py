@@ -9,11 +9,13 @@ import torch
 
 from rayfin.actors.runner.quantized.formats import (
     E4M3,
+    MX_BLOCK,
     Awq,
     Format,
     Gptq,
     Nf4,
     Packed,
+    PackedFloats,
     Plain,
     refuse,
 )
@@ -161,13 +163,15 @@ def _scheme(name: str, weights: Config) -> Format:
             raise refuse(f"{name} with strategy {strategy!r} and type {kind!r} is not served")
         group = _group(weights, "group_size") if strategy == "group" else None
         return Packed(bits, group, method, symmetric=bool(weights.get("symmetric", True)))
+    if name == "mxfp4-pack-quantized" and (bits, kind, strategy) == (4, "float", "group"):
+        return PackedFloats(4, MX_BLOCK, method)
     dtypes = {"int": torch.int8, "float": E4M3}
     plain = name in ("int-quantized", "float-quantized", "naive-quantized")
     if not plain or bits != 8 or kind not in dtypes or strategy == "group":
         raise refuse(
             f"compressed-tensors {name!r} of {bits} bits, type {kind!r}, strategy "
-            f"{strategy!r} is not served; pack-quantized of 4 and 8 bits, int-quantized "
-            "and float-quantized of 8 bits are"
+            f"{strategy!r} is not served; pack-quantized of 4 and 8 bits, mxfp4-pack-quantized, "
+            "int-quantized and float-quantized of 8 bits are"
         )
     if not weights.get("symmetric", True):
         raise refuse(f"{name} with zero points (symmetric false) is not served")

@@ -17,6 +17,7 @@ from rayfin.kernels.grouped import E2M1, Grouped, unpack_bits
 
 INT32, FLOAT = torch.int32, torch.float32
 E4M3 = torch.float8_e4m3fn
+MX_BLOCK = 32  # inputs that share an exponent in microscaling formats
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # place of each output among the eight of a word
 
 
@@ -308,6 +309,42 @@ class Packed(Format):
 
 
 @dataclass(frozen=True)
+class PackedFloats(Format):
+    """compressed-tensors "mxfp4-pack-quantized": two floats a byte, exponents of 32."""
+
+    @property
+    def key(self) -> str:
+        return "weight_packed"
+
+    def slots(
+        self, outputs: int, inputs: int, stored: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, Slot]:
+        if inputs % MX_BLOCK:
+            raise refuse(f"{outputs} x {inputs} does not fill blocks of {MX_BLOCK}")
+        return {
+            "weight_packed": Slot((outputs, inputs // 2), torch.uint8),
+            "weight_scale": Slot((outputs, inputs // MX_BLOCK), torch.uint8),
+        }
+
+    def grouped(self, outputs: int, inputs: int, tensors: Tensors) -> Grouped:
+        blocks = tensors["weight_packed"].view(outputs, -1, MX_BLOCK // 2)
+        return mxfp4_groups(blocks, tensors["weight_scale"])
+
+    def part(
+        self, outputs: int, inputs: int, tensors: Tensors, part: Part
+    ) -> dict[str, torch.Tensor] | None:
+        if part.dim == 0:
+            rows = slice(part.run.start, part.run.stop)
+            return {leaf: tensor[rows] for leaf, tensor in tensors.items()}
+        blocks = part.each(MX_BLOCK, inputs)
+        if blocks is None:
+            return None
+        octets = slice(part.run.start // 2, part.run.stop // 2)
+        columns = {"weight_packed": octets, "weight_scale": blocks}
+        return {leaf: tensor[:, columns[leaf]] for leaf, tensor in tensors.items()}
+
+
+@dataclass(frozen=True)
 class Plain(Format):
     """Weights of 8 bits as they are, int8 or e4m3, with a scale per output, layer or block."""
 
@@ -430,7 +467,7 @@ def mxfp4_groups(blocks: torch.Tensor, scales: torch.Tensor) -> Grouped:
     """
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
     scale = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - 127)
-    return Grouped(codes, scale, 32, 4, table=torch.tensor(E2M1, device=blocks.device))
+    return Grouped(codes, scale, MX_BLOCK, 4, table=torch.tensor(E2M1, device=blocks.device))
 
 
 def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

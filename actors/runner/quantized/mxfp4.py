@@ -21,14 +21,11 @@ from rayfin.actors.runner.quantized.experts import (
     TensorFiles,
     TensorPlace,
 )
-from rayfin.actors.runner.quantized.formats import Part, mxfp4_groups, refuse
+from rayfin.actors.runner.quantized.formats import MX_BLOCK, Part, mxfp4_groups, refuse
 from rayfin.kernels.cpu.experts import ExpertBiases
 from rayfin.kernels.grouped import Grouped
 
 BIASES = (f"{GATE_UP}_bias", f"{DOWN}_bias")
-SIZE = 32
-"""Inputs of a block."""
-
 Stored = Mapping[str, tuple[torch.dtype | None, tuple[int, ...]]]
 """Types and shapes of a module's tensors."""
 
@@ -52,7 +49,7 @@ class Mxfp4Layer:
 
     def part(self, part: Part) -> Grouped | None:
         """Some outputs or inputs, of which nothing else is read; None if a block is cut."""
-        every, here = slice(None), part.each(SIZE if part.dim else 1, self.inputs)
+        every, here = slice(None), part.each(MX_BLOCK if part.dim else 1, self.inputs)
         if here is None:
             return None
         return self._read(every, here) if part.dim else self._read(here, every)
@@ -173,10 +170,12 @@ def _shapes(module: nn.Module) -> dict[str, tuple[int, int, int]] | None:
 def _require(path: str, stored: Stored, name: str, shape: tuple[int, int, int]) -> None:
     """Raises unless a weight's blocks and exponents are stored in these sizes."""
     count, outputs, inputs = shape
-    if inputs % SIZE:
-        raise refuse(f"the model's {path}.{name} has {inputs} inputs, no whole blocks of {SIZE}")
-    groups = (count, outputs, inputs // SIZE)
-    for leaf, wanted in ((f"{name}_blocks", (*groups, SIZE // 2)), (f"{name}_scales", groups)):
+    if inputs % MX_BLOCK:
+        raise refuse(
+            f"the model's {path}.{name} has {inputs} inputs, no whole blocks of {MX_BLOCK}"
+        )
+    groups = (count, outputs, inputs // MX_BLOCK)
+    for leaf, wanted in ((f"{name}_blocks", (*groups, MX_BLOCK // 2)), (f"{name}_scales", groups)):
         dtype, stored_shape = stored[leaf]
         if stored_shape != wanted or dtype != torch.uint8:
             raise refuse(
