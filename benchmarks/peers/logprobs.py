@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -52,9 +53,13 @@ def of_llama(model: Path, precision: str = "") -> Logits:
 def of_transformers(folder: Path) -> Logits:
     """transformers, in float32 where the checkpoint's method computes in it."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
+    settings: dict[str, Any] = {"dtype": torch.float32}
+    if config.get("format") == "mxfp4-pack-quantized":  # its layers take bfloat16 alone
+        settings["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, **settings)
 
     def logits(ids: list[int]) -> np.ndarray:
         with torch.no_grad():
