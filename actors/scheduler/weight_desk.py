@@ -64,7 +64,7 @@ class WeightDesk:
         self._name, self._group, self._call = name, group, call
         self._hand_back, self._ask, self._fetch = hand_back, ask_for_coordinator, fetch
         self.store = store
-        self._votes: dict[int, Vote] = {}  # by number of the version
+        self._votes: dict[tuple[int, str], Vote] = {}  # by number and digest of the version
         self._committing = threading.Lock()
         self._heard = time.monotonic()
         self._used = False  # an order has come
@@ -88,7 +88,7 @@ class WeightDesk:
             self._count(version, begun, "refused" if error.status < 500 else "failed")
             raise
         self._count(version, begun)
-        self._votes = {version.serial: vote}
+        self._votes = {(version.serial, version.digest): vote}
         return vote
 
     def _count(self, version: WeightVersion, begun: float, result: str = "") -> None:
@@ -161,7 +161,7 @@ class WeightDesk:
         version = self.store.commit(decided)
         if failpoints.ACTIVE:
             failpoints.ACTIVE.hit("weights.current")
-        vote = self._votes.get(version.serial) or self._group.vote(version)
+        vote = self._votes.get((version.serial, version.digest)) or self._group.vote(version)
 
         def turn(engine: Engine) -> None:
             counters, begun = engine.lifecycle.state.counters, time.monotonic()
