@@ -21,9 +21,10 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM
 
-from rayfin import AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams, connect
+from rayfin import AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
 from rayfin.actors.processes.registry import engine_names, find_actor
 from rayfin.deployments.serve.preflight import model_path
+from rayfin.rollouts import connect, put
 
 CLIP = 0.2
 EPOCHS = 2
@@ -58,9 +59,9 @@ class Trainer:
                     )
         self._optimizer = torch.optim.AdamW(self._model.parameters(), rate, weight_decay=0)
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """The policy's tensors by name."""
-        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+    def weights(self) -> list[Any]:
+        """Refs of the policy's tensors, which lie in Ray's store."""
+        return list(put(self._model.named_parameters()))
 
     def step(self, samples: Sequence[Sample]) -> float:
         """Learns from answers; returns how far the engine's log probabilities are from its own."""

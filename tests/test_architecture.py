@@ -113,7 +113,7 @@ def test_package_is_its_links() -> None:
     links = {path.name: path.resolve() for path in package.iterdir() if path.is_symlink()}
     assert links == {folder: ROOT / folder for folder in MAY_IMPORT}
     files = {path.name for path in package.iterdir() if not path.is_symlink()}
-    assert files - {"__pycache__"} == {"__init__.py", "data.py", "llm", "py.typed"}
+    assert files - {"__pycache__"} == {"__init__.py", "data.py", "llm", "py.typed", "rollouts.py"}
 
 
 def test_linked_folders_are_no_packages() -> None:

@@ -32,7 +32,7 @@ from pydantic import BaseModel
 from transformers import PreTrainedTokenizerFast
 
 import rayfin
-from rayfin import data, llm
+from rayfin import data, llm, rollouts
 from rayfin.actors import errors, failpoints
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.metrics.engine_stats import (
@@ -178,6 +178,8 @@ def python() -> Json:
     entry["rayfin.data"] = {"names": sorted(data.__all__)}
     for name in data.__all__:
         entry["rayfin.data"][name] = data_member(getattr(data, name))
+    entry["rayfin.rollouts"] = {"names": sorted(rollouts.__all__)}
+    entry["rayfin.rollouts"]["put"] = str(inspect.signature(rollouts.put))
     entry["rayfin.llm"] = {"names": sorted(llm.__all__)}
     for name in llm.__all__:
         if inspect.isclass(value := getattr(llm, name)):

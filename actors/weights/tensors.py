@@ -47,6 +47,17 @@ def add_tensor(
         InvalidRequest: it is none of floating-point numbers, or its name came before.
         StorageFull: there is no room.
     """
+    stored = plain_tensor(name, tensor, dtype)
+    content = memoryview(stored.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    writer.add(name, NAMES[stored.dtype], tuple(stored.shape), content)
+
+
+def plain_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor of numbers side by side in this machine's memory, rounded to ``dtype`` if given.
+
+    Raises:
+        InvalidRequest: it is none of floating-point numbers.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise InvalidRequest(f"weights: {name} is a {type(tensor).__name__}, no tensor", name)
     stored = tensor.detach()
@@ -55,9 +66,7 @@ def add_tensor(
     if stored.dtype not in NAMES or stored.is_meta:
         kind = "meta" if stored.is_meta else str(stored.dtype).removeprefix("torch.")
         raise InvalidRequest(f"weights: {name} is {kind}, not float32, float16 or bfloat16", name)
-    stored = stored.to("cpu").contiguous()
-    content = memoryview(stored.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-    writer.add(name, NAMES[stored.dtype], tuple(stored.shape), content)
+    return stored.to("cpu").contiguous()
 
 
 def read_tensors(

@@ -98,8 +98,8 @@ class WeightsClient(Protocol):
         """Makes all engines serve other weights, or none.
 
         Args:
-            weights: a folder or file of safetensors that every node sees, tensors by name, or None:
-                what ``receive`` got.
+            weights: a folder or file of safetensors that every node sees, tensors by name, refs of
+                ``rayfin.rollouts.put``, or None: what ``receive`` got.
             version: its name; its number if empty.
 
         Returns:
@@ -203,6 +203,8 @@ def write_version(
     from rayfin.actors.weights.tensors import read_tensors, tensors_version
 
     tensors: Any = weights if version is None else read_tensors(version.files)
+    if not isinstance(tensors, Mapping):
+        tensors = _opened(tensors)
     return tensors_version(
         store,
         tensors,
@@ -214,6 +216,17 @@ def write_version(
         else (),
         partial=partial,
     )
+
+
+def _opened(items: Iterable[Any]) -> Iterator[Any]:
+    """Named tensors; in place of refs of Ray's those of their buckets."""
+    for item in items:
+        if isinstance(item, tuple | list):
+            yield item
+            continue
+        from rayfin.actors.weights.buckets import opened  # imports Ray
+
+        yield from opened([item])
 
 
 def served_place(store: WeightStore, args: EngineArgs) -> str:
