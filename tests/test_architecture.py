@@ -33,6 +33,7 @@ MAY_IMPORT_RAY = {
     "actors/supervision/early_engine.py",
     "actors/supervision/placement.py",
     "actors/supervision/supervisor.py",
+    "actors/weights/buckets.py",
     "actors/weights/coordinator_actor.py",
 }
 NO_TORCH = {f"actors/{name}.py" for name in ("config", "messages", "sampling_params", "errors")}
