@@ -7,9 +7,14 @@ step waits for parsing.
 import logging
 import os
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 BEHIND_RUNNERS = 4
 """Niceness that a scheduler or an ingress adds to a runner's; with Ray's 15 it is the maximum."""
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +25,22 @@ def lower_priority() -> None:
         os.nice(BEHIND_RUNNERS)
     except OSError as error:  # Windows has no niceness, a sandbox may forbid it
         logger.debug("this process keeps its priority: %s", error)
+
+
+def at_low_priority(work: Callable[[], T]) -> T:
+    """Runs ``work`` in a thread that ends with it, because a priority cannot be raised again.
+
+    Threads that it starts have the same priority. Only Linux has priorities of threads; elsewhere
+    the priority stays.
+    """
+
+    def run() -> T:
+        if sys.platform == "linux":
+            lower_priority()
+        return work()
+
+    with ThreadPoolExecutor(1, "low-priority") as thread:
+        return thread.submit(run).result()
 
 
 def only_when_idle(thread: int = 0) -> bool:

@@ -22,6 +22,7 @@ from rayfin.actors.errors import (
 )
 from rayfin.actors.messages import PageTransfer, SchedulerInfo, StepResult
 from rayfin.actors.parts import Need
+from rayfin.actors.processes.environment import at_low_priority
 from rayfin.actors.processes.host_memory import resident_bytes
 from rayfin.actors.processes.identity import Process, this_process
 from rayfin.actors.processes.lifeline import Lifeline
@@ -31,7 +32,6 @@ from rayfin.actors.runner.parallel.rank import Address, ParallelRank, group_size
 from rayfin.actors.runner.spare import (
     RunnerState,
     SparePlan,
-    at_low_priority,
     import_modules,
     maps_weights,
     plan_spares,

@@ -17,7 +17,7 @@ from rayfin.actors.config import DECIDE_TOKENS, EngineArgs
 from rayfin.actors.errors import InvalidConfig, RayfinError
 from rayfin.actors.model_files.digests import folder_digest, small_files, weight_files
 from rayfin.actors.model_files.files import find_file
-from rayfin.actors.runner.spare import at_low_priority
+from rayfin.actors.processes.environment import at_low_priority
 from rayfin.kernels.cpu.stored import layout
 
 if TYPE_CHECKING:

@@ -8,18 +8,14 @@ packed weights (``--weights-cache``), whose memory processes share, it loads ahe
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from rayfin.actors.config import EngineArgs, EngineConfig
-from rayfin.actors.processes.environment import lower_priority
+from rayfin.actors.processes.environment import at_low_priority
 from rayfin.actors.processes.host_memory import free_bytes
 from rayfin.actors.processes.identity import Process
 from rayfin.actors.settings.spare_runners import spares_that_fit
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -88,18 +84,3 @@ def _try_import(name: str) -> None:
         importlib.import_module(name)
     except Exception as error:
         logger.debug("a spare runner does not import %s: %s", name, error)
-
-
-def at_low_priority(work: Callable[[], T]) -> T:
-    """Runs ``work`` in a thread that ends with it, because a priority cannot be raised again.
-
-    Only Linux has priorities of threads; elsewhere the priority stays.
-    """
-
-    def run() -> T:
-        if sys.platform == "linux":
-            lower_priority()
-        return work()
-
-    with ThreadPoolExecutor(1, "low-priority") as thread:
-        return thread.submit(run).result()

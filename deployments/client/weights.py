@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, get_type_hin
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, InvalidRequest, RayfinError
 from rayfin.actors.messages import Command
+from rayfin.actors.processes.environment import at_low_priority
 from rayfin.actors.timing import WEIGHTS_CALL_SECONDS, WEIGHTS_PAUSE_SECONDS
 from rayfin.actors.weights.begun import BegunUpdate
 from rayfin.actors.weights.drafts import DraftNames
@@ -276,9 +277,8 @@ class RemoteWeights:
     async def _update(
         self, store: WeightStore, weights: "Weights", version: str, options: UpdateOptions
     ) -> dict[str, Any]:
-        weight_version = await asyncio.to_thread(
-            write_version, store, weights, version, self._args, options
-        )
+        write = partial(write_version, store, weights, version, self._args, options)
+        weight_version = await asyncio.to_thread(at_low_priority, write)
         here = Path(weight_version.place).parent == store.folder
         orders: dict[str, Any] = {"mode": options.mode, "pages": options.kv}
         orders |= {"new": options.new, "order": options.order, "timeout": options.timeout}

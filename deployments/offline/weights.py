@@ -7,11 +7,13 @@ import time
 import weakref
 from collections.abc import AsyncIterable, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineBusy, InvalidRequest
+from rayfin.actors.processes.environment import at_low_priority
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.timing import WEIGHTS_PAUSE_SECONDS, WEIGHTS_POLL_SECONDS
 from rayfin.actors.weights.begun import BegunUpdate
@@ -157,7 +159,8 @@ class InlineWeights:
             raise EngineBusy("another update is amid", "weights")
         self._busy, local, began = True, self._local, time.monotonic()
         try:
-            staged = await asyncio.to_thread(local.stage, weights, version, options)
+            stage = partial(local.stage, weights, version, options)
+            staged = await asyncio.to_thread(at_low_priority, stage)
             paused = time.monotonic()
             if not self._by_hand:
                 async with asyncio.timeout(options.timeout):
