@@ -254,7 +254,9 @@ def test_an_answer_that_is_read_at_its_end_has_the_same_versions(
             parts, seen = ask(llm, 0), []
             for _ in range(3):
                 seen.append(await anext(parts))
+            await llm.pause_generation(mode="keep", clear_cache=False)
             await llm.update_weights(str(folders[1]), "step-1", kv=kv)
+            await llm.resume_generation()
             seen += [output async for output in parts]
             output, other = (await first).outputs[0], seen[-1].outputs[0]
             assert output.token_ids == other.token_ids and len(output.token_ids) == 150
