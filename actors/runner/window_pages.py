@@ -54,7 +54,7 @@ def _why_not(args: "EngineArgs", loaded: "LoadedModel") -> str | None:
         "layers keep states": loaded.recurrent is not None,
         "prompts are computed whole": loaded.whole_prompts,
         "layers choose keys by an index": loaded.chooses_keys,
-        "a pipeline shares its layers": args.pipeline_parallel_size > 1,
+        "a pipeline shares its layers": loaded.peers is not None and loaded.peers.place.stages > 1,
         "the GPU's own decoder reads one table": grouped and loaded.gpu_model is not None,
     }
     return next((why for why, holds in reasons.items() if holds), None)
