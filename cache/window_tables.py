@@ -275,6 +275,26 @@ class WindowTables(PageTables):
         pages.clear()
         self.held[slot] = self.published[slot] = self._first[slot] = 0
 
+    def invalidate(self, slot: int) -> None:
+        """See ``PageTables``."""
+        super().invalidate(slot)
+        for full in self._pages[slot]:
+            self._unclaim(self._beside.get(full, ()))
+
+    def _unclaim(self, beside: Sequence[int]) -> None:
+        """Ends claims on pages whose page of the full group left the index."""
+        for page in beside:
+            if page in self.claims:
+                self.claims.drop(page)
+                self.pool.release(page)
+
+    def pin(self, slot: int, num_tokens: int, tenant: str, until: float) -> None:
+        """See ``PageTables``; some of the pages may be free already."""
+        super().pin(slot, num_tokens, tenant, until)
+        for page in self.reading(self._pages[slot][: num_tokens // self.page_size]):
+            if page in self.claims:
+                self.pool.keep(page)
+
     def claim(self, claimant: Hashable, pages: Sequence[int]) -> None:
         """See ``PageTables``."""
         super().claim(claimant, self.reading(pages))
@@ -314,11 +334,10 @@ class WindowTables(PageTables):
         if pages is not None and self._beside:
             for page in pages:
                 full = self._full_of.get(page, page)
-                for other in self._beside.pop(full, ()):
+                beside = self._beside.pop(full, ())
+                self._unclaim(beside)
+                for other in beside:
                     del self._full_of[other]
-                    if other in self.claims:
-                        self.claims.drop(other)
-                        self.pool.release(other)
         return pages
 
     def pages_of(self, slot: int) -> list[int]:

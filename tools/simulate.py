@@ -40,7 +40,7 @@ from rayfin.actors.errors import (
 from rayfin.actors.guidance import CallGrammar, Guidance
 from rayfin.actors.media.part import VIRTUAL_TOKENS, MediaInput
 from rayfin.actors.media.virtual_ids import virtual_ids
-from rayfin.actors.messages import COPY, BeamParams, Command, PagesAt, SessionRef
+from rayfin.actors.messages import COPY, BeamParams, Command, PagesAt, Pin, SessionRef
 from rayfin.actors.parts import all_of
 from rayfin.actors.settings.bidirectional import Bidirectional
 from rayfin.actors.timing import PAGE_READ_SECONDS, PREPARE_SECONDS
@@ -270,6 +270,13 @@ class Life:
             self.num_moved += 1
             self.harness.move(stream)
 
+    def _pin(self, prompt: list[int]) -> Pin | None:
+        """How much of the prompt stays in the cache, if windows are in the way."""
+        draw = self.windowed
+        if self.harness.config.windows is None or draw.random() >= 0.2:
+            return None
+        return Pin(draw.randint(1, len(prompt)), draw.choice([0.0005, 0.01, 1.0]))
+
     def _pages_at(self) -> PagesAt | None:
         """What a router says: right, stale, or of an engine that is gone.
 
@@ -466,6 +473,7 @@ class Life:
             "images": images,
             "session": self._session(),
             "pages_at": self._pages_at(),
+            "pin": self._pin(prompt),
         }
         if images:  # refused before it comes here
             settings["prompt_logprobs"] = None

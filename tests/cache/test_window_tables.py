@@ -305,10 +305,10 @@ class Machine(RuleBasedStateMachine):
         if slot in self.requests:
             self._leave(slot)
 
-    @rule(slot=st.integers(0, SLOTS - 1), seconds=st.integers(1, 5))
-    def pin(self, slot: int, seconds: int) -> None:
+    @rule(slot=st.integers(0, SLOTS - 1), tokens=st.integers(1, 40), seconds=st.integers(1, 5))
+    def pin(self, slot: int, tokens: int, seconds: int) -> None:
         if (request := self.requests.get(slot)) is not None:
-            self.tables.pin(slot, request.computed, "a", float(seconds))
+            self.tables.pin(slot, min(tokens, request.computed), "a", float(seconds))
 
     @rule(now=st.integers(0, 5))
     def expire(self, now: int) -> None:
