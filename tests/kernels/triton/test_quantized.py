@@ -218,6 +218,18 @@ def test_parts_of_the_inputs(device: torch.device, close: Close, split: int, par
     assert not coded.arrived.any()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [8, 80])
+def test_the_same_bits_each_time(device: torch.device, count: int) -> None:
+    """Parts whose sum would be taken too early differ; counters are zero again."""
+    coded = packed(drawn("4 bits", 512, 4096, 128), device, torch.float16)
+    x = rows_of(count, 4096, torch.float16).to(device)
+    for split in (4, None) if count <= 64 else (None,):
+        first = product(x, coded, None, split=split)
+        assert all(torch.equal(product(x, coded, None, split=split), first) for _ in range(500))
+        assert not coded.arrived.any()
+
+
 def test_added_to_the_stream(device: torch.device, close: Close) -> None:
     for dtype in DTYPES:
         weight = drawn("int8", 70, 96, 96)

@@ -227,6 +227,31 @@ def test_many_rows_of_a_real_vocabulary(
     check(logits.round(), rows_of(64, **settings), device)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocabulary", [50257, 128256, 262144])
+@pytest.mark.parametrize("count", [1, 3, 256])
+def test_real_vocabularies(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, vocabulary: int, count: int
+) -> None:
+    """In blocks of their real size; one of the vocabularies is no multiple of 16."""
+    monkeypatch.setattr(module, "BLOCK", 4096)
+    logits = 3 * torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(6))
+    for settings in ({}, {"temperature": 0.6, "top_k": 20, "top_p": 0.95}):
+        check(logits.bfloat16(), rows_of(count, **settings), device)
+
+
+@pytest.mark.gpu
+def test_a_hundred_thousand_draws(device: torch.device) -> None:
+    """The tokens of the CPU's sampler, and as often as the distribution says."""
+    count, logits = 100_000, torch.linspace(-2.0, 2.0, V)
+    for settings in ({}, {"top_k": 40, "top_p": 0.9}):
+        tokens = check(logits.expand(count, V).contiguous(), rows_of(count, **settings), device)
+        assert tokens.min() >= 0
+        if not settings:
+            seen = torch.bincount(tokens, minlength=V) / count
+            assert (seen - logits.softmax(0)).abs().max() < 0.002
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's functions are replaced")
 def test_common_settings_read_no_row_again(
     device: torch.device, monkeypatch: pytest.MonkeyPatch

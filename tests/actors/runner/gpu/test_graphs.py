@@ -4,6 +4,7 @@ On a CPU the steps are not recorded and run in Triton's interpreter; all else is
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from rayfin.actors.errors import RunnerGroupFailed
 from rayfin.actors.messages import NewRequest, Sampling, SchedulerInfo
 from rayfin.actors.runner import checkpoint
+from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.scheduler.policy import multi_step
 from rayfin.kernels.attention import select as attention_select
@@ -21,8 +23,10 @@ from rayfin.kernels.sampling import select as sampling_select
 pytest.importorskip("triton")
 from rayfin.actors.runner.gpu.decode_state import bucket_of, bucket_sizes, max_steps_per_row
 from rayfin.actors.runner.gpu.graphs import DecodeGraphs
+from rayfin.kernels.attention.triton_backend import Sizes, TileShape, TritonAttention
 
 Make = Callable[..., Any]
+DECODE_SHAPE = TritonAttention.decode_shape
 ON_GPU = torch.cuda.is_available()
 
 
@@ -171,6 +175,51 @@ def test_a_restarted_engine_says_the_same(
     again = engine.run(request_of(0, [5, 6, 7], 3))
     assert again == first and len(other[1]) == 2
     assert engine.runner._graphs is graphs
+
+
+def split(attention: TritonAttention, sizes: Sizes) -> TileShape:
+    return replace(DECODE_SHAPE(attention, sizes), keys=16, programs=8)
+
+
+def test_a_call_that_fails_leaves_no_counter(
+    two_layers: Any,
+    served: Make,
+    request_of: Make,
+    on_triton: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between the load and the replay: its rows run step by step, and the next calls are right.
+
+    Rows are long enough to be split, so that programs count who has arrived.
+    """
+    settings = {"num_pages": 160, "max_batch_tokens": 256, "max_decoding_batch": 1, "max_lease": 2}
+    monkeypatch.setattr(ModelRunner, "_can_queue", lambda *_: False)  # a runner then starts anew
+    monkeypatch.setattr("rayfin.actors.runner.gpu.decode_state.MIN_PART", 8)
+    if not ON_GPU:
+        monkeypatch.setattr(TritonAttention, "decode_shape", split)
+    prompt, tokens = [3 + i * 7 % 50 for i in range(40)], {}
+    for attention in ("torch", "triton"):
+        engine = served(
+            two_layers.folder, attention=attention, device="cuda" if ON_GPU else "cpu", **settings
+        )
+        if attention == "triton":
+            engine.runner._model.forward = engine._forward
+            engine.runner._forward.run = engine._advance
+            state, failed = engine.runner._graphs._state, []
+            load = state.load
+
+            def broken(*given: Any, load: Any = load, failed: Any = failed) -> None:
+                load(*given)
+                if len(failed) < 2:
+                    failed.append(given)
+                    raise RuntimeError("planted")
+
+            monkeypatch.setattr(state, "load", broken)
+        tokens[attention] = engine.run(request_of(0, prompt, 7))
+    assert len(failed) == 2 and tokens["triton"] == tokens["torch"]
+    launches = [each.launch for each in state.launches._graph_launches.values()]
+    assert launches and not any(launch.arrived.any() for launch in launches)
+    assert ON_GPU or any(launch.part_lse.any() for launch in launches), "no row was split"
 
 
 RICH = Sampling(
