@@ -47,7 +47,7 @@ from rayfin.kernels.shapes import PagedAttention
 from rayfin.kernels.triton.available import can_use_triton
 
 if TYPE_CHECKING:
-    from rayfin.actors.runner.gpu.decoder import GpuDecoder
+    from rayfin.actors.runner.gpu.prompt_graphs import Recordable
 
 logger = logging.getLogger(__name__)
 
@@ -81,17 +81,17 @@ def load_checkpoint(
         kernels = cpu_kernels(args, parameters, ranks)
         if kernels and model.dtype in TOLERANCE:
             _pack_codes(args, model, kernels)
-    on_triton = not parts and _uses_triton(args, device)
-    if on_triton:
+    on_triton = _uses_triton(args, device) and all(part.samples for part in parts)
+    if on_triton and not parts:
         _pack_for_triton(model, rounded)
     if not kernels:
         widen(model)
     dequantize(weights.whole)  # what has no kernel
     _require_rounding(args, model)
     saves = int4_saves(model, stored) if kernels and args.quantization is None else 0
-    kernel = _attention(args, device, model.dtype, kernels)
+    kernel = causal = _attention(args, device, model.dtype, kernels)
     if device.type == "cuda" and any(part.sees_ahead for part in parts):
-        kernel = SeeingAhead(kernel)
+        kernel = SeeingAhead(causal)
     pages = page_type(args.kv_cache_dtype, model.dtype, kernel)
     parts += parts_around(args, model, rounds)
     paged = _page(weights, kernel, args.page_size)
@@ -102,10 +102,10 @@ def load_checkpoint(
     for part in parts:
         part.over(decoder)
     step_model: StepModel = paged
-    gpu_model: GpuDecoder | None = None
+    gpu_model: Recordable | None = None
     if on_triton:
-        alone = not (peers or reads_states(args) or parts)
-        gpu_model = _on_triton(paged, kernel, args.page_size, whole=alone)
+        alone = not (peers or reads_states(args))
+        gpu_model = _on_triton(paged, causal, args, parts, whole=alone)
         step_model = gpu_model or paged
     if kernels and model.dtype in TOLERANCE:
         step_model = on_cpu_kernels(paged, kernels, rounded, parts, whole=not peers)
@@ -210,14 +210,30 @@ def _pack_for_triton(model: PreTrainedModel, rounded: Quantization | None) -> No
 
 
 def _on_triton(
-    paged: PagedModel, attention: PagedAttention, page_size: int, *, whole: bool
-) -> "GpuDecoder | None":
-    """Puts the experts on Triton's kernels, and all of a ``whole`` model if it is recognized."""
-    from rayfin.actors.runner.gpu.decoder import build_gpu_decoder
-    from rayfin.actors.runner.gpu.experts import group_experts  # Triton is not everywhere
+    paged: PagedModel,
+    attention: PagedAttention,
+    args: EngineArgs,
+    parts: Sequence[ModelPart],
+    *,
+    whole: bool,
+) -> "Recordable | None":
+    """Puts the experts on Triton's kernels, and all of a ``whole`` model if it is recognized.
 
-    group_experts(paged, page_size)
-    return build_gpu_decoder(paged, attention, page_size) if whole else None
+    Returns:
+        What CUDA graphs can record; None if it is not ``whole``, or cannot be recorded.
+    """
+    from rayfin.actors.runner.gpu.decoder import build_gpu_decoder  # Triton is not everywhere
+    from rayfin.actors.runner.gpu.experts import group_experts
+    from rayfin.actors.runner.gpu.graph_model import build_graph_model
+
+    group_experts(paged, args.page_size)
+    if not whole:
+        return None
+    fold = not any(part.hooks_layers for part in parts)
+    decoder = build_gpu_decoder(paged, attention, args.page_size, fold=fold)
+    if decoder is not None or args.enforce_eager:
+        return decoder
+    return build_graph_model(paged, attention, args.page_size)
 
 
 def on_cpu_kernels(

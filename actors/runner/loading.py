@@ -43,7 +43,7 @@ from rayfin.kernels.triton.available import can_use_triton
 if TYPE_CHECKING:  # each of them imports modelling code, Triton, or all classes of configurations
     from transformers import PretrainedConfig
 
-    from rayfin.actors.runner.gpu.decoder import GpuDecoder
+    from rayfin.actors.runner.gpu.prompt_graphs import Recordable
     from rayfin.actors.runner.models.recurrent import RecurrentLayers
     from rayfin.actors.runner.parallel.groups import ProcessGroups
     from rayfin.actors.runner.sampling.sampler import StepSampler
@@ -65,7 +65,7 @@ class LoadedModel:
     device: torch.device
     config: "PretrainedConfig | StoredConfig"
     model: StepModel
-    gpu_model: "GpuDecoder | None"  # the same model, if CUDA graphs can record it
+    gpu_model: "Recordable | None"  # the same model, if CUDA graphs can record it
     page_type: torch.dtype
     kernels: CpuKernels | None
     peers: "ProcessGroups | None"  # of a rank among several

@@ -6,6 +6,7 @@ import torch
 
 from rayfin.kernels import reference
 from rayfin.kernels.attention.torch_backend import paged_attention as torch_paged_attention
+from rayfin.kernels.attention.write_kv import write_kv
 from rayfin.kernels.cpu.attention import CpuAttention
 from rayfin.kernels.cpu.kernels import CpuKernels
 from rayfin.kernels.shapes import PagedAttention, PagedBatch
@@ -63,6 +64,7 @@ class SeeingAhead:
     def __init__(self, attention: PagedAttention) -> None:
         self._attention = attention
         self.page_types = page_types(attention)
+        self.write_kv = getattr(attention, "write_kv", write_kv)
 
     def __call__(
         self,

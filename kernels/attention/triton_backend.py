@@ -8,6 +8,7 @@ import torch
 from rayfin.kernels.shapes import PagedBatch, to_device
 from rayfin.kernels.triton.device import attention_kernels
 from rayfin.kernels.triton.device.attention_kernels import attend_tiles
+from rayfin.kernels.triton.layers import store_kv
 from rayfin.kernels.triton.pdl import launch_options
 from rayfin.kernels.triton.tile_map import TileMap, make_tile_map
 from rayfin.kernels.triton.trials import PER_KEY, TWO_LOOPS, WORDS, trials
@@ -167,6 +168,17 @@ class TritonAttention:
                 **launch_options(launch.pdl),
             )
         return out
+
+    @staticmethod
+    def write_kv(
+        key: torch.Tensor,
+        value: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """`write_kv.write_kv` in one launch; tokens with a negative slot are not written."""
+        store_kv(key, value, k_pages, v_pages, slots)
 
     def _form_of(self, pages: torch.dtype, sizes: Sizes) -> int:
         fits = sizes.dtype.itemsize == 2 and not (sizes.key_dim % 4 or sizes.value_dim % 4)

@@ -1,6 +1,11 @@
 """Writes a step's keys and values to their pages."""
 
+from collections.abc import Callable
+
 import torch
+
+WriteKV = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""`write_kv`, or a backend's own."""
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max

@@ -149,6 +149,36 @@ def rope_and_write_kv(
     return query
 
 
+def store_kv(
+    key: torch.Tensor,  # [T, Hkv, Dk]
+    value: torch.Tensor,  # [T, Hkv, Dv]
+    k_pages: torch.Tensor,  # [num_pages, page_size, Hkv, Dk]
+    v_pages: torch.Tensor,  # [num_pages, page_size, Hkv, Dv]
+    slots: torch.Tensor,  # [T] int64
+) -> None:
+    """Writes keys and values to their slots; tokens with a negative one are not written."""
+    tokens, kv_heads, key_dim = key.shape
+    value_dim = value.shape[2]
+    if not tokens:
+        return
+    key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
+    kernels.store_kv[(tokens,)](
+        key,
+        value,
+        k_pages,
+        v_pages,
+        slots,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        KV_HEADS=kv_heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        HEADS_WIDTH=triton.next_power_of_2(kv_heads),
+        WIDTH=triton.next_power_of_2(max(key_dim, value_dim)),
+        num_warps=4,
+    )
+
+
 def gate(
     gate_up: torch.Tensor,  # [T, 2 F] = [gate | up]
     activation: str,

@@ -89,4 +89,5 @@ def make_graphs(
         max_tokens=limits.max_batch_tokens,
         device=loaded.device,
         draft=None if drafts is None else drafts.gpu_model,
+        parts=loaded.parts,
     )

@@ -1,12 +1,13 @@
 """The inputs of multi-step decoding, at fixed addresses on the device; each step advances them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from rayfin.actors.messages import BoolArray, Int32Array, Int64Array, SchedulerInfo
+from rayfin.actors.runner.parts.model_part import RowInput
 from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.kernels.attention.triton_backend import (
     LAUNCHES,
@@ -131,6 +132,7 @@ class DecodeState:
         page_size: int,
         device: torch.device,
         starts_early: Callable[[int], bool] = lambda rows: False,
+        row_inputs: Sequence[RowInput] = (),
     ) -> None:
         def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.zeros(shape or (max_rows,), dtype=dtype, device=device)
@@ -151,6 +153,10 @@ class DecodeState:
         self.slots = zeros(torch.int64)
         self.sampled, self.drawn = zeros(torch.int64), zeros(torch.int64)
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._row_inputs = row_inputs
+        self._numbers_of_rows = {
+            each.name: zeros(torch.int64).fill_(each.neutral) for each in row_inputs
+        }
 
     def use(self, slots: RequestSlots) -> None:
         """Loads rows of ``slots`` from now on, which are new and of the same sizes."""
@@ -161,6 +167,8 @@ class DecodeState:
         """Makes all rows padding: a step then reads and writes nothing of them."""
         self._new_rows[0].fill_(-1)
         self.remaining.zero_()
+        for each in self._row_inputs:
+            self._numbers_of_rows[each.name].fill_(each.neutral)
         self.launches.fill(bucket, self._new_rows)
 
     def load(self, info: SchedulerInfo, steps: Int32Array, bucket: int, unread: BoolArray) -> None:
@@ -204,6 +212,20 @@ class DecodeState:
         )
         self.launches.fill(bucket, self._new_rows)
 
+    def numbers_of(self, ids: Int32Array) -> dict[str, Int64Array]:
+        """The row inputs [R] that a call with slots ``ids`` [R] needs, by name."""
+        given = {each.name: each.of_slots(ids) for each in self._row_inputs}
+        return {name: numbers for name, numbers in given.items() if numbers is not None}
+
+    def load_numbers(self, numbers: dict[str, Int64Array], bucket: int) -> None:
+        """Loads the row inputs of a multi-step call; the bucket's other rows have neutral ones."""
+        for each in self._row_inputs:
+            if each.name in numbers:
+                padded: Int64Array = np.full(bucket, each.neutral, np.int64)
+                padded[: len(numbers[each.name])] = numbers[each.name]
+                target = self._numbers_of_rows[each.name][:bucket]
+                target.copy_(staged(padded, target.device), non_blocking=True)
+
     def prepare(self, bucket: int) -> None:
         """Computes the slots of the step's keys and values, and its attention items."""
         prepare_rows[(bucket,)](
@@ -229,8 +251,12 @@ class DecodeState:
             **launch_options(self._starts_early(bucket)),
         )
 
-    def batch(self, bucket: int) -> PagedBatch:
-        """The batch for attention, whose lengths are in the launches' items."""
+    def batch(self, bucket: int, names: Sequence[str] = ()) -> PagedBatch:
+        """The batch for attention, whose lengths are in the launches' items.
+
+        Args:
+            names: of the row inputs that the step reads.
+        """
         rows: Int64Array = np.arange(bucket + 1)
         return PagedBatch(
             query_start=self._starts[: bucket + 1],
@@ -242,7 +268,10 @@ class DecodeState:
             kv_len_cpu=rows[1:],
             decoding=bucket,
             page_size=self._page_size,
-            scratch={LAUNCHES: self.launches},
+            scratch={
+                LAUNCHES: self.launches,
+                **{name: self._numbers_of_rows[name][:bucket] for name in names},
+            },
         )
 
     def sampling(self, bucket: int) -> SamplingRows:

@@ -1,6 +1,8 @@
 """A recognized decoder on the Triton kernels: merged projections, fused kernels between them."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +21,12 @@ from rayfin.actors.runner.gpu.weights import (
     weight_of,
 )
 from rayfin.actors.runner.models.inspect_decoder import DecoderSpec, inspect_decoder
-from rayfin.actors.runner.models.inspect_layers import LayerParts
+from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, Linear
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.replace import PROBE_PAGE_SIZE, verified_replacement
 from rayfin.actors.runner.models.step_model import Tables
-from rayfin.cache.kv_tensors import KVLayout, KVTensors
+from rayfin.actors.runner.parts.model_part import ADAPTERS, SHIFTS
+from rayfin.cache.kv_tensors import KVTensors
 from rayfin.kernels.attention.triton_backend import Sizes
 from rayfin.kernels.cpu.decoder import DecoderShape
 from rayfin.kernels.shapes import PagedAttention, PagedBatch
@@ -38,6 +41,22 @@ from rayfin.kernels.triton.products import (
     product,
 )
 from rayfin.kernels.triton.quantized import CodedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The layers of one product, which have an input in common: queries, keys and values, ..."""
+
+    paths: tuple[str, ...]
+    inputs: int
+    outputs: tuple[int, ...]  # of each path
+
+
+class LowRank(Protocol):
+    """Adds what adapters add to the products of a decoder."""
+
+    def add(self, place: Place, x: torch.Tensor, out: torch.Tensor, rows: torch.Tensor) -> None:
+        """Adds to ``out`` [T, N] what the adapters ``rows`` [T] int64 make of ``x`` [T, K]."""
 
 
 class GpuDecoder:
@@ -67,17 +86,16 @@ class GpuDecoder:
     (`rayfin.kernels.triton.pdl`). The embedding is torch's and is launched without it: whatever a
     step's inputs are copied or computed by is complete when the first layer starts. So is the
     norm before the head, whose neighbours are torch's.
+
+    Steps with embeddings of images, other rotary positions or tokens that see later ones run on the
+    modules of ``paged``, which share the weights. Steps of some adapters have ten launches more in
+    each layer, and norms that are not folded.
     """
 
-    def __init__(
-        self,
-        parts: DecoderSpec,
-        attention: PagedAttention,
-        layouts: list[KVLayout],
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, parts: DecoderSpec, attention: PagedAttention, paged: PagedModel) -> None:
         self._shape: DecoderShape = parts.shape
         self.attention = attention
+        self._paged = paged
         self._embedding = parts.embedding.weight
         self._head, self._head_bias = weight_of(parts.head), parts.head.bias
         self._final_norm = parts.final_norm
@@ -88,8 +106,10 @@ class GpuDecoder:
         ]
         self._tables: Tables = []
         self._pages: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.layouts = layouts
-        self.dtype = dtype
+        self.layouts = paged.layouts
+        self.dtype = paged.dtype
+        self.places = _places(parts.layers, paged.transformer)
+        self.low_rank: LowRank | None = None
         coded = any(layer.is_coded for layer in self._layers)
         self.few_rows = 0 if coded else few_rows(self._embedding.shape[1])
         self.pdl = False
@@ -117,6 +137,7 @@ class GpuDecoder:
     def bind(self, cache: KVTensors) -> None:
         """Makes the layers keep their keys and values in ``cache``. What was recorded is over."""
         self.replay = None
+        self._paged.bind(cache)
         self._pages = list(zip(cache.keys, cache.values, strict=True))
         positions = cache.num_pages * cache.page_size  # no request is longer than all pages
         self._tables = [
@@ -127,9 +148,14 @@ class GpuDecoder:
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """The logits [S, V] of the tokens at ``inputs.sampled``; the cache gets all T tokens."""
+        batch = inputs.batch
+        if inputs.given is not None or inputs.rope_positions is not None:
+            return self._paged.forward(inputs)
+        if batch.sees_to is not None:
+            return self._paged.forward(inputs)
         stream = None if self.replay is None else self.replay(inputs)
         if stream is None:
-            stream = self.stream(inputs.input_ids, inputs.batch)
+            stream = self.stream(inputs.input_ids, batch)
         return self.logits(stream, inputs.sampled)
 
     def stream(self, input_ids: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
@@ -137,6 +163,12 @@ class GpuDecoder:
         hidden = F.embedding(input_ids, self._embedding)
         if self._shape.embedding_scale != 1.0:
             hidden = hidden * self._shape.embedding_scale
+        if SHIFTS in batch.scratch:
+            batch = replace(batch, positions=batch.positions + batch.scratch[SHIFTS])
+        if ADAPTERS in batch.scratch:
+            for number in range(len(self._layers)):
+                self._run_adapted(number, hidden, batch)
+            return hidden
         run_layer = self._run_few if len(hidden) <= self.few_rows else self._run_many
         for layer, pages in zip(self._layers, self._pages, strict=True):
             run_layer(layer, pages, hidden, batch)
@@ -202,6 +234,26 @@ class GpuDecoder:
         gate_up, behind = self._project(mlp.gate_up, hidden)
         x = gate(gate_up, NAMES[self._shape.activation], eps=eps, behind=behind)
         self._add_many(x, mlp.down, mlp.down_bias, layer.mlp_out_norm, hidden)
+
+    def _run_adapted(self, number: int, hidden: torch.Tensor, batch: PagedBatch) -> None:
+        """Layer ``number`` with the adapters of some rows; ``hidden`` [T, hidden] in place."""
+        layer, mlp, rows = self._layers[number], self._layers[number].mlp, batch.scratch[ADAPTERS]
+        qkv, out, gate_up, down = self.places[number]
+        assert self.low_rank is not None and isinstance(mlp, GatedMlp)
+        x = self._normed(layer.qkv.norm, hidden)
+        y = multiply(x, layer.qkv.weight, layer.qkv.bias)
+        self.low_rank.add(qkv, x, y, rows)
+        x = self._attend(layer, self._pages[number], y, None, batch)
+        y = multiply(x, layer.attention_out, layer.attention_out_bias)
+        self.low_rank.add(out, x, y, rows)
+        self._add_normed(y, layer.attention_out_norm, hidden)
+        x = self._normed(mlp.gate_up.norm, hidden)
+        y = multiply(x, mlp.gate_up.weight, mlp.gate_up.bias)
+        self.low_rank.add(gate_up, x, y, rows)
+        x = gate(y, NAMES[self._shape.activation])
+        y = multiply(x, mlp.down, mlp.down_bias)
+        self.low_rank.add(down, x, y, rows)
+        self._add_normed(y, layer.mlp_out_norm, hidden)
 
     def _project(
         self, projection: Projection, hidden: torch.Tensor
@@ -314,6 +366,28 @@ class GpuDecoder:
         return out.flatten(1)
 
 
+def _places(layers: list[LayerParts], model: nn.Module) -> list[tuple[Place, ...]]:
+    """The four products of each layer; fewer if its MLP is a mixture."""
+    paths = {module: path for path, module in model.named_modules()}
+
+    def place(*linears: Linear) -> Place:
+        outputs = tuple(linear.out_features for linear in linears)
+        return Place(tuple(paths[one] for one in linears), linears[0].in_features, outputs)
+
+    return [
+        (
+            place(*layer.query_key_value),
+            place(layer.attention_out),
+            *(
+                (place(*layer.mlp.gate_up), place(layer.mlp.down))
+                if isinstance(layer.mlp, GatedParts)
+                else ()
+            ),
+        )
+        for layer in layers
+    ]
+
+
 def multiply(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """x W^T + b: [T, N]."""
     if isinstance(weight, CodedWeight):
@@ -323,13 +397,20 @@ def multiply(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torc
 
 @torch.inference_mode()
 def build_gpu_decoder(
-    paged: PagedModel, attention: PagedAttention, page_size: int = PROBE_PAGE_SIZE
+    paged: PagedModel,
+    attention: PagedAttention,
+    page_size: int = PROBE_PAGE_SIZE,
+    *,
+    fold: bool = True,
 ) -> "GpuDecoder | None":
     """The model on Triton kernels, or None if it is not recognized or its results differ.
 
     Mixtures are recognized after `group_experts` has replaced their experts.
     The merged weights replace the transformers model's, which shares them and stays usable. With
     folded norms weights are rounded once, instead of each activation.
+
+    Args:
+        fold: False if something reads what norms give to the layers behind them.
     """
     if paged.dtype not in TOLERANCE:
         return None
@@ -338,11 +419,12 @@ def build_gpu_decoder(
         parts = inspect_decoder(paged, GroupedExperts)
         if make_alike(paged.transformer, parts.layers):
             parts = inspect_decoder(paged, GroupedExperts)
-        decoder = GpuDecoder(parts, attention, paged.layouts, paged.dtype)
+        decoder = GpuDecoder(parts, attention, paged)
         few, decoder.few_rows = decoder.few_rows, 0
         yield decoder  # before norms are folded: until then the transformers model is unchanged
-        decoder.fold_norms(parts.layers)
-        yield decoder
+        if fold:
+            decoder.fold_norms(parts.layers)
+            yield decoder
         decoder.few_rows = few
         yield decoder
         if can_use_pdl(paged.device):

@@ -10,7 +10,7 @@ row requests them.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,10 @@ from rayfin.actors.runner.gpu.decode_state import (
     bucket_sizes,
     max_steps_per_row,
 )
-from rayfin.actors.runner.gpu.decoder import GpuDecoder
 from rayfin.actors.runner.gpu.graph_extras import GraphExtras, GraphLogprobs
 from rayfin.actors.runner.gpu.graph_tokens import GraphTokens, SideStream
-from rayfin.actors.runner.gpu.prompt_graphs import PromptGraphs
+from rayfin.actors.runner.gpu.prompt_graphs import PromptGraphs, Recordable
+from rayfin.actors.runner.parts.model_part import ModelPart
 from rayfin.actors.runner.request_slots import NO_LOGPROBS, RequestSlots
 from rayfin.actors.runner.sampling.device_rules import RowTokenRules
 from rayfin.kernels.triton.logprobs import MAX_TOP_LOGPROBS
@@ -104,7 +104,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: GpuDecoder,
+        model: Recordable,
         slots: RequestSlots,
         *,
         rows: int,
@@ -113,15 +113,18 @@ class DecodeGraphs:
         max_num_steps: int,
         max_tokens: int,
         device: torch.device,
-        draft: GpuDecoder | None = None,
+        draft: Recordable | None = None,
+        parts: Sequence[ModelPart] = (),
     ) -> None:
         self._model = model
+        self._parts = parts
         self._slots = slots
         self._page_size = page_size
         self._sizes = bucket_sizes(rows)
         max_rows = self._sizes[-1]
         sizes = (max_rows, pages_per_request, page_size)
-        self._state = DecodeState(slots, *sizes, device, model.starts_early)
+        row_inputs = [row_input for part in parts for row_input in part.row_inputs]
+        self._state = DecodeState(slots, *sizes, device, model.starts_early, row_inputs)
         self._extras = GraphExtras(max_rows, max_num_steps, device)
         self._rows = torch.arange(max_rows, device=device)
         on_gpu = device.type == "cuda"
@@ -133,11 +136,13 @@ class DecodeGraphs:
         self._unread: BoolArray = np.zeros(len(slots.num_pages), np.bool_)
         """By slot: its last token has not been collected, so that only the device has it."""
         self._record = CudaRecorder() if on_gpu else _run_once
-        self._replays: dict[tuple[int, bool], Callable[[], None]] = {}
+        self._replays: dict[tuple[int, bool, tuple[str, ...]], Callable[[], None]] = {}
         # Compiles the kernels of extras: of many rows, and of few, which start early. Others record
-        # theirs at first use.
-        self._replay(max_rows, extras=True)
-        self._replay(self._sizes[0], extras=True)
+        # theirs at first use. So do those that read numbers of rows.
+        for size in (max_rows, self._sizes[0]):
+            self._replay(size, extras=True)
+            for row_input in row_inputs:
+                self._replay(size, extras=False, names=(row_input.name,))
         for size in reversed(self._sizes):  # the largest first, whose memory the others reuse
             self._replay(size, extras=False)
         self._layers = [
@@ -184,10 +189,16 @@ class DecodeGraphs:
         )
 
     def left_out(self, ids: Int32Array) -> BoolArray:
-        """Which of the slots [R] ask for log probabilities that graphs do not give."""
-        many: BoolArray = self._slots.logprobs[ids] > MAX_TOP_LOGPROBS
+        """Which of the slots [R] ask for log probabilities that graphs do not give, or whose part
+        of a model they do not have."""
+        left: BoolArray = self._slots.logprobs[ids] > MAX_TOP_LOGPROBS
         named = self._slots.logprob_ids
-        return many | np.isin(ids, list(named)) if named else many
+        if named:
+            left |= np.isin(ids, list(named))
+        for part in self._parts:
+            if (of_part := part.left_out(ids)) is not None:
+                left |= of_part
+        return left
 
     @torch.inference_mode()
     def begin(self, info: SchedulerInfo, rules: RowTokenRules | None) -> None:
@@ -205,9 +216,12 @@ class DecodeGraphs:
         assert not (extras and self.queued)
         taken = [call.tokens for call in self.queued]
         tokens = next(each for each in self._tokens if each not in taken)
-        replay = self._replay(bucket, extras)  # before the load: to record runs the step
+        numbers = self._state.numbers_of(info.ids)
+        # Before the load: to record runs the step.
+        replay = self._replay(bucket, extras, tuple(numbers))
         steps = max_steps_per_row(info, self._slots, self._page_size)
         self._state.load(info, steps, bucket, self._unread[info.ids])
+        self._state.load_numbers(numbers, bucket)
         if extras:
             self._extras.load(rules, num_logprobs, bucket)
         for step in range(info.num_steps):
@@ -241,17 +255,17 @@ class DecodeGraphs:
             logprobs = self._extras.collect(info.num_steps, call.num_logprobs)
         return MultiStepOutput(tokens, logprobs)
 
-    def _replay(self, bucket: int, extras: bool) -> Callable[[], None]:
+    def _replay(self, bucket: int, extras: bool, names: tuple[str, ...] = ()) -> Callable[[], None]:
         """The recorded step, which is recorded at its first use."""
-        key = (bucket, extras)
+        key = (bucket, extras, names)
         if key not in self._replays:
             self._state.empty(bucket)  # rows of the call before may not be among the bucket's
-            self._replays[key] = self._record(self._step(bucket, extras))
+            self._replays[key] = self._record(self._step(bucket, extras, names))
         return self._replays[key]
 
-    def _step(self, bucket: int, extras: bool) -> Callable[[], None]:
+    def _step(self, bucket: int, extras: bool, names: tuple[str, ...] = ()) -> Callable[[], None]:
         state, rows = self._state, self._rows[:bucket]
-        batch, sampling = state.batch(bucket), state.sampling(bucket)
+        batch, sampling = state.batch(bucket, names), state.sampling(bucket)
         early = self._model.starts_early(bucket)
 
         @torch.inference_mode()

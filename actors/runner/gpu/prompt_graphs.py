@@ -8,6 +8,7 @@ from the embeddings to the residual stream. The head and the sampling are launch
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import torch
 from rayfin.actors.messages import Int32Array
 from rayfin.actors.runner.batch import StepInputs
 from rayfin.actors.runner.gpu.decode_state import bucket_of
-from rayfin.actors.runner.gpu.decoder import GpuDecoder
+from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.kernels.attention.triton_backend import (
     LAUNCHES,
     Launch,
@@ -24,7 +25,7 @@ from rayfin.kernels.attention.triton_backend import (
     TritonAttention,
     make_launch,
 )
-from rayfin.kernels.shapes import PagedBatch, staged
+from rayfin.kernels.shapes import PagedAttention, PagedBatch, staged
 from rayfin.kernels.triton.products import NARROW
 from rayfin.kernels.triton.tile_map import ITEM_FIELDS, TileMap
 
@@ -55,6 +56,30 @@ def token_buckets(max_tokens: int, hidden: int) -> list[int]:
     """Numbers of tokens that get a graph, ascending, where a step has at most ``max_tokens``."""
     largest = min(max_tokens, MOST_TOKENS if hidden <= NARROW else MOST_WIDE_TOKENS)
     return [*(size for size in BUCKETS if size < largest), largest]
+
+
+class Recordable(StepModel, Protocol):
+    """A ``StepModel`` whose layers and head can be recorded: `GpuDecoder`, `GraphModel`."""
+
+    replay: Callable[[StepInputs], torch.Tensor | None] | None
+
+    @property
+    def attention(self) -> PagedAttention: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    def attention_sizes(self) -> list[Sizes]:
+        """The sizes of its layers' attention, each once."""
+
+    def starts_early(self, rows: int) -> bool:
+        """Whether the kernels of so many rows start before the ones before them end."""
+
+    def stream(self, input_ids: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        """What its layers give for T tokens [T, hidden]; the cache gets all of them."""
+
+    def logits(self, stream: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+        """The logits [S, V] of the rows ``sampled`` [S] of ``stream``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +207,7 @@ class PromptGraphs:
 
     def __init__(
         self,
-        model: GpuDecoder,
+        model: Recordable,
         record: Record,
         *,
         max_tokens: int,
@@ -222,7 +247,9 @@ class PromptGraphs:
         bucket = bucket_of(tokens, self._sizes)
         rows, width = batch.page_tables.shape
         fits = rows <= self._tables.shape[0] and width <= self._tables.shape[1]
-        if bucket is None or not fits or batch.sees_to is not None:
+        ahead = batch.sees_to is not None
+        other_inputs = inputs.given is not None or inputs.rope_positions is not None
+        if bucket is None or not fits or ahead or other_inputs:
             return None
         if not self._launches.fill(bucket, batch):
             return None

@@ -27,10 +27,11 @@ from rayfin.actors.runner.models.indexer import (
 )
 from rayfin.actors.runner.models.model_attention import redirect_attention, with_positions
 from rayfin.actors.runner.models.recurrent import RecurrentLayers, find_stateful
+from rayfin.actors.runner.parts.model_part import SHIFTS
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.attention.chosen import attend_chosen
-from rayfin.kernels.attention.write_kv import write_kv
-from rayfin.kernels.shapes import PagedAttention, within_chunks
+from rayfin.kernels.attention.write_kv import WriteKV, write_kv
+from rayfin.kernels.shapes import PagedAttention, PagedBatch, within_chunks
 
 ATTENTION = "rayfin"
 LAYER = "paged_layer"  # the attribute of an attention module that holds its AttentionLayer
@@ -151,6 +152,7 @@ class PagedLayer:
         self._k_pages = k_pages
         self._v_pages = v_pages
         self._kernel = kernel
+        self._write: WriteKV = getattr(kernel, "write_kv", write_kv)
         self._step = step
 
     def positions(self, query: torch.Tensor) -> torch.Tensor:
@@ -175,7 +177,7 @@ class PagedLayer:
         assert self._step.inputs is not None, "a forward outside of a step"
         batch = self._step.inputs.batch.of_group(self._group)
         k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, Hkv, D]
-        write_kv(k, v, self._k_pages, self._v_pages, batch.slots)
+        self._write(k, v, self._k_pages, self._v_pages, batch.slots)
         if self._limit is not None and self._limit.name == CHUNK:
             batch = within_chunks(batch, self._limit.tokens)
         elif self._limit is not None:
@@ -297,6 +299,7 @@ class PagedModel:
         self._picks_logits = "logits_to_keep" in accepted
         self._has_windows = False
         self._columns = 0  # of logits, at least
+        self._output: Any = None  # the type of what its layers give
         self.recurrent: RecurrentLayers | None = None
         redirect_attention(model, ATTENTION, rayfin_attention)
         redirect_indexers(model, ATTENTION, LAYER)
@@ -396,6 +399,58 @@ class PagedModel:
                 self.recurrent.end(complete=complete)
         missing = self._columns - output.shape[-1]
         return pad(output, (0, missing), value=-torch.inf) if missing > 0 else output
+
+    @property
+    def why_unrecorded(self) -> str | None:
+        """Why no CUDA graph can hold a step: the host has a part in it. None if one may."""
+        if self.recurrent is not None:
+            return "its layers keep states"
+        if self._indexers:
+            return "its layers choose keys"
+        if any(limit.name == CHUNK for limit in self._limits.values()):
+            return "its layers attend in chunks"
+        return None
+
+    def run_layers(self, tokens: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        """The hidden states [T, hidden] of ``tokens`` [T] that ``run_head`` takes."""
+        self._step.inputs = StepInputs(tokens, batch, tokens)
+        for layer in self._shared:
+            layer.restart()
+        positions = batch.positions
+        if SHIFTS in batch.scratch:
+            positions = positions + batch.scratch[SHIFTS]
+        options = {"position_ids": positions.unsqueeze(0)} if self._takes_positions else {}
+        try:
+            output = self._base(input_ids=tokens.unsqueeze(0), use_cache=False, **options)
+        finally:
+            self._step.inputs = None
+        self._output = type(output)
+        states: torch.Tensor = output.last_hidden_state[0]
+        return states
+
+    def run_head(self, states: torch.Tensor) -> torch.Tensor:
+        """The logits [S, V] of hidden states [S, hidden]: what the model does behind its layers."""
+        base = self._base
+        before = vars(base).pop("forward", None)
+        output = self._output(last_hidden_state=states.unsqueeze(0))
+        vars(base)["forward"] = lambda *_, **__: output
+        try:
+            logits = self._run(states.new_zeros(len(states), dtype=torch.int64), None, None)
+        finally:
+            del vars(base)["forward"]
+            if before is not None:
+                vars(base)["forward"] = before
+        missing = self._columns - logits.shape[-1]
+        return pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits
+
+    @property
+    def _base(self) -> Any:
+        """The model without its head."""
+        model: Any = self._model
+        if not isinstance(model, PreTrainedModel):
+            return model.model
+        decoder = model.get_decoder()  # type: ignore[no-untyped-call]
+        return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
 
     def _run(
         self,

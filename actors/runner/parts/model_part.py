@@ -1,9 +1,10 @@
 """``ModelPart``: what a model has beside its decoder, as a runner sees it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rayfin.actors.messages import BoolArray, Int32Array, Int64Array
 from rayfin.actors.parts import Need, PartFacts
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.observers import StepObserver
@@ -36,6 +37,25 @@ class Weights:
     compared: bool = True  # with transformers, once it is over pages; False: a part sees to that
 
 
+SHIFTS = "position shifts"
+"""Name of the row input that is added to positions, for rotary embeddings alone."""
+
+ADAPTERS = "adapters"
+"""Name of the row input that numbers adapters, from 0 on; -1: the base model."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowInput:
+    """A number for each row of a decode step that a CUDA graph reads, in `PagedBatch.scratch`.
+
+    A step in which no row needs it runs a graph without it.
+    """
+
+    name: str
+    neutral: int  # of rows that it does not change
+    of_slots: Callable[[Int32Array], Int64Array | None]  # [R]; None: no row needs it
+
+
 class ModelPart:
     """A part of a model; the defaults are those of one that changes nothing. To derive from."""
 
@@ -49,11 +69,17 @@ class ModelPart:
     sees_ahead = False  # its tokens may see later ones
     hooks_layers = False  # it adds to the outputs of single layers, which stay modules
 
+    row_inputs: Sequence[RowInput] = ()  # of CUDA graphs
+
     follows_weights = False  # it reads none of the decoder's weights for itself
 
     def takes(self, decoder: "CpuDecoder | None") -> bool:
         """Whether it works around a decoder that is one C call; None: around any."""
         return True
+
+    def left_out(self, slots: Int32Array) -> BoolArray | None:
+        """Which requests of ``slots`` [R] no CUDA graph computes; None: all are computed."""
+        return None
 
     def over(self, decoder: Decoder) -> None:
         """Takes the decoder over pages, whose layers are still modules with their sizes."""

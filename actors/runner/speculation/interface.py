@@ -105,7 +105,7 @@ class DraftPart(ModelPart):
     Args:
         token_layers: of the cache, in front of its own.
         bytes_per_request: of the states that wait for a head.
-        gpu_model: a draft model as a ``GpuDecoder``, if CUDA graphs can record it.
+        gpu_model: a draft model that CUDA graphs can record, or None.
     """
 
     def __init__(

@@ -182,6 +182,42 @@ def rope_and_write_kv(
     tl.store(v_pages + cell * VALUE_DIM + d[None, :], paged, mask=stored & is_value[:, None])
 
 
+@triton.jit(
+    do_not_specialize=["key_stride", "key_head_stride", "value_stride", "value_head_stride"]
+)
+def store_kv(
+    key,  # [T, Hkv, Dk]
+    value,  # [T, Hkv, Dv]
+    k_pages,  # [num_pages, page_size, Hkv, Dk], written
+    v_pages,  # [num_pages, page_size, Hkv, Dv], written
+    slots,  # [T] int64, negative = write nothing
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    KV_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    HEADS_WIDTH: tl.constexpr,  # up to a power of two
+    WIDTH: tl.constexpr,  # the larger of both, up to a power of two
+):
+    """Copies a token's keys and values to its slot. Program (token)."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS_WIDTH)[:, None]
+    d = tl.arange(0, WIDTH)[None, :]
+    slot = tl.load(slots + token)
+    exists = (head < KV_HEADS) & (slot >= 0)
+    cell = slot * KV_HEADS + head
+    source = key + token * key_stride + head * key_head_stride + d
+    x = tl.load(source, mask=exists & (d < KEY_DIM), other=0.0).to(tl.float32)
+    target = k_pages + cell * KEY_DIM + d
+    tl.store(target, to_page(x, k_pages), mask=exists & (d < KEY_DIM))
+    source = value + token * value_stride + head * value_head_stride + d
+    x = tl.load(source, mask=exists & (d < VALUE_DIM), other=0.0).to(tl.float32)
+    target = v_pages + cell * VALUE_DIM + d
+    tl.store(target, to_page(x, v_pages), mask=exists & (d < VALUE_DIM))
+
+
 @triton.jit
 def gate(
     gate_up,  # [T, 2 F]

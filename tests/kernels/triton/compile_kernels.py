@@ -37,12 +37,14 @@ from rayfin.kernels.triton.device import (
     expert_kernels,
     layer_kernels,
     logprob_kernels,
+    low_rank_kernels,
     quant_kernels,
     row_kernels,
     sample_kernels,
 )
 from rayfin.kernels.triton.device.attention_kernels import attend_tiles
 from rayfin.kernels.triton.experts import FEW, MANY, MAP_BLOCK
+from rayfin.kernels.triton.low_rank import INPUTS_AT_ONCE, OUTPUTS_AT_ONCE, RANKS_AT_ONCE
 from rayfin.kernels.triton.products import _programs
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -123,10 +125,28 @@ def layers() -> Iterator[Kernel]:
         name = f"turn and write, pages {stored}"
         yield name, layer_kernels.rope_and_write_kv, more, constants | behind, {"num_warps": 4}
 
+    strides = ("key_stride", "key_head_stride", "value_stride", "value_head_stride")
+    types = {"key": "*bf16", "value": "*bf16", "slots": "*i64"} | dict.fromkeys(strides, "i32")
+    constants = {"KV_HEADS": 8, "KEY_DIM": 128, "VALUE_DIM": 128, "HEADS_WIDTH": 8, "WIDTH": 128}
+    for stored in ("bf16", FP8):
+        more = types | dict.fromkeys(("k_pages", "v_pages"), f"*{stored}")
+        name = f"store, pages {stored}"
+        yield name, layer_kernels.store_kv, more, constants, {"num_warps": 4}
+
     types = {"gate_up": "*bf16", "out": "*bf16", "size": "i32", "eps": "fp32"} | end
     for activation in (0, 1, 2):
         constants = {"ACTIVATION": activation, "BLOCK": 4096} | behind
         yield f"gate {activation}", layer_kernels.gate, types, constants, {"num_warps": 8}
+
+
+def adapters() -> Iterator[Kernel]:
+    types = {"x": "*bf16", "a": "*bf16", "rows": "*i64", "h": "*fp32", "x_stride": "i32"}
+    constants = {"K": 4096, "RANKS": 48, "AT_ONCE": RANKS_AT_ONCE, "BLOCK": INPUTS_AT_ONCE}
+    yield "adapters: shrink", low_rank_kernels.shrink, types, constants, {"num_warps": 4}
+    types = {"h": "*fp32", "b": "*bf16", "scales": "*fp32", "rows": "*i64", "out": "*bf16"}
+    constants = {"N": 6144, "FIRST_END": 4096, "SECOND_END": 5120, "PARTS": 3}
+    constants |= {"RANK": 16, "WIDTH": 16, "BLOCK": OUTPUTS_AT_ONCE}
+    yield "adapters: expand", low_rank_kernels.expand, types, constants, {"num_warps": 4}
 
 
 def products() -> Iterator[Kernel]:
@@ -368,6 +388,7 @@ def main() -> None:
     for name, function, types, constants, options in [
         *attention(),
         *layers(),
+        *adapters(),
         *products(),
         *coded(SHARED_BYTES[args.arch]),
         *experts(),

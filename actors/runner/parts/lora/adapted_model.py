@@ -14,6 +14,7 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.runner.batch import StepInputs
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.models.paged_model import PagedModel
+from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.parts.lora.reader import Adapter
 from rayfin.actors.runner.parts.lora.store import AdapterStore
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
@@ -25,10 +26,13 @@ class AdaptedModel:
     """A ``StepModel`` over ``paged``, which adds to the outputs of its linear layers.
 
     The layers stay as they are, whatever they compute with (packed, 8-bit, on a GPU).
+
+    Args:
+        model: computes steps without adapters: ``paged``, or what shares its weights.
     """
 
-    def __init__(self, paged: PagedModel, store: AdapterStore) -> None:
-        self._paged = paged
+    def __init__(self, paged: PagedModel, store: AdapterStore, model: StepModel) -> None:
+        self._paged, self._model = paged, model
         self._store = store
         self._tokens = 0
         self._groups: list[tuple[Adapter, torch.Tensor]] = []  # of the current step
@@ -50,12 +54,14 @@ class AdaptedModel:
 
     def bind(self, cache: KVTensors) -> None:
         """Makes the layers keep their keys and values in ``cache``."""
-        self._paged.bind(cache)
+        self._model.bind(cache)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """The logits [S, V] of the tokens at ``inputs.sampled``; the cache gets all T tokens."""
         self._groups = group_tokens(self._store.of_rows(inputs.slots), inputs)
+        if not self._groups:
+            return self._model.forward(inputs)
         self._tokens = len(inputs.input_ids)
         try:
             return self._paged.forward(inputs)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -11,6 +11,7 @@ from rayfin.actors.adapters.files import AdapterFiles, read_ref
 from rayfin.actors.adapters.part import AdapterFacts, AdapterRef
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import AdapterUnavailable
+from rayfin.actors.messages import BoolArray, Int32Array
 from rayfin.actors.parts import Need
 from rayfin.actors.runner.cpu.build_decoder import TOLERANCE
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
@@ -18,7 +19,7 @@ from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.parts.lora.adapted_model import AdaptedDecoder, AdaptedModel, can_adapt
 from rayfin.actors.runner.parts.lora.reader import layer_sizes
 from rayfin.actors.runner.parts.lora.store import AdapterStore
-from rayfin.actors.runner.parts.model_part import Decoder, ModelPart
+from rayfin.actors.runner.parts.model_part import ADAPTERS, Decoder, ModelPart, RowInput
 from rayfin.actors.settings.lora_limits import (
     adapter_budget,
     least_adapters,
@@ -26,6 +27,9 @@ from rayfin.actors.settings.lora_limits import (
     loras_in_step,
 )
 from rayfin.actors.timing import ADAPTER_FETCH_PAUSE_SECONDS, ADAPTER_FETCH_SECONDS
+
+if TYPE_CHECKING:
+    from rayfin.actors.runner.parts.lora.device_tables import DeviceTables
 
 
 def make_adapters(args: EngineArgs, model: PreTrainedModel, rounded: bool) -> "AdaptersPart | None":
@@ -41,6 +45,7 @@ class AdaptersPart(ModelPart):
 
     def __init__(self, args: EngineArgs) -> None:
         self._args = args
+        self._tables: DeviceTables | None = None
 
     def over(self, decoder: Decoder) -> None:
         args, paged = self._args, decoder.paged
@@ -72,7 +77,26 @@ class AdaptersPart(ModelPart):
     def wrap(self, model: StepModel, decoder: Decoder) -> StepModel:
         if isinstance(model, CpuDecoder):
             return AdaptedDecoder(model, self.store)
-        return AdaptedModel(decoder.paged, self.store)
+        if model is not decoder.paged:  # a GPU's
+            self._put_on_device(model)
+        return AdaptedModel(decoder.paged, self.store, model)
+
+    def _put_on_device(self, model: StepModel) -> None:
+        """Makes decode steps of a recognised decoder take adapters in CUDA graphs."""
+        from rayfin.actors.runner.gpu.decoder import GpuDecoder  # Triton is not everywhere
+        from rayfin.actors.runner.parts.lora.device_tables import DeviceTables
+
+        if not isinstance(model, GpuDecoder) or not DeviceTables.fit(model, self.store):
+            return
+        entries = loras_in_step(self._args, "cuda")
+        self._tables = DeviceTables(model, self.store, entries, self._args.max_lora_rank)
+        model.low_rank = self._tables
+        self.row_inputs = (RowInput(ADAPTERS, -1, self._tables.numbers),)
+
+    def left_out(self, slots: Int32Array) -> BoolArray | None:
+        if self._tables is None:
+            return self.store.adapted(slots)
+        return self._tables.left_out(slots)
 
     def prepare(self, needs: Sequence[Need], *, at_once: bool = False) -> None:
         self.store.prepare(need.what for need in needs if isinstance(need.what, AdapterRef))

@@ -7,12 +7,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from rayfin.actors.adapters.files import AdapterFiles
 from rayfin.actors.adapters.part import AdapterRef, AdapterUsage, short
 from rayfin.actors.errors import AdapterUnavailable, RayfinError
-from rayfin.actors.messages import Int32Array, SchedulerInfo, StepResult
+from rayfin.actors.messages import BoolArray, Int32Array, SchedulerInfo, StepResult
 from rayfin.actors.runner.observers import Observer
 from rayfin.actors.runner.parts.lora.reader import Adapter, LayerSizes, read_adapter
 from rayfin.kernels.cpu.kernels import CpuKernels
@@ -64,8 +65,8 @@ class AdapterStore(Observer):
         self._max_adapters = max_adapters
         self.budget = budget
         self._max_rank = max_rank
-        self._dtype = dtype
-        self._device = device
+        self.dtype = dtype
+        self.device = device
         self._kernels = kernels
         self._lock = threading.Lock()
         self._adapters: OrderedDict[str, Adapter] = OrderedDict()  # by digest
@@ -141,6 +142,28 @@ class AdapterStore(Observer):
             rows.append(None if ref is None else self._adapters[ref.digest])
         return rows if any(adapter is not None for adapter in rows) else []
 
+    def adapted(self, slots: Int32Array) -> BoolArray | None:
+        """Which of the ``slots`` [R] have an adapter; None if none has."""
+        if not self._of_slot:
+            return None
+        adapted: BoolArray = np.isin(slots, list(self._of_slot))
+        return adapted if adapted.any() else None
+
+    def digests(self, slots: Int32Array) -> list[str | None] | None:
+        """The adapters of ``slots`` [R]; None if none of them has any."""
+        if self.adapted(slots) is None:
+            return None
+        refs = (self._of_slot.get(slot) for slot in slots.tolist())
+        return [None if ref is None else ref.digest for ref in refs]
+
+    def used(self) -> set[str]:
+        """The adapters of running requests."""
+        return {ref.digest for ref in list(self._of_slot.values())}
+
+    def get(self, digest: str) -> Adapter:
+        """Returns an adapter that is here."""
+        return self._adapters[digest]
+
     def _read(self, ref: AdapterRef) -> None:
         with self._lock:
             if ref.digest in self._adapters:
@@ -149,7 +172,7 @@ class AdapterStore(Observer):
         started = time.perf_counter()
         try:
             files = self._fetch(ref)  # two threads may read the same: rare, and both are right
-            where = (self._dtype, self._device, self._kernels)
+            where = (self.dtype, self.device, self._kernels)
             adapter = read_adapter(files, self.sizes, self._max_rank, *where)
         except RayfinError:
             with self._lock:
@@ -163,7 +186,7 @@ class AdapterStore(Observer):
             self._evict()
 
     def _evict(self) -> None:
-        used = {ref.digest for ref in list(self._of_slot.values())}
+        used = self.used()
         used.add(next(reversed(self._adapters)))  # what was just read is about to be used
         for digest in [digest for digest in self._adapters if digest not in used]:
             if len(self._adapters) <= self._max_adapters and self._bytes <= self.budget:

@@ -25,13 +25,14 @@ from rayfin.actors.media.processed import WORDS, MediaProcessor, ProcessedMedia,
 from rayfin.actors.media.virtual_ids import put_virtual_ids
 from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.model_files.pooling_recipe import PoolingRecipe
+from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.models.mapped_weights import keep_narrow
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, set_attention
 from rayfin.actors.runner.models.replace import chunked_logits
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.models.weights import load_model
 from rayfin.actors.runner.observers import StepObserver
-from rayfin.actors.runner.parts.model_part import Decoder, ModelPart, Weights
+from rayfin.actors.runner.parts.model_part import SHIFTS, Decoder, ModelPart, RowInput, Weights
 from rayfin.actors.runner.parts.vision.encoder import MediaEncoder
 from rayfin.actors.runner.parts.vision.media_slots import MediaSlots, ModelRope
 from rayfin.actors.runner.parts.vision.text_view import TextView
@@ -81,6 +82,7 @@ class VisionPart(ModelPart):
         self.model, self.text = model, text
         self.processor, self.encoder, self.slots = processor, encoder, slots
         self.observers = (slots, encoder, *observers)
+        self.row_inputs = (RowInput(SHIFTS, 0, slots.shifts),)
         self.facts = MediaFacts(
             token_id=processor.media_token_id, num_bytes=cache_bytes, front_tokens=front_tokens
         )
@@ -171,7 +173,7 @@ def require_equal_media(
 ) -> None:
     """Compares a prompt with an image or clip, cut inside it, with the model's own forward.
 
-    Then the language model's modules are freed, unless ``text`` runs them.
+    Then the language model's modules are freed, unless ``text`` runs some steps on them.
 
     Args:
         rounded: ``text`` has weights of fewer bits.
@@ -203,7 +205,7 @@ def require_equal_media(
         )
     if ahead != "nothing":
         parts.facts = replace(parts.facts, uncut=Bidirectional(ahead, images[0].length))
-    if text is not paged:
+    if isinstance(text, CpuDecoder):
         parts.release()
 
 

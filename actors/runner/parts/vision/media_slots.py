@@ -70,6 +70,13 @@ class MediaSlots(Observer):
         """Those of the slot's request, if it has any."""
         return self._slots.get(slot)
 
+    def shifts(self, slots: Int32Array) -> Int64Array | None:
+        """From positions [R] behind prompts to those of rotary embeddings; None: all are equal."""
+        media = [self._slots.get(slot) for slot in slots.tolist()] if self._slots else []
+        if all(one is None or one.rope is None for one in media):
+            return None
+        return np.array([0 if one is None else one.delta for one in media], np.int64)
+
     def before(self, info: SchedulerInfo) -> None:
         for slot in info.finished:
             self._slots.pop(slot, None)

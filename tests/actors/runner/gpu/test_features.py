@@ -53,24 +53,71 @@ def has_graphs(engine: Any) -> bool:
 
 
 def test_adapters(two_layers: Any, served: Make, request_of: Make, tmp_path: Path) -> None:
-    """They run without graphs: no kernel multiplies by them."""
+    """Their decode steps are graphs too, by tables of two adapters, which three take in turn."""
     pytest.importorskip("peft")
-    from peft_adapters import generate, make_adapter, ref_of
+    from peft_adapters import KINDS, generate, make_adapter, ref_of
 
     folder = two_layers.folder
-    adapter = make_adapter(folder, tmp_path)
+    adapters = {
+        kind: make_adapter(folder, tmp_path / kind, seed, **KINDS[kind])
+        for seed, kind in enumerate(KINDS)
+    }
+    engine = served(folder, enable_lora=True, max_loras=2, **SETTINGS)
+    graphs = engine.runner._graphs
+    assert {names for *_, names in graphs._replays} == {(), ("adapters",)}
+    recorded, steps = graphs._state.load_numbers, []
+    graphs._state.load_numbers = lambda numbers, bucket: (
+        steps.append({name: given.tolist() for name, given in numbers.items()}),
+        recorded(numbers, bucket),
+    )
+    for first, second in ((None, "small"), ("small", "mixed"), ("rslora", None)):
+        requests = []
+        for key, kind in enumerate((first, second)):
+            request = request_of(key, PROMPT, OUTPUT)
+            if kind is not None:
+                request.use(ref_of(adapters[kind], kind))
+            requests.append(request)
+        tokens = engine.run(*requests)
+        for key, kind in enumerate((first, second)):
+            adapter = None if kind is None else adapters[kind]
+            assert tokens[key] == generate(folder, adapter, PROMPT, OUTPUT), kind
+    assert len(steps) >= 9
+    entries = [numbers["adapters"] for numbers in steps]
+    assert [-1, 0] in entries and [0, 1] in entries
+
+
+def test_an_adapter_that_no_graph_has(
+    two_layers: Any,
+    served: Make,
+    request_of: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its rows run on modules, the others in graphs."""
+    pytest.importorskip("peft")
+    from peft_adapters import generate, make_adapter, ref_of
+    from rayfin.actors.runner.parts.lora.device_tables import DeviceTables
+
+    monkeypatch.setattr(DeviceTables, "fit", lambda *_: False)
+    folder, adapter = two_layers.folder, make_adapter(two_layers.folder, tmp_path)
     engine = served(folder, enable_lora=True, **SETTINGS)
+    calls: list[int] = []
+    begin = engine.runner._graphs.begin
+    engine.runner._graphs.begin = lambda info, rules: (
+        calls.append(len(info.ids)),
+        begin(info, rules),
+    )
     adapted = request_of(1, PROMPT, OUTPUT)
     adapted.use(ref_of(adapter))
     tokens = engine.run(request_of(0, PROMPT, OUTPUT), adapted)
-    assert not has_graphs(engine) and tokens[0] != tokens[1]
-    assert tokens[0] == generate(folder, None, PROMPT, OUTPUT)
+    assert tokens[0] == generate(folder, None, PROMPT, OUTPUT) and set(calls) == {1}
     assert tokens[1] == generate(folder, adapter, PROMPT, OUTPUT)
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
 def test_images(family: str, served: Make, request_of: Make, tmp_path: Path) -> None:
     pytest.importorskip("PIL")
+    from rayfin.actors.runner.gpu.decoder import GpuDecoder
     from vision_models import EOS, VisionModel, picture
 
     model = VisionModel(family, tmp_path)
@@ -78,8 +125,15 @@ def test_images(family: str, served: Make, request_of: Make, tmp_path: Path) -> 
     engine = served(model.folder, **SETTINGS)
     request = request_of(0, ids, OUTPUT, eos=(EOS,))
     request.parts = images
+    engine.runner._model.forward = engine._forward
+    engine.runner._forward.run = engine._advance
+    steps = []
+    begin = engine.runner._graphs.begin
+    engine.runner._graphs.begin = lambda info, rules: (steps.append(info), begin(info, rules))
     assert engine.run(request)[0] == model.greedy(ids, images, OUTPUT)
-    assert not has_graphs(engine)
+    assert len(steps) >= OUTPUT - 2 and isinstance(engine.runner._loaded.gpu_model, GpuDecoder)
+    text = request_of(1, [5, 9, 3], OUTPUT, eos=(EOS,))
+    assert engine.run(text)[1] == model.greedy([5, 9, 3], (), OUTPUT)
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
