@@ -1,8 +1,10 @@
 """SchedulerInfo + RequestSlots -> the tensors of one step, by index arithmetic only."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rayfin.actors.messages import (
@@ -13,7 +15,7 @@ from rayfin.actors.messages import (
     SchedulerInfo,
 )
 from rayfin.actors.runner.request_slots import RequestSlots
-from rayfin.kernels.shapes import GroupedTables, PagedBatch, SamplingRows, to_device
+from rayfin.kernels.shapes import GroupedTables, PagedBatch, SamplingRows, all_to_device
 
 ALL = slice(None)
 
@@ -69,35 +71,47 @@ def build_inputs(
     query_start[:-1], query_start[-1] = info.chunk_idx, tokens
     widest = int(info.kv_page_len.max())
     rows = (info.last_pos >= 0).nonzero()[0]
+    at = info.ids[rows], kv_len[rows]
+    settings = slots.settings.unsent(at[0], device)
     tables = slots.page_tables[info.ids, :widest]
     places = slots.page_tables[slot, page] * np.int64(page_size) + within
-    groups = None
+    arrays: list[npt.NDArray[Any]] = [
+        query_start,
+        kv_len,
+        tables,
+        places,
+        positions,
+        input_ids.astype(np.int64),
+        (info.chunk_idx + info.last_pos)[rows].astype(np.int64),
+        at[1].astype(np.int64),
+    ]
     if len(slots.beside):
-        of_groups = np.concatenate([tables[None], slots.beside[:, info.ids, :widest]])
         more = slots.beside[:, slot, page] * np.int64(page_size) + within
-        both = to_device(of_groups, device), to_device(np.concatenate([places[None], more]), device)
-        groups = GroupedTables(*both)
+        arrays.append(np.concatenate([tables[None], slots.beside[:, info.ids, :widest]]))
+        arrays.append(np.concatenate([places[None], more]))
+    sent = all_to_device([*settings, *arrays], device)
+    of_rows, sent = sent[: len(settings)], sent[len(settings) :]
+    starts, lengths_on, tables_on, places_on, positions_on, ids, sampled, next_on, *groups = sent
     batch = PagedBatch(
-        query_start=to_device(query_start, device),
-        kv_len=to_device(kv_len, device),
-        page_tables=to_device(tables, device),
-        slots=to_device(places, device),
-        positions=to_device(positions, device),
+        query_start=starts,
+        kv_len=lengths_on,
+        page_tables=tables_on,
+        slots=places_on,
+        positions=positions_on,
         query_start_cpu=query_start,
         kv_len_cpu=kv_len,
         decoding=0 if info.num_guessed else info.decoding_batch,
         page_size=page_size,
-        groups=groups,
+        groups=GroupedTables(*groups) if groups else None,
     )
     inputs = StepInputs(
-        input_ids=to_device(input_ids.astype(np.int64), device),
+        input_ids=ids,
         batch=batch,
-        sampled=to_device((info.chunk_idx + info.last_pos)[rows].astype(np.int64), device),
+        sampled=sampled,
         slots=info.ids,
         first_prompt=info.decoding_batch,
     )
-    at = info.ids[rows], kv_len[rows]
-    return inputs, SampledRows(rows, *at, slots.settings.of(*at, device))
+    return inputs, SampledRows(rows, *at, slots.settings.rows(at[0], next_on, of_rows))
 
 
 def decoding_rows(info: SchedulerInfo, rows: Int64Array) -> SchedulerInfo:

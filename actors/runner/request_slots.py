@@ -1,8 +1,11 @@
 """The runner's mirror of the running requests: one permanent row per slot, fed by diffs."""
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rayfin.actors.messages import (
@@ -14,7 +17,7 @@ from rayfin.actors.messages import (
     SchedulerInfo,
 )
 from rayfin.actors.stop_table import StopTable
-from rayfin.kernels.shapes import SamplingRows, to_device
+from rayfin.kernels.shapes import SamplingRows, all_to_device
 
 NO_LOGPROBS = -1
 """In ``RequestSlots.logprobs``: the slot does not ask for any."""
@@ -135,23 +138,42 @@ class RowSettings:
         self, slots: Int32Array, positions: Int64Array | Int32Array, device: torch.device
     ) -> SamplingRows:
         """The settings of rows in ``slots`` [S], which sample tokens at ``positions`` [S]."""
-        kept, key = self._kept, slots.tobytes()
-        if kept is None or kept[:2] != (key, device):
-            kept = self._kept = (key, device, self._gathered(slots, device))
-        return kept[2](position=to_device(positions.astype(np.int64), device))
+        arrays = [positions.astype(np.int64), *self.unsent(slots, device)]
+        position, *sent = all_to_device(arrays, device)
+        return self.rows(slots, position, sent)
 
-    def _gathered(self, slots: Int32Array, device: torch.device) -> "partial[SamplingRows]":
-        temperature, top_k = self.temperature[slots], self.top_k[slots]
-        top_p, min_p = self.top_p[slots], self.min_p[slots]
-        return partial(
-            SamplingRows,
-            temperature=to_device(temperature, device),
-            top_k=to_device(top_k, device),
-            top_p=to_device(top_p, device),
-            min_p=to_device(min_p, device),
-            seed=to_device(self.seed[slots], device),
-            all_greedy=not temperature.any(),
-            any_top_k=bool(top_k.any()),
-            any_top_p=bool((top_p < 1).any()),
-            any_min_p=bool(min_p.any()),
-        )
+    def unsent(self, slots: Int32Array, device: torch.device) -> list[npt.NDArray[Any]]:
+        """The arrays that ``rows`` takes as tensors for ``slots`` [S]; none if it has them."""
+        if self._kept is not None and self._kept[:2] == (slots.tobytes(), device):
+            return []
+        arrays = (self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+        return [array[slots] for array in arrays]
+
+    def rows(
+        self, slots: Int32Array, position: torch.Tensor, sent: Sequence[torch.Tensor]
+    ) -> SamplingRows:
+        """As ``of``, of rows whose arrays are on the device: ``position`` [S] int64 is.
+
+        Args:
+            sent: the arrays of ``unsent``, on the device of ``position``.
+        """
+        if sent:
+            temperature, top_k, top_p, min_p, seed = sent
+            self._kept = (
+                slots.tobytes(),
+                position.device,
+                partial(
+                    SamplingRows,
+                    temperature=temperature,
+                    top_k=top_k,
+                    top_p=top_p,
+                    min_p=min_p,
+                    seed=seed,
+                    all_greedy=not self.temperature[slots].any(),
+                    any_top_k=bool(self.top_k[slots].any()),
+                    any_top_p=bool((self.top_p[slots] < 1).any()),
+                    any_min_p=bool(self.min_p[slots].any()),
+                ),
+            )
+        assert self._kept is not None
+        return self._kept[2](position=position)

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from rayfin.actors.messages import NewRequest, Sampling, SchedulerInfo
 from rayfin.actors.runner.batch import SampledRows, StepInputs, build_inputs
 from rayfin.actors.runner.request_slots import RequestSlots
+from rayfin.kernels import shapes
 
 Make = Callable[..., Any]
 PAGE_SIZE = 4
@@ -108,3 +110,34 @@ def test_sampling_rows(step_of: Make, row: Make) -> None:
     greedy = _build(step_of(row(0, [-1], kv_len=6, held=2, decoding=True)), slots)[1].settings
     assert greedy.all_greedy
     assert not (greedy.any_top_k or greedy.any_top_p or greedy.any_min_p)
+
+
+def test_a_step_travels_in_one_copy(
+    step_of: Make, row: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt beside decodes, with settings of rows that were in no step before."""
+    copies: list[int] = []
+
+    def send(array: np.ndarray, device: torch.device) -> torch.Tensor:
+        copies.append(array.nbytes)
+        return torch.from_numpy(array)
+
+    monkeypatch.setattr(shapes, "to_device", send)
+    slots = _prefilled(step_of, row)
+    info = step_of(
+        row(2, [-1], 4, held=2, new_pages=[3], decoding=True),
+        row(3, [30, 31, 32], held=1, new_pages=[1]),
+        new=[NewRequest(3, Sampling(0.7, 5, 0.8, 0.2, 9), 100)],
+    )
+    slots.apply(info)
+    given, at = build_inputs(info, slots, PAGE_SIZE, torch.device("cuda"))
+    assert len(copies) == 1
+    slots.settings.set(0, Sampling())  # as if the rows were new
+    wanted, wanted_at = build_inputs(info, slots, PAGE_SIZE, torch.device("cpu"))
+    assert given.input_ids.tolist() == wanted.input_ids.tolist()
+    for name in ("query_start", "kv_len", "page_tables", "slots", "positions"):
+        own, other = (getattr(each.batch, name) for each in (given, wanted))
+        assert own.dtype == other.dtype and own.tolist() == other.tolist(), name
+    for name in ("temperature", "top_k", "top_p", "min_p", "seed", "position"):
+        own, other = (getattr(each.settings, name) for each in (at, wanted_at))
+        assert own.dtype == other.dtype and own.tolist() == other.tolist(), name
