@@ -104,7 +104,7 @@ def load(graphs: Any, rows: int, runner: Any) -> Callable[[], None]:
     left = np.full(rows, REPLAYS, np.int32)
     with torch.inference_mode():
         graphs._state.load(info, left, rows, np.zeros(rows, np.bool_))
-    replay: Callable[[], None] = graphs._replays[rows, False]
+    replay: Callable[[], None] = graphs._replays[rows, False, ()]
     return replay
 
 

@@ -141,8 +141,8 @@ def test_the_tokens_of_an_eager_engine(run_both: Make) -> None:
     runner, graphs = leased.runner, leased.runner._graphs
     assert graphs is not None
     sizes = graphs._sizes  # kernels of extras compile now, those of few rows by a size of their own
-    assert {size for size, extras in graphs._replays if extras} == {sizes[0], sizes[-1]}
-    assert {size for size, extras in graphs._replays if not extras} == set(sizes)
+    assert {size for size, extras, _ in graphs._replays if extras} == {sizes[0], sizes[-1]}
+    assert {size for size, extras, _ in graphs._replays if not extras} == set(sizes)
     keys, tables = leased.runner._bound[1].keys, graphs._state._on_device.tables
     leased.executor.restart()  # as an adoption or a lost step does: pages and graphs stay
     assert runner._graphs is graphs and runner._bound[1].keys is keys

@@ -62,11 +62,11 @@ def test_the_tokens_of_an_engine_that_waits(
             assert not info.new_requests
         begin(self, info, rules)
 
-    def recorded(self: DecodeGraphs, bucket: int, extras: bool) -> Any:
+    def recorded(self: DecodeGraphs, bucket: int, *kind: Any) -> Any:
         """To record runs the step: no row of the call before, which may be larger, is in it."""
         for each in self._state.launches._graph_launches.values():
             assert not each.launch.items[: bucket + each.shape.programs, 2].any()
-        return record(self, bucket, extras)
+        return record(self, bucket, *kind)
 
     record = DecodeGraphs._step
     monkeypatch.setattr(DecodeGraphs, "_step", recorded)

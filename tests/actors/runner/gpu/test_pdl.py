@@ -89,7 +89,7 @@ def test_a_recorded_step_is_a_chain(
     assert graphs is not None and engine.runner._loaded.gpu_model.pdl
     launches.kernels.clear()
     with launches:
-        graphs._replays[2, False]()
+        graphs._replays[2, False, ()]()
     names = [name for name, _ in launches.kernels]
     early = [name for name, is_early in launches.kernels if is_early]
     layers = early[: early.index("find_highest")]
