@@ -23,7 +23,7 @@ from gpu_attention import attention, check_attention
 from gpu_bench import Bench
 from gpu_engine import actors, engine, fp8, graphs, idle, peer, prefill, prompts, release
 from gpu_products import check_coded, check_products, kernels, matmul
-from gpu_steps import check_steps, steps, steps_8b, steps_int4
+from gpu_steps import check_steps, features, steps, steps_8b, steps_int4
 
 from rayfin import __version__
 
@@ -47,6 +47,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "steps": steps,
     "steps_8b": steps_8b,
     "steps_int4": steps_int4,
+    "features": features,
     "fp8": fp8,
     "graphs": graphs,
     "idle": idle,

@@ -1,7 +1,9 @@
 """Whole decode steps: the device's time of each batch size's graph, and its kernels by name."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from gpu_paths import Paths, runner_of
 
 from rayfin import LLM, SamplingParams
 from rayfin.actors.messages import NewRequest, Sampling, SchedulerInfo
+from rayfin.actors.runner.parts.model_part import ADAPTERS
 from rayfin.actors.runner.request_slots import RequestSlots
 
 CONTEXT = 1024
@@ -74,8 +77,46 @@ def _steps(bench: Bench, shape: str, quantization: str | None = None) -> None:
     release(bench)
 
 
-def load(graphs: Any, rows: int, runner: Any) -> Callable[[], None]:
-    """Loads rows of one context, each with pages of its own; returns their step's replay."""
+def features(bench: Bench) -> None:
+    """Decode steps with adapters, and of transformers' own modules, beside the plain decoder's."""
+    if not bench.on_gpu:
+        print("\n(no graphs without a GPU)")
+        return
+    from rayfin.actors.runner.gpu import decoder as gpu_decoder  # Triton is not everywhere
+
+    columns = ("model", "rows", "ms", "times the plain one")
+    table = bench.table("features", f"Decode steps as graphs, 0.6B shape, {CONTEXT}", columns)
+    plain: dict[int, float] = {}
+    adapters = {"enable_lora": True, "max_loras": 8, "max_lora_rank": 16}
+    for name, options, named, merged in (
+        ("plain", {}, (), True),
+        ("adapters served, none used", adapters, (), True),
+        ("8 adapters of rank 16", adapters, (ADAPTERS,), True),
+        ("transformers' modules", {}, (), False),
+    ):
+        unrecognised = mock.patch.object(gpu_decoder, "build_gpu_decoder", lambda *_, **__: None)
+        with nullcontext() if merged else unrecognised, running(bench, **options) as llm:
+            runner = runner_of(llm)
+            graphs = runner._graphs
+            assert graphs is not None, f"{name} has no graphs"
+            for rows in (1, 8, 64, 256):
+                replay = load(graphs, rows, runner, named)
+                numbers = {each: np.arange(rows, dtype=np.int64) % 8 for each in named}
+                graphs._state.load_numbers(numbers, rows)
+                took = bench.seconds(replay)
+                plain.setdefault(rows, took)
+                table.add(name, rows, f"{took * 1e3:.3f}", f"{took / plain[rows]:.2f}")
+            graphs.use(runner._slots)
+        del llm, runner, graphs
+        release(bench)
+
+
+def load(graphs: Any, rows: int, runner: Any, named: tuple[str, ...] = ()) -> Callable[[], None]:
+    """Loads rows of one context, each with pages of its own; returns their step's replay.
+
+    Args:
+        named: the row inputs that the step reads.
+    """
     pages = CONTEXT // runner._args.page_size
     owned = np.arange(rows * pages, dtype=np.int32)
     assert len(owned) <= runner._bound[0].num_pages, "rows would share pages, in the L2 cache"
@@ -98,14 +139,16 @@ def load(graphs: Any, rows: int, runner: Any) -> Callable[[], None]:
         new_pages_len=ones * pages,
         new_requests=[NewRequest(slot, SETTINGS, cap=2 * CONTEXT) for slot in range(rows)],
     )
+    recorded: Callable[[], None] = graphs._replay(
+        rows, False, named
+    )  # before the load: to record runs the step
     slots = RequestSlots(len(graphs._slots.num_pages), graphs._slots.page_tables.shape[1])
     slots.apply(info)
     graphs.use(slots)
     left = np.full(rows, REPLAYS, np.int32)
     with torch.inference_mode():
         graphs._state.load(info, left, rows, np.zeros(rows, np.bool_))
-    replay: Callable[[], None] = graphs._replays[rows, False, ()]
-    return replay
+    return recorded
 
 
 def check_steps(bench: Bench) -> None:
