@@ -104,8 +104,7 @@ def load_checkpoint(
     step_model: StepModel = paged
     gpu_model: Recordable | None = None
     if on_triton:
-        alone = not (peers or reads_states(args))
-        gpu_model = _on_triton(paged, causal, args, parts, whole=alone)
+        gpu_model = _on_triton(paged, causal, args, parts, whole=not peers)
         step_model = gpu_model or paged
     if kernels and model.dtype in TOLERANCE:
         step_model = on_cpu_kernels(paged, kernels, rounded, parts, whole=not peers)
@@ -230,7 +229,9 @@ def _on_triton(
     if not whole:
         return None
     fold = not any(part.hooks_layers for part in parts)
-    decoder = build_gpu_decoder(paged, attention, args.page_size, fold=fold)
+    decoder = None
+    if not reads_states(args):  # whose hooks see modules
+        decoder = build_gpu_decoder(paged, attention, args.page_size, fold=fold)
     if decoder is not None or args.enforce_eager:
         return decoder
     return build_graph_model(paged, attention, args.page_size)

@@ -414,7 +414,7 @@ def _why_no_embeds(
 
 
 def reads_states(args: EngineArgs) -> bool:
-    """Whether a head drafts: CUDA graphs show no hidden states."""
+    """Whether a head drafts, which reads hidden states."""
     return args.speculation is not None and args.speculation.reads_states
 
 

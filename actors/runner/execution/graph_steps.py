@@ -10,7 +10,7 @@ from rayfin.actors import failpoints
 from rayfin.actors.config import BatchLimits, EngineArgs
 from rayfin.actors.messages import BoolArray, SchedulerInfo
 from rayfin.actors.runner.execution.failed_rows import leave_broken_device
-from rayfin.actors.runner.loading import LoadedModel
+from rayfin.actors.runner.loading import LoadedModel, reads_states
 from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.sampling.sampler import StepSampler
 from rayfin.actors.runner.speculation.interface import DraftPart
@@ -31,7 +31,7 @@ class GraphSteps:
 
     def leaves(self, info: SchedulerInfo) -> BoolArray:
         """[R] which rows of a step no CUDA graph can run, though it may run the others."""
-        if len(info.ids) != info.decoding_batch:
+        if not self.graphs.whole or len(info.ids) != info.decoding_batch:
             return np.zeros(len(info.ids), np.bool_)
         return self._sampler.needs_host(info) | self.graphs.left_out(info.ids)
 
@@ -89,5 +89,6 @@ def make_graphs(
         max_tokens=limits.max_batch_tokens,
         device=loaded.device,
         draft=None if drafts is None else drafts.gpu_model,
+        whole=not reads_states(args),
         parts=loaded.parts,
     )

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import PreTrainedModel
 
 from rayfin.actors.errors import UnrecognizedModule
 from rayfin.actors.runner.batch import StepInputs
@@ -21,6 +23,7 @@ from rayfin.actors.runner.gpu.graphs import CudaRecorder
 from rayfin.actors.runner.gpu.prompt_graphs import PromptGraphs, Record
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.replace import PROBE_PAGE_SIZE, PROBE_TOKENS, verified_replacement
+from rayfin.actors.runner.speculation.taps import HookedStates
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.attention.triton_backend import LAUNCHES, Launch, Sizes
 from rayfin.kernels.shapes import PagedAttention, PagedBatch
@@ -87,6 +90,9 @@ class GraphModel:
         self.replay: Callable[[StepInputs], torch.Tensor | None] | None = None
         """What the layers of a step give by a graph, or None if none holds it."""
         self._sizes: list[Sizes] = []
+        self.hooked: list[HookedStates] = []  # what heads that draft read of a step
+        self._states: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """What hooks had kept when layers gave a tensor, by that tensor: graphs give it again."""
 
     @property
     def layouts(self) -> list[KVLayout]:
@@ -95,6 +101,10 @@ class GraphModel:
     @property
     def dtype(self) -> torch.dtype:
         return self._paged.dtype
+
+    @property
+    def transformer(self) -> PreTrainedModel:
+        return self._paged.transformer
 
     @property
     def hidden_size(self) -> int:
@@ -119,13 +129,20 @@ class GraphModel:
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """The logits [S, V] of the tokens at ``inputs.sampled``; the cache gets all T tokens."""
         states = None if self.replay is None else self.replay(inputs)
+        if states is not None and self.hooked:
+            count = len(inputs.input_ids)
+            for hooked, kept in zip(self.hooked, self._states[states], strict=True):
+                hooked.kept = {place: tensor[:count] for place, tensor in kept.items()}
         return (
             self._paged.forward(inputs) if states is None else self.logits(states, inputs.sampled)
         )
 
     def stream(self, input_ids: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """The hidden states [T, hidden] behind the layers; the cache gets all T tokens."""
-        return self._paged.run_layers(input_ids, batch)
+        states = self._paged.run_layers(input_ids, batch)
+        if self.hooked:
+            self._states[states] = [dict(hooked.kept) for hooked in self.hooked]
+        return states
 
     def logits(self, stream: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
         """The logits [S, V] of the rows ``sampled`` [S] of hidden states [T, hidden]."""

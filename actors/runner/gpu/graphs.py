@@ -100,6 +100,9 @@ class DecodeGraphs:
 
     The layers of other steps, and those of a ``draft`` model, are graphs too (`prompt_graphs`), of
     the same recorder: they share its memory, and run one at a time.
+
+    Args:
+        whole: False records the layers alone, since a head has to see states between two steps.
     """
 
     def __init__(
@@ -114,10 +117,12 @@ class DecodeGraphs:
         max_tokens: int,
         device: torch.device,
         draft: Recordable | None = None,
+        whole: bool = True,
         parts: Sequence[ModelPart] = (),
     ) -> None:
         self._model = model
         self._parts = parts
+        self.whole = whole
         self._slots = slots
         self._page_size = page_size
         self._sizes = bucket_sizes(rows)
@@ -139,11 +144,13 @@ class DecodeGraphs:
         self._replays: dict[tuple[int, bool, tuple[str, ...]], Callable[[], None]] = {}
         # Compiles the kernels of extras: of many rows, and of few, which start early. Others record
         # theirs at first use. So do those that read numbers of rows.
-        for size in (max_rows, self._sizes[0]):
+        for size in (max_rows, self._sizes[0]) if whole else ():
             self._replay(size, extras=True)
             for row_input in row_inputs:
                 self._replay(size, extras=False, names=(row_input.name,))
-        for size in reversed(self._sizes):  # the largest first, whose memory the others reuse
+        for size in reversed(
+            self._sizes if whole else []
+        ):  # the largest first, whose memory the others reuse
             self._replay(size, extras=False)
         self._layers = [
             PromptGraphs(
@@ -180,7 +187,8 @@ class DecodeGraphs:
         """Whether a graph can run the step: decode rows only, not too many, supported rules."""
         rows = len(info.ids)
         return (
-            rows == info.decoding_batch
+            self.whole
+            and rows == info.decoding_batch
             and info.num_steps <= len(self._tokens[0])
             and bucket_of(rows, self._sizes) is not None
             and bool((info.chunk_len == 1).all() and (info.last_pos >= 0).all())

@@ -30,7 +30,7 @@ from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.speculation.draft_model import CLASSES, chunks, prompts_of
 from rayfin.actors.runner.speculation.head_model import HeadModel
 from rayfin.actors.runner.speculation.interface import DraftPart, Drafts, TokenTable
-from rayfin.actors.runner.speculation.taps import States
+from rayfin.actors.runner.speculation.taps import HookedStates, States
 from rayfin.actors.step_cost import StepCost
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.attention.select import select_attention
@@ -300,6 +300,11 @@ def with_head(
     paged = PagedModel(head, select_attention(device, loaded.model.dtype, args.attention, kernels))
     if kernels is not None and loaded.model.dtype in TOLERANCE:
         pack_linears(paged, kernels)
+    if loaded.gpu_model is not None:
+        from rayfin.actors.runner.gpu.graph_model import GraphModel  # Triton is not everywhere
+
+        assert isinstance(loaded.gpu_model, GraphModel) and isinstance(states, HookedStates)
+        loaded.gpu_model.hooked.append(states)
     part = DraftPart(len(loaded.model.layouts), RING * head.width * loaded.model.dtype.itemsize)
     return replace(
         loaded,

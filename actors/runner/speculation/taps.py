@@ -13,6 +13,16 @@ States = Callable[[], torch.Tensor]
 """Gives the states [T, width] of the tokens of the last step."""
 
 
+class HookedStates:
+    """``States`` that hooks on modules keep; a CUDA graph's are put back when it is replayed."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, torch.Tensor] = {}  # [T, hidden] by their place
+
+    def __call__(self) -> torch.Tensor:
+        return torch.cat([self.kept[place] for place in sorted(self.kept)], dim=-1)
+
+
 def tap_layers(model: Any, layers: Sequence[int]) -> States:
     """The inputs of the ``layers``, rising, of each token, one after the other.
 
@@ -24,16 +34,16 @@ def tap_layers(model: Any, layers: Sequence[int]) -> States:
         return fused.tap(layers)
     decoder_layers = getattr(_decoder(model), "layers", ())
     _require_layers(layers, len(decoder_layers))
-    kept: dict[int, torch.Tensor] = {}
+    hooked = HookedStates()
 
     def keep(place: int, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         states = args[0] if args else kwargs["hidden_states"]
-        kept[place] = states[0]
+        hooked.kept[place] = states[0]
 
     for place, layer in enumerate(layers):
         hook = partial(keep, place)
         decoder_layers[layer].register_forward_pre_hook(hook, with_kwargs=True)
-    return lambda: torch.cat([kept[place] for place in range(len(layers))], dim=-1)
+    return hooked
 
 
 def tap_last(model: Any) -> States:
@@ -49,13 +59,13 @@ def tap_last(model: Any) -> States:
         raise InvalidConfig(
             "speculative_config: the model shows no hidden states", "speculative_config"
         )
-    kept: list[torch.Tensor] = []
+    hooked = HookedStates()
 
     def keep(_: Any, __: Any, output: torch.Tensor) -> None:
-        kept[:] = [output[0]]
+        hooked.kept[0] = output[0]
 
     norm.register_forward_hook(keep)
-    return lambda: kept[0]
+    return hooked
 
 
 def embedding_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -208,6 +208,37 @@ def test_drafts(two_layers: Any, served: Make, request_of: Make) -> None:
     assert has_graphs(engine) and engine.engine.stats().spec_draft_tokens
 
 
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_heads(
+    method: str, tiny_model: Make, served: Make, request_of: Make, tmp_path: Path
+) -> None:
+    """The layers of a model whose states a head reads are graphs by tokens: drafts are plain's."""
+    from draft_heads import PlainEagle, PlainEagle3
+    from head_checks import watch
+    from rayfin.actors.runner.gpu.graph_model import GraphModel
+
+    tiny = tiny_model("llama")
+    plain = PlainEagle(tiny.model) if method == "eagle" else PlainEagle3(tiny.model)
+    plain.save(tmp_path)
+    written = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 2}
+    config = json.dumps({**written, "adaptive": False})
+    engine = served(tiny.folder, speculative_config=config, **SETTINGS)
+    model = engine.runner._loaded.gpu_model
+    assert isinstance(model, GraphModel) and not engine.runner._graphs._replays
+    replay, held = model.replay, []
+
+    def replayed(inputs: Any) -> Any:
+        stream = replay(inputs)
+        held.append(stream is not None)
+        return stream
+
+    model.replay = replayed
+    seen = watch(engine.runner)
+    assert engine.run(request_of(0, PROMPT, OUTPUT))[0] == tiny.greedy(PROMPT, OUTPUT)
+    assert all(held) and len(held) >= 2 and engine.engine.stats().spec_draft_tokens
+    assert seen and all(drafts == plain.drafts(text, len(drafts)) for text, drafts in seen)
+
+
 def test_vectors(tmp_path: Path) -> None:
     from pooling_models import TEXTS, add_modules, make_decoder
 
