@@ -14,7 +14,7 @@ from gpu_paths import Paths, runner_of
 
 from rayfin import LLM, SamplingParams
 from rayfin.actors.messages import NewRequest, Sampling, SchedulerInfo
-from rayfin.actors.runner.parts.model_part import ADAPTERS
+from rayfin.actors.runner.batch import ADAPTERS
 from rayfin.actors.runner.request_slots import RequestSlots
 
 CONTEXT = 1024

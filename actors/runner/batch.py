@@ -1,5 +1,6 @@
 """SchedulerInfo + RequestSlots -> the tensors of one step, by index arithmetic only."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,24 @@ from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.kernels.shapes import GroupedTables, PagedBatch, SamplingRows, all_to_device
 
 ALL = slice(None)
+
+SHIFTS = "position shifts"
+"""Name of the row input that is added to positions, for rotary embeddings alone."""
+
+ADAPTERS = "adapters"
+"""Name of the row input that numbers adapters, from 0 on; -1: the base model."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowInput:
+    """A number for each row of a decode step that a CUDA graph reads, in `PagedBatch.scratch`.
+
+    A step in which no row needs it runs a graph without it.
+    """
+
+    name: str
+    neutral: int  # of rows that it does not change
+    of_slots: Callable[[Int32Array], Int64Array | None]  # [R]; None: no row needs it
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,4 +1,4 @@
-"""Tables of LoRA adapters for one product, and what they add to its rows."""
+"""Tables of adapters of low rank for one product, and what they add to its rows."""
 
 from collections.abc import Sequence
 

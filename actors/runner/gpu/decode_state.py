@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from rayfin.actors.messages import BoolArray, Int32Array, Int64Array, SchedulerInfo
-from rayfin.actors.runner.parts.model_part import RowInput
+from rayfin.actors.runner.batch import RowInput
 from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.kernels.attention.triton_backend import (
     LAUNCHES,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rayfin.actors.runner.batch import StepInputs
+from rayfin.actors.runner.batch import ADAPTERS, SHIFTS, StepInputs
 from rayfin.actors.runner.gpu.experts import NAMES, TOLERANCE, GroupedExperts
 from rayfin.actors.runner.gpu.weights import (
     GatedMlp,
@@ -25,7 +25,6 @@ from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, L
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.replace import PROBE_PAGE_SIZE, verified_replacement
 from rayfin.actors.runner.models.step_model import Tables
-from rayfin.actors.runner.parts.model_part import ADAPTERS, SHIFTS
 from rayfin.cache.kv_tensors import KVTensors
 from rayfin.kernels.attention.triton_backend import Sizes
 from rayfin.kernels.cpu.decoder import DecoderShape
@@ -44,7 +43,7 @@ from rayfin.kernels.triton.quantized import CodedWeight
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProductPlace:
     """The layers of one product, which have an input in common: queries, keys and values, ..."""
 
     paths: tuple[str, ...]
@@ -55,7 +54,9 @@ class Place:
 class LowRank(Protocol):
     """Adds what adapters add to the products of a decoder."""
 
-    def add(self, place: Place, x: torch.Tensor, out: torch.Tensor, rows: torch.Tensor) -> None:
+    def add(
+        self, place: ProductPlace, x: torch.Tensor, out: torch.Tensor, rows: torch.Tensor
+    ) -> None:
         """Adds to ``out`` [T, N] what the adapters ``rows`` [T] int64 make of ``x`` [T, K]."""
 
 
@@ -366,13 +367,13 @@ class GpuDecoder:
         return out.flatten(1)
 
 
-def _places(layers: list[LayerParts], model: nn.Module) -> list[tuple[Place, ...]]:
+def _places(layers: list[LayerParts], model: nn.Module) -> list[tuple[ProductPlace, ...]]:
     """The four products of each layer; fewer if its MLP is a mixture."""
     paths = {module: path for path, module in model.named_modules()}
 
-    def place(*linears: Linear) -> Place:
+    def place(*linears: Linear) -> ProductPlace:
         outputs = tuple(linear.out_features for linear in linears)
-        return Place(tuple(paths[one] for one in linears), linears[0].in_features, outputs)
+        return ProductPlace(tuple(paths[one] for one in linears), linears[0].in_features, outputs)
 
     return [
         (

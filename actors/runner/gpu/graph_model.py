@@ -23,7 +23,7 @@ from rayfin.actors.runner.gpu.graphs import CudaRecorder
 from rayfin.actors.runner.gpu.prompt_graphs import PromptGraphs, Record
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.replace import PROBE_PAGE_SIZE, PROBE_TOKENS, verified_replacement
-from rayfin.actors.runner.speculation.taps import HookedStates
+from rayfin.actors.runner.models.step_model import HookedStates
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.attention.triton_backend import LAUNCHES, Launch, Sizes
 from rayfin.kernels.shapes import PagedAttention, PagedBatch

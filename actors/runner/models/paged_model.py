@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
-from rayfin.actors.runner.batch import GivenInputs, StepInputs
+from rayfin.actors.runner.batch import SHIFTS, GivenInputs, StepInputs
 from rayfin.actors.runner.models.indexer import (
     NO_MASK,
     Forward,
@@ -27,7 +27,6 @@ from rayfin.actors.runner.models.indexer import (
 )
 from rayfin.actors.runner.models.model_attention import redirect_attention, with_positions
 from rayfin.actors.runner.models.recurrent import RecurrentLayers, find_stateful
-from rayfin.actors.runner.parts.model_part import SHIFTS
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.attention.chosen import attend_chosen
 from rayfin.kernels.attention.write_kv import WriteKV, write_kv

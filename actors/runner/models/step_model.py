@@ -1,6 +1,6 @@
 """``StepModel``: what a runner needs of a model."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -26,3 +26,20 @@ class StepModel(Protocol):
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """The logits [S, V] of the tokens at ``inputs.sampled``; the cache gets all T tokens."""
         ...
+
+
+class HookedStates:
+    """States [T, width] of a step's tokens that hooks on modules keep; a CUDA graph's are put back when it is replayed."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, torch.Tensor] = {}  # [T, hidden] by their place
+
+    def __call__(self) -> torch.Tensor:
+        return torch.cat([self.kept[place] for place in sorted(self.kept)], dim=-1)
+
+
+@runtime_checkable
+class ShowsStates(Protocol):
+    """A model whose graphs give again what was hooked when they were recorded."""
+
+    hooked: list[HookedStates]

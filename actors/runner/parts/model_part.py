@@ -1,11 +1,12 @@
 """``ModelPart``: what a model has beside its decoder, as a runner sees it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rayfin.actors.messages import BoolArray, Int32Array, Int64Array
+from rayfin.actors.messages import BoolArray, Int32Array
 from rayfin.actors.parts import Need, PartFacts
+from rayfin.actors.runner.batch import RowInput
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.observers import StepObserver
 
@@ -35,25 +36,6 @@ class Weights:
     parts: "tuple[ModelPart, ...]" = ()  # that come with it
     layers: range | None = None  # of a rank's share
     compared: bool = True  # with transformers, once it is over pages; False: a part sees to that
-
-
-SHIFTS = "position shifts"
-"""Name of the row input that is added to positions, for rotary embeddings alone."""
-
-ADAPTERS = "adapters"
-"""Name of the row input that numbers adapters, from 0 on; -1: the base model."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowInput:
-    """A number for each row of a decode step that a CUDA graph reads, in `PagedBatch.scratch`.
-
-    A step in which no row needs it runs a graph without it.
-    """
-
-    name: str
-    neutral: int  # of rows that it does not change
-    of_slots: Callable[[Int32Array], Int64Array | None]  # [R]; None: no row needs it
 
 
 class ModelPart:

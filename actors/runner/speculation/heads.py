@@ -25,12 +25,12 @@ from rayfin.actors.runner.cpu.build_decoder import TOLERANCE
 from rayfin.actors.runner.cpu.packed_layers import pack_linears
 from rayfin.actors.runner.loading import LoadedModel
 from rayfin.actors.runner.models.paged_model import PagedModel
-from rayfin.actors.runner.models.step_model import StepModel
+from rayfin.actors.runner.models.step_model import HookedStates, ShowsStates, StepModel
 from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.speculation.draft_model import CLASSES, chunks, prompts_of
 from rayfin.actors.runner.speculation.head_model import HeadModel
 from rayfin.actors.runner.speculation.interface import DraftPart, Drafts, TokenTable
-from rayfin.actors.runner.speculation.taps import HookedStates, States
+from rayfin.actors.runner.speculation.taps import States
 from rayfin.actors.step_cost import StepCost
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.attention.select import select_attention
@@ -301,9 +301,7 @@ def with_head(
     if kernels is not None and loaded.model.dtype in TOLERANCE:
         pack_linears(paged, kernels)
     if loaded.gpu_model is not None:
-        from rayfin.actors.runner.gpu.graph_model import GraphModel  # Triton is not everywhere
-
-        assert isinstance(loaded.gpu_model, GraphModel) and isinstance(states, HookedStates)
+        assert isinstance(loaded.gpu_model, ShowsStates) and isinstance(states, HookedStates)
         loaded.gpu_model.hooked.append(states)
     part = DraftPart(len(loaded.model.layouts), RING * head.width * loaded.model.dtype.itemsize)
     return replace(

@@ -8,19 +8,10 @@ import torch
 
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.runner.cpu.decoder import compiled_decoder
+from rayfin.actors.runner.models.step_model import HookedStates
 
 States = Callable[[], torch.Tensor]
 """Gives the states [T, width] of the tokens of the last step."""
-
-
-class HookedStates:
-    """``States`` that hooks on modules keep; a CUDA graph's are put back when it is replayed."""
-
-    def __init__(self) -> None:
-        self.kept: dict[int, torch.Tensor] = {}  # [T, hidden] by their place
-
-    def __call__(self) -> torch.Tensor:
-        return torch.cat([self.kept[place] for place in sorted(self.kept)], dim=-1)
 
 
 def tap_layers(model: Any, layers: Sequence[int]) -> States:

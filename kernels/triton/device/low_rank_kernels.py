@@ -1,6 +1,6 @@
-"""What LoRA adapters add to a product: each row has its own, by a number in a table.
+"""What adapters of low rank add to a product: each row has its own, by a number in a table.
 
-Two kernels for any number of rows and adapters, as in S-LoRA and Punica (Chen et al., 2023). Rows
+Two kernels for any number of rows and adapters, as in Punica (Chen et al., 2023). Rows
 of the base model end at once.
 """
 

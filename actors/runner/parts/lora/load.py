@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -13,13 +13,19 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import AdapterUnavailable
 from rayfin.actors.messages import BoolArray, Int32Array
 from rayfin.actors.parts import Need
+from rayfin.actors.runner.batch import ADAPTERS, RowInput
 from rayfin.actors.runner.cpu.build_decoder import TOLERANCE
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.models.step_model import StepModel
-from rayfin.actors.runner.parts.lora.adapted_model import AdaptedDecoder, AdaptedModel, can_adapt
+from rayfin.actors.runner.parts.lora.adapted_model import (
+    AdaptedDecoder,
+    AdaptedModel,
+    DeviceTables,
+    can_adapt,
+)
 from rayfin.actors.runner.parts.lora.reader import layer_sizes
 from rayfin.actors.runner.parts.lora.store import AdapterStore
-from rayfin.actors.runner.parts.model_part import ADAPTERS, Decoder, ModelPart, RowInput
+from rayfin.actors.runner.parts.model_part import Decoder, ModelPart
 from rayfin.actors.settings.lora_limits import (
     adapter_budget,
     least_adapters,
@@ -27,9 +33,6 @@ from rayfin.actors.settings.lora_limits import (
     loras_in_step,
 )
 from rayfin.actors.timing import ADAPTER_FETCH_PAUSE_SECONDS, ADAPTER_FETCH_SECONDS
-
-if TYPE_CHECKING:
-    from rayfin.actors.runner.parts.lora.device_tables import DeviceTables
 
 
 def make_adapters(args: EngineArgs, model: PreTrainedModel, rounded: bool) -> "AdaptersPart | None":
@@ -84,7 +87,6 @@ class AdaptersPart(ModelPart):
     def _put_on_device(self, model: StepModel) -> None:
         """Makes decode steps of a recognised decoder take adapters in CUDA graphs."""
         from rayfin.actors.runner.gpu.decoder import GpuDecoder  # Triton is not everywhere
-        from rayfin.actors.runner.parts.lora.device_tables import DeviceTables
 
         if not isinstance(model, GpuDecoder) or not DeviceTables.fit(model, self.store):
             return

@@ -25,6 +25,7 @@ from rayfin.actors.media.processed import WORDS, MediaProcessor, ProcessedMedia,
 from rayfin.actors.media.virtual_ids import put_virtual_ids
 from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.model_files.pooling_recipe import PoolingRecipe
+from rayfin.actors.runner.batch import SHIFTS, RowInput
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.models.mapped_weights import keep_narrow
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, set_attention
@@ -32,7 +33,7 @@ from rayfin.actors.runner.models.replace import chunked_logits
 from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.models.weights import load_model
 from rayfin.actors.runner.observers import StepObserver
-from rayfin.actors.runner.parts.model_part import SHIFTS, Decoder, ModelPart, RowInput, Weights
+from rayfin.actors.runner.parts.model_part import Decoder, ModelPart, Weights
 from rayfin.actors.runner.parts.vision.encoder import MediaEncoder
 from rayfin.actors.runner.parts.vision.media_slots import MediaSlots, ModelRope
 from rayfin.actors.runner.parts.vision.text_view import TextView

@@ -96,7 +96,7 @@ def test_an_adapter_that_no_graph_has(
     """Its rows run on modules, the others in graphs."""
     pytest.importorskip("peft")
     from peft_adapters import generate, make_adapter, ref_of
-    from rayfin.actors.runner.parts.lora.device_tables import DeviceTables
+    from rayfin.actors.runner.parts.lora.adapted_model import DeviceTables
 
     monkeypatch.setattr(DeviceTables, "fit", lambda *_: False)
     folder, adapter = two_layers.folder, make_adapter(two_layers.folder, tmp_path)
