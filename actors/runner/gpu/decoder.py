@@ -51,7 +51,7 @@ class ProductPlace:
     outputs: tuple[int, ...]  # of each path
 
 
-class LowRank(Protocol):
+class RowAdapters(Protocol):
     """Adds what adapters add to the products of a decoder."""
 
     def add(
@@ -110,7 +110,7 @@ class GpuDecoder:
         self.layouts = paged.layouts
         self.dtype = paged.dtype
         self.places = _places(parts.layers, paged.transformer)
-        self.low_rank: LowRank | None = None
+        self.low_rank: RowAdapters | None = None
         coded = any(layer.is_coded for layer in self._layers)
         self.few_rows = 0 if coded else few_rows(self._embedding.shape[1])
         self.pdl = False

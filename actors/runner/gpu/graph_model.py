@@ -154,10 +154,10 @@ class GraphModel:
         Raises:
             UnrecognizedModule: they cannot be recorded.
         """
-        found: dict[Sizes, None] = {}
+        seen: dict[Sizes, None] = {}
 
         def launches(_: PagedAttention, __: PagedBatch, sizes: Sizes) -> list[Launch]:
-            found[sizes] = None
+            seen[sizes] = None
             return []
 
         device = self._paged.device
@@ -177,7 +177,7 @@ class GraphModel:
         self._paged.bind(KVTensors(self.layouts, 1, PROBE_PAGE_SIZE, self.dtype, device))
         with NoSyncs():  # type: ignore[no-untyped-call]
             self.logits(self.stream(tokens, batch), row)
-        self._sizes = list(found)
+        self._sizes = list(seen)
 
 
 class _Recorded:

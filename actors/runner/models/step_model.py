@@ -29,7 +29,10 @@ class StepModel(Protocol):
 
 
 class HookedStates:
-    """States [T, width] of a step's tokens that hooks on modules keep; a CUDA graph's are put back when it is replayed."""
+    """Gives the states [T, width] of a step's tokens that hooks on modules keep.
+
+    Those of a CUDA graph are put back when it is replayed.
+    """
 
     def __init__(self) -> None:
         self.kept: dict[int, torch.Tensor] = {}  # [T, hidden] by their place
