@@ -58,7 +58,7 @@ CALLS = {  # of the first session on a GPU, in order; 5 is compute-sanitizer's a
     1: ("check", "attention", "matmul"),
     2: ("engine", "fp8", "prefill"),
     3: ("kernels", "steps", "steps_8b", "steps_int4", "prompts"),
-    4: ("check", "attention", "steps", "graphs", "idle"),
+    4: ("check", "attention", "steps", "features", "graphs", "idle"),
     6: ("actors", "peer"),
 }
 

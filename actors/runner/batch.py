@@ -23,6 +23,9 @@ ALL = slice(None)
 SHIFTS = "position shifts"
 """Name of the row input that is added to positions, for rotary embeddings alone."""
 
+STATES = "states"
+"""Key in `PagedBatch.scratch` of the rows of states [2, R] that a decode step reads and writes."""
+
 ADAPTERS = "adapters"
 """Name of the row input that numbers adapters, from 0 on; -1: the base model."""
 

@@ -454,9 +454,11 @@ class ModelRunner:
         """Memory that recorded steps take beside the pages; records them once to measure it."""
         pages = -(-model_len // self._args.page_size)
         self._bind(1)  # the page that rows without a request look at
+        self._loaded.bind_states(limits.max_decoding_batch, 0)
         slots = RequestSlots(limits.max_decoding_batch, pages)
         taken = bytes_taken(lambda: self._make_graphs(slots, limits, pages), self._loaded.device)
         self._bind(0)
+        self._loaded.bind_states(0, 0)
         return taken
 
     def _run_largest_step(self, limits: BatchLimits, model_len: int) -> int:

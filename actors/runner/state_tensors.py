@@ -65,8 +65,10 @@ class StateTensors:
         drafts: int = 0,
     ) -> None:
         rows = 2 * slots + snapshots + drafts
+        self.padding = rows
+        """A row behind the others, whose state is no request's."""
         self.tensors = [
-            torch.zeros(rows, *layout.shape, dtype=layout.dtype, device=device)
+            torch.zeros(rows + 1, *layout.shape, dtype=layout.dtype, device=device)
             for layout in layouts
         ]
         self._lengths: Rows = np.full(rows, EMPTY, np.int64)
@@ -119,6 +121,25 @@ class StateTensors:
         self._lengths[self._own[rows.slots, 1 - side][fresh]] = EMPTY
         self._current[rows.slots] = side
         self._drafted = None if rows.each is None else rows
+
+    def advance(self, slots: Rows, before: Rows, steps: Rows) -> StateRows:
+        """The rows of the first of several steps, after which ``slots`` [R] count as computed.
+
+        Each step writes what the one before has read, and reads what that has written.
+
+        Args:
+            before: [R] tokens of their requests before it.
+            steps: [R] of each row, at least 1.
+
+        Raises:
+            CacheError: a slot does not have the state of its request.
+        """
+        rows = self.begin(slots, before, before + 1)
+        last = np.where(steps % 2 == 1, rows.write, rows.read)
+        self._lengths[rows.write + rows.read - last] = before + steps - 1
+        self._lengths[last] = before + steps
+        self._current[slots] = (self._own[slots, 1] == last).astype(np.int64)
+        return rows
 
     def settle(self, lengths: Rows) -> None:
         """The requests of the last step's rows have ``lengths`` [R] tokens: drafts may be wrong."""

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 
 from rayfin.actors.messages import BoolArray, Int32Array, Int64Array, SchedulerInfo
-from rayfin.actors.runner.batch import RowInput
+from rayfin.actors.runner.batch import STATES, RowInput
 from rayfin.actors.runner.request_slots import RequestSlots
+from rayfin.actors.runner.state_tensors import StateTensors
 from rayfin.kernels.attention.triton_backend import (
     LAUNCHES,
     Launch,
@@ -133,6 +134,7 @@ class DecodeState:
         device: torch.device,
         starts_early: Callable[[int], bool] = lambda rows: False,
         row_inputs: Sequence[RowInput] = (),
+        states: StateTensors | None = None,
     ) -> None:
         def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.zeros(shape or (max_rows,), dtype=dtype, device=device)
@@ -153,6 +155,8 @@ class DecodeState:
         self.slots = zeros(torch.int64)
         self.sampled, self.drawn = zeros(torch.int64), zeros(torch.int64)
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._states = states
+        self._state_rows = zeros(torch.int64, 2, max_rows)  # to read and to write
         self._row_inputs = row_inputs
         self._numbers_of_rows = {
             each.name: zeros(torch.int64).fill_(each.neutral) for each in row_inputs
@@ -167,6 +171,8 @@ class DecodeState:
         """Makes all rows padding: a step then reads and writes nothing of them."""
         self._new_rows[0].fill_(-1)
         self.remaining.zero_()
+        if self._states is not None:
+            self._state_rows.fill_(self._states.padding)
         for each in self._row_inputs:
             self._numbers_of_rows[each.name].fill_(each.neutral)
         self.launches.fill(bucket, self._new_rows)
@@ -191,6 +197,12 @@ class DecodeState:
         )
         self._new_rows.copy_(staged(new_rows, self._new_rows.device), non_blocking=True)
         self._on_device.update(ids)
+        if self._states is not None:
+            places = self._states.advance(ids.astype(np.int64), info.kv_len, steps)
+            state_rows = np.full(self._state_rows.shape, self._states.padding, np.int64)
+            state_rows[:, :rows] = places.read, places.write
+            device = self._state_rows.device
+            self._state_rows.copy_(staged(state_rows, device), non_blocking=True)
         enter_rows[(bucket,)](
             self._new_rows,
             self._on_device.last_tokens,
@@ -241,6 +253,8 @@ class DecodeState:
 
     def finish(self, bucket: int) -> None:
         """Advances the rows to the next step with the sampled tokens."""
+        if self._states is not None:
+            self._state_rows.copy_(self._state_rows.flip(0))
         finish_rows[(bucket,)](
             self.sampled,
             self._new_rows,
@@ -270,6 +284,7 @@ class DecodeState:
             page_size=self._page_size,
             scratch={
                 LAUNCHES: self.launches,
+                STATES: self._state_rows[:, :bucket],
                 **{name: self._numbers_of_rows[name][:bucket] for name in names},
             },
         )

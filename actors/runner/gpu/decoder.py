@@ -25,6 +25,7 @@ from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, L
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.replace import PROBE_PAGE_SIZE, verified_replacement
 from rayfin.actors.runner.models.step_model import Tables
+from rayfin.actors.runner.state_tensors import StateTensors
 from rayfin.cache.kv_tensors import KVTensors
 from rayfin.kernels.attention.triton_backend import Sizes
 from rayfin.kernels.cpu.decoder import DecoderShape
@@ -114,6 +115,7 @@ class GpuDecoder:
         coded = any(layer.is_coded for layer in self._layers)
         self.few_rows = 0 if coded else few_rows(self._embedding.shape[1])
         self.pdl = False
+        self.states: StateTensors | None = None
         self.replay: Callable[[StepInputs], torch.Tensor | None] | None = None
         """The residual stream of a step by recorded layers, or None if they do not hold it."""
 

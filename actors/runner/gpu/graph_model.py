@@ -8,6 +8,7 @@ device, and then the recorded layers have to give the logits that they give one 
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
 from rayfin.actors.errors import UnrecognizedModule
-from rayfin.actors.runner.batch import StepInputs
+from rayfin.actors.runner.batch import STATES, StepInputs
 from rayfin.actors.runner.gpu.experts import TOLERANCE
 from rayfin.actors.runner.gpu.graphs import CudaRecorder
 from rayfin.actors.runner.gpu.prompt_graphs import PromptGraphs, Record
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.replace import PROBE_PAGE_SIZE, PROBE_TOKENS, verified_replacement
 from rayfin.actors.runner.models.step_model import HookedStates
+from rayfin.actors.runner.state_tensors import StateTensors
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.attention.triton_backend import LAUNCHES, Launch, Sizes
 from rayfin.kernels.shapes import PagedAttention, PagedBatch
@@ -103,6 +105,11 @@ class GraphModel:
         return self._paged.dtype
 
     @property
+    def states(self) -> StateTensors | None:
+        recurrent = self._paged.recurrent
+        return None if recurrent is None else recurrent.states
+
+    @property
     def transformer(self) -> PreTrainedModel:
         return self._paged.transformer
 
@@ -160,7 +167,7 @@ class GraphModel:
             seen[sizes] = None
             return []
 
-        device = self._paged.device
+        device, recurrent = self._paged.device, self._paged.recurrent
         tokens, row = torch.zeros(2, 1, dtype=torch.int64, device=device)
         batch = PagedBatch(
             query_start=torch.arange(2, dtype=torch.int32, device=device),
@@ -172,8 +179,10 @@ class GraphModel:
             kv_len_cpu=np.ones(1, np.int64),
             decoding=1,
             page_size=PROBE_PAGE_SIZE,
-            scratch={LAUNCHES: launches},
+            scratch={LAUNCHES: launches, STATES: torch.arange(2, device=device).unsqueeze(1)},
         )
+        if recurrent is not None:
+            recurrent.bind(StateTensors(recurrent.layouts, 1, 0, device))
         self._paged.bind(KVTensors(self.layouts, 1, PROBE_PAGE_SIZE, self.dtype, device))
         with NoSyncs():  # type: ignore[no-untyped-call]
             self.logits(self.stream(tokens, batch), row)
@@ -183,13 +192,13 @@ class GraphModel:
 class _Recorded:
     """The model with graphs for the steps of a probe, recorded when it gets its pages."""
 
-    def __init__(self, model: GraphModel, record: Record, device: torch.device) -> None:
-        self._model, self._record, self._device = model, record, device
-        self.layouts, self.dtype, self.forward = model.layouts, model.dtype, model.forward
+    def __init__(self, model: GraphModel, paged: PagedModel, record: Record) -> None:
+        self._model, self._paged, self._record = model, paged, record
+        self.layouts, self.dtype = model.layouts, model.dtype
 
     def bind(self, cache: KVTensors) -> None:
         self._model.bind(cache)
-        if cache.num_pages:
+        if cache.num_pages and self._paged.recurrent is None:
             graphs = PromptGraphs(
                 self._model,
                 self._record,
@@ -197,9 +206,27 @@ class _Recorded:
                 max_rows=1,
                 pages_per_request=cache.num_pages,
                 page_size=cache.page_size,
-                device=self._device,
+                device=self._paged.device,
             )
             graphs.serve()
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """A step; with states a graph holds it if it decodes."""
+        recurrent, batch = self._paged.recurrent, inputs.batch
+        if recurrent is None or not batch.decoding:
+            return self._model.forward(inputs)
+        before = np.asarray(batch.kv_len_cpu, np.int64) - 1
+        rows = recurrent.states.advance(np.zeros(1, np.int64), before, np.ones(1, np.int64))
+        places = torch.from_numpy(np.stack([rows.read, rows.write])).to(self._paged.device)
+        batch = replace(batch, scratch={STATES: places})
+        logits: list[torch.Tensor] = []
+
+        def work() -> None:
+            stream = self._model.stream(inputs.input_ids, batch)
+            logits[:] = [self._model.logits(stream, inputs.sampled)]
+
+        self._record(work)()
+        return logits[0]
 
 
 @torch.inference_mode()
@@ -215,7 +242,7 @@ def build_graph_model(
             raise UnrecognizedModule(why)
         model.observe()
         record = CudaRecorder() if paged.device.type == "cuda" else lambda work: work
-        yield _Recorded(model, record, paged.device)
+        yield _Recorded(model, paged, record)
 
     try:
         tolerance = TOLERANCE.get(paged.dtype, 0.0)

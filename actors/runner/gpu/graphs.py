@@ -99,7 +99,8 @@ class DecodeGraphs:
     """Runs decode steps as graphs; on a CPU without capture, for Triton's interpreter.
 
     The layers of other steps, and those of a ``draft`` model, are graphs too (`prompt_graphs`), of
-    the same recorder: they share its memory, and run one at a time.
+    the same recorder: they share its memory, and run one at a time. So are not those of models with
+    states, of which each chunk of a prompt is computed alone.
 
     Args:
         whole: False records the layers alone, since a head has to see states between two steps.
@@ -129,7 +130,9 @@ class DecodeGraphs:
         max_rows = self._sizes[-1]
         sizes = (max_rows, pages_per_request, page_size)
         row_inputs = [row_input for part in parts for row_input in part.row_inputs]
-        self._state = DecodeState(slots, *sizes, device, model.starts_early, row_inputs)
+        self._state = DecodeState(
+            slots, *sizes, device, model.starts_early, row_inputs, model.states
+        )
         self._extras = GraphExtras(max_rows, max_num_steps, device)
         self._rows = torch.arange(max_rows, device=device)
         on_gpu = device.type == "cuda"
@@ -163,7 +166,7 @@ class DecodeGraphs:
                 device=device,
             )
             for each in (model, draft)
-            if each is not None
+            if each is not None and each.states is None
         ]
 
     def use(self, slots: RequestSlots) -> None:

@@ -17,6 +17,7 @@ from rayfin.actors.messages import Int32Array
 from rayfin.actors.runner.batch import StepInputs
 from rayfin.actors.runner.gpu.decode_state import bucket_of
 from rayfin.actors.runner.models.step_model import StepModel
+from rayfin.actors.runner.state_tensors import StateTensors
 from rayfin.kernels.attention.triton_backend import (
     LAUNCHES,
     Launch,
@@ -68,6 +69,10 @@ class Recordable(StepModel, Protocol):
 
     @property
     def hidden_size(self) -> int: ...
+
+    @property
+    def states(self) -> StateTensors | None:
+        """Those of layers that keep some; then decode steps alone are recorded."""
 
     def attention_sizes(self) -> list[Sizes]:
         """The sizes of its layers' attention, each once."""

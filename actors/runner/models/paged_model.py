@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
-from rayfin.actors.runner.batch import SHIFTS, GivenInputs, StepInputs
+from rayfin.actors.runner.batch import SHIFTS, STATES, GivenInputs, StepInputs
 from rayfin.actors.runner.models.indexer import (
     NO_MASK,
     Forward,
@@ -402,8 +402,6 @@ class PagedModel:
     @property
     def why_unrecorded(self) -> str | None:
         """Why no CUDA graph can hold a step: the host has a part in it. None if one may."""
-        if self.recurrent is not None:
-            return "its layers keep states"
         if self._indexers:
             return "its layers choose keys"
         if any(limit.name == CHUNK for limit in self._limits.values()):
@@ -419,10 +417,14 @@ class PagedModel:
         if SHIFTS in batch.scratch:
             positions = positions + batch.scratch[SHIFTS]
         options = {"position_ids": positions.unsqueeze(0)} if self._takes_positions else {}
+        if self.recurrent is not None:
+            self.recurrent.begin_recorded(*batch.scratch[STATES])
         try:
             output = self._base(input_ids=tokens.unsqueeze(0), use_cache=False, **options)
         finally:
             self._step.inputs = None
+            if self.recurrent is not None:
+                self.recurrent.end(complete=False)
         self._output = type(output)
         states: torch.Tensor = output.last_hidden_state[0]
         return states

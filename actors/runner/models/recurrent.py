@@ -263,6 +263,16 @@ class RecurrentLayers:
             ],
         )
 
+    def begin_recorded(self, read: torch.Tensor, write: torch.Tensor) -> None:
+        """A step of one token of each row [R] begins, which reads and writes these rows of states.
+
+        `StateTensors.advance` knows of it.
+        """
+        tokens = torch.arange(len(read), device=read.device)
+        none = np.zeros(0, np.int64)
+        rows = StateRows(none, none, none, none, none, none)
+        self._plan = StepPlan(rows, none, tokens, [Wave(tokens, read, write)], [])
+
     def end(self, *, complete: bool) -> None:
         """The step is over; its states count if it is ``complete``."""
         if complete and self._plan is not None and self._states is not None:

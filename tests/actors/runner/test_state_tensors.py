@@ -149,3 +149,30 @@ def test_assumed_states_are_forgotten() -> None:
     states.forget()
     with pytest.raises(CacheError, match="slot 0 has no state of 10 tokens"):
         states.begin(ints([0]), ints([10]), ints([11]))
+
+
+@given(
+    steps=st.lists(st.lists(st.integers(1, 4), min_size=3, max_size=3), min_size=1, max_size=6),
+    prompts=st.lists(st.integers(1, 9), min_size=3, max_size=3),
+)
+def test_steps_at_once_are_steps_one_by_one(steps: list[list[int]], prompts: list[int]) -> None:
+    """Which rows the first one reads and writes, and where each request stands afterwards."""
+    layouts = [StateLayout((1,), torch.float32)]
+    both = [StateTensors(layouts, 3, 0, torch.device("cpu")) for _ in range(2)]
+    slots, lengths = ints([0, 1, 2]), ints(prompts)
+    for states in both:
+        states.commit(states.begin(slots, ints([0, 0, 0]), lengths))
+    for counts in steps:
+        at_once, one_by_one = both
+        rows = at_once.advance(slots, lengths, ints(counts))
+        for step in range(max(counts)):
+            left = ints([slot for slot in range(3) if counts[slot] > step])
+            single = one_by_one.begin(left, lengths[left] + step, lengths[left] + step + 1)
+            if step == 0:
+                assert single.read.tolist() == rows.read.tolist()
+                assert single.write.tolist() == rows.write.tolist()
+            one_by_one.commit(single)
+        assert at_once._lengths.tolist() == one_by_one._lengths.tolist()
+        assert at_once._current.tolist() == one_by_one._current.tolist()
+        lengths = lengths + ints(counts)
+    assert all(len(states.tensors[0]) == states.padding + 1 for states in both)

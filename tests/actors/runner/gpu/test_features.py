@@ -138,12 +138,24 @@ def test_images(family: str, served: Make, request_of: Make, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
 def test_states(family: str, tiny_model: Make, served: Make, request_of: Make) -> None:
-    """Layers with a state per request, which the steps of the start have written over."""
+    """Layers with a state per request, which the steps of the start have written over.
+
+    Decode steps are graphs, one and several in a call; then a slot has another request.
+    """
     tiny = tiny_model(family)
-    engine = served(tiny.folder, max_model_len=64, **SETTINGS)
-    tokens = engine.run(request_of(0, PROMPT, OUTPUT), request_of(1, PROMPT[2:], OUTPUT))
-    assert tokens == {0: tiny.greedy(PROMPT, OUTPUT), 1: tiny.greedy(PROMPT[2:], OUTPUT)}
-    assert not has_graphs(engine)
+    engine = served(tiny.folder, max_model_len=64, max_lease=3, **SETTINGS)
+    engine.runner._model.forward = engine._forward
+    engine.runner._forward.run = engine._advance
+    graphs = engine.runner._graphs
+    calls: list[int] = []
+    begin = graphs.begin
+    graphs.begin = lambda info, rules: (calls.append(info.num_steps), begin(info, rules))
+    prompts = {0: PROMPT, 1: PROMPT[2:], 2: PROMPT[:3], 3: [9, 9]}
+    lengths = {0: 9, 1: 4, 2: 6, 3: 3}
+    requests = [request_of(key, prompt, lengths[key]) for key, prompt in prompts.items()]
+    tokens = engine.run(*requests[:2]) | engine.run(*requests[2:], stagger=1)
+    assert tokens == {key: tiny.greedy(prompts[key], lengths[key]) for key in prompts}
+    assert max(calls) == 3 and {1, 2} & set(calls) and len(calls) >= 4
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,7 @@ def test_a_model_that_cannot_be_recorded_stays_eager(
     assert build_graph_model(paged, TritonAttention(DEVICE)) is None
     assert "logits would differ" in caplog.text
     block.forward = forward
-    for why in ("its layers choose keys", "its layers keep states"):
-        family = "deepseek_v32" if "keys" in why else "lfm2"
+    for why, family in ((KEYS, "deepseek_v32"), (CHUNKS, "llama4_text")):
         assert load(tiny_model(family).folder).why_unrecorded == why
 
 
@@ -133,22 +132,12 @@ def test_the_tokens_of_an_engine(
     assert tokens[0] == tokens[1]
 
 
-STATES, KEYS, CHUNKS, WAITING = (
-    "its layers keep states",
+KEYS, CHUNKS, WAITING = (
     "its layers choose keys",
     "its layers attend in chunks",
     "its forward waits for the device (aten::",
 )
 NOT_RECORDED: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba"),
-            *("kimi_linear", "lara_mini", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax"),
-            *("nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
-            *("qwen3_5_text", "qwen3_next", "zamba", "zamba2", "zaya"),
-        ),
-        STATES,
-    ),
     **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), KEYS),
     **dict.fromkeys(("llama4", "llama4_text"), CHUNKS),
     "dbrx": f"{WAITING}nonzero)",
