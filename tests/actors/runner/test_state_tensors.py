@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rayfin.actors.runner.state_tensors import NOWHERE, StateLayout, StateRows, StateTensors
 from rayfin.cache.errors import CacheError

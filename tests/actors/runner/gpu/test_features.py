@@ -18,6 +18,7 @@ from rayfin import LLM
 from rayfin.actors.runner import checkpoint, loading
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.sampling.sampler import Sampler
+from rayfin.actors.scheduler.policy import multi_step
 from rayfin.kernels.attention import select as attention_select
 from rayfin.kernels.sampling import select as sampling_select
 
@@ -137,11 +138,18 @@ def test_images(family: str, served: Make, request_of: Make, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
-def test_states(family: str, tiny_model: Make, served: Make, request_of: Make) -> None:
+def test_states(
+    family: str,
+    tiny_model: Make,
+    served: Make,
+    request_of: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Layers with a state per request, which the steps of the start have written over.
 
     Decode steps are graphs, one and several in a call; then a slot has another request.
     """
+    monkeypatch.setattr(multi_step, "CALL_SECONDS", 1e6)
     tiny = tiny_model(family)
     engine = served(tiny.folder, max_model_len=64, max_lease=3, **SETTINGS)
     engine.runner._model.forward = engine._forward

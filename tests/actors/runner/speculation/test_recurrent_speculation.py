@@ -305,5 +305,5 @@ def test_states_of_drafts_are_off_the_page_budget(args_of: Make) -> None:
     assert of_drafts == 23 * facts.state_bytes
     runner.start(config, 0)
     assert loaded.states is not None and loaded.states.draft_room == 23
-    assert len(loaded.states.tensors[0]) == 2 * 24 + config.num_snapshots + 23
+    assert loaded.states.padding == 2 * 24 + config.num_snapshots + 23
     assert np.all(loaded.states._lengths < 0), "steps that were timed have left states"
