@@ -145,16 +145,8 @@ class DecodeGraphs:
         """By slot: its last token has not been collected, so that only the device has it."""
         self._record = CudaRecorder() if on_gpu else _run_once
         self._replays: dict[tuple[int, bool, tuple[str, ...]], Callable[[], None]] = {}
-        # Compiles the kernels of extras: of many rows, and of few, which start early. Others record
-        # theirs at first use. So do those that read numbers of rows.
-        for size in (max_rows, self._sizes[0]) if whole else ():
-            self._replay(size, extras=True)
-            for row_input in row_inputs:
-                self._replay(size, extras=False, names=(row_input.name,))
-        for size in reversed(
-            self._sizes if whole else []
-        ):  # the largest first, whose memory the others reuse
-            self._replay(size, extras=False)
+        if whole:
+            self._record_steps([row_input.name for row_input in row_inputs])
         self._layers = [
             PromptGraphs(
                 each,
@@ -168,6 +160,17 @@ class DecodeGraphs:
             for each in (model, draft)
             if each is not None and each.states is None
         ]
+
+    def _record_steps(self, names: Sequence[str]) -> None:
+        """Records a step of each size, and two sizes with extras and with each row input."""
+        # Compiles the kernels of extras: of many rows, and of few, which start early. Others record
+        # theirs at first use. So do those that read numbers of rows.
+        for size in (self._sizes[-1], self._sizes[0]):
+            self._replay(size, extras=True)
+            for name in names:
+                self._replay(size, extras=False, names=(name,))
+        for size in reversed(self._sizes):  # the largest first, whose memory the others reuse
+            self._replay(size, extras=False)
 
     def use(self, slots: RequestSlots) -> None:
         """Runs the requests in ``slots`` from now on, and the layers of the models' other steps.
