@@ -198,7 +198,8 @@ class DecodeState:
         self._new_rows.copy_(staged(new_rows, self._new_rows.device), non_blocking=True)
         self._on_device.update(ids)
         if self._states is not None:
-            places = self._states.advance(ids.astype(np.int64), info.kv_len, steps)
+            lengths = (each.astype(np.int64) for each in (ids, info.kv_len, steps))
+            places = self._states.advance(*lengths)
             state_rows = np.full(self._state_rows.shape, self._states.padding, np.int64)
             state_rows[:, :rows] = places.read, places.write
             device = self._state_rows.device
