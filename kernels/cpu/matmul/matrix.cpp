@@ -1,5 +1,7 @@
 #include "matmul/matrix.h"
 
+#include <algorithm>
+
 namespace rayfin {
 
 namespace {
@@ -73,15 +75,27 @@ Matrix::Place Matrix::place(int64_t output) const {
   return {column / kWidth, int(half * kWidth + column % kWidth)};
 }
 
+// Rows that lie side by side in a panel are turned together: a line of memory is written at once. An input's place
+// behind the first one is the same for all outputs.
 template <class T>
 void Matrix::fill(int64_t first, int64_t count, const T* weights, int64_t stride) {
-  for (int64_t i = 0; i < count; ++i) {
-    Place at = place(first + i);
+  for (int64_t i = 0; i < count; i += kWidth) {
+    const int64_t rows = std::min<int64_t>(kWidth, count - i);
     const T* source = weights + i * stride;
     if (storage == kFloat32) {
-      for (int64_t k = 0; k < inputs; ++k) *float_at(at, k) = widen(source[k]);
+      float* base[kWidth];
+      for (int64_t row = 0; row < rows; ++row) base[row] = float_at(place(first + i + row), 0);
+      for (int64_t k = 0; k < inputs; ++k) {
+        const ptrdiff_t offset = float_at({0, 0}, k) - float_at({0, 0}, 0);
+        for (int64_t row = 0; row < rows; ++row) base[row][offset] = widen(source[row * stride + k]);
+      }
     } else {
-      for (int64_t k = 0; k < inputs; ++k) narrow(widen(source[k]), half_at(at, k));
+      BFloat16* base[kWidth];
+      for (int64_t row = 0; row < rows; ++row) base[row] = half_at(place(first + i + row), 0);
+      for (int64_t k = 0; k < inputs; ++k) {
+        const ptrdiff_t offset = half_at({0, 0}, k) - half_at({0, 0}, 0);
+        for (int64_t row = 0; row < rows; ++row) narrow(widen(source[row * stride + k]), base[row] + offset);
+      }
     }
   }
 }
