@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX2__)
+#if defined(__FMA__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -145,7 +145,7 @@ RAYFIN_INLINE void finish_streams() {}
 
 // a b + c, rounded once where the instruction set has that (kFuses): the same numbers wherever it is used, while a
 // compiler may round either product of a b + c d.
-#if defined(__AVX2__) || defined(__aarch64__)
+#if defined(__FMA__) || defined(__aarch64__)
 constexpr bool kFuses = true;
 #else
 constexpr bool kFuses = false;
@@ -154,6 +154,10 @@ constexpr bool kFuses = false;
 RAYFIN_INLINE Vec multiply_add(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 #elif defined(__AVX2__)
 RAYFIN_INLINE Vec multiply_add(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+#elif defined(__FMA__)
+RAYFIN_INLINE Vec multiply_add(Vec a, Vec b, Vec c) {
+  return bit_cast<Vec>(_mm_fmadd_ps(bit_cast<__m128>(a), bit_cast<__m128>(b), bit_cast<__m128>(c)));
+}
 #elif defined(__aarch64__)
 RAYFIN_INLINE Vec multiply_add(Vec a, Vec b, Vec c) {
   return bit_cast<Vec>(vfmaq_f32(bit_cast<float32x4_t>(c), bit_cast<float32x4_t>(a), bit_cast<float32x4_t>(b)));
