@@ -280,7 +280,7 @@ void decoders() {
              matrix(hidden, heads * dim), matrix(2 * inner, hidden, true), matrix(hidden, inner), bias.data(), nullptr,
              nullptr, nullptr, head_norm.data(), i ? head_norm.data() : nullptr, nullptr, turns.data(), turns.data(),
              keys.data() + int64_t(i) * slots * kv_heads * dim, values.data() + int64_t(i) * slots * kv_heads * dim,
-             i ? 9 : 0, 0.3f, 0.0f};
+             i ? 9 : 0, 0, 0.3f, 0.0f};
   }
   const Matrix* table = matrix(vocabulary, hidden);
   const Decoder decoder{all.data(), table, table, norm.data(), nullptr, layers, hidden, inner, vocabulary, heads,
