@@ -143,7 +143,7 @@ class Life:
             "max_loras": self.adapting.choice([0, 0, 1, 2, 8]),
             "uncut": uncut,
             "page_folder": self._folder(),
-            "kv_peers": self.asking.random() < 0.4,
+            "kv_peers": self.asking.random() < 0.7,
             "page_bytes": 1 << 20,
         }
         return settings | self._windows(settings)
@@ -234,7 +234,7 @@ class Life:
         self.share_hinted, self.reading_pays = draw.choice([0.3, 1.0]), False
         if not self.harness.config.kv_peers:
             return
-        self.reading_pays = draw.random() < 0.5  # computing takes so long, and arrivals
+        self.reading_pays = draw.random() < 0.7  # computing takes so long, and arrivals
         if self.reading_pays:
             executor.token_seconds = 0.03
         if self.harness.config.page_folder is None:
@@ -420,7 +420,7 @@ class Life:
 
     def _plan_sessions(self) -> None:
         """How many sessions there are, and which share of requests are turns of theirs."""
-        self.share_of_turns = self.pausing.choice([0.0, 0.0, 0.0, 0.5, 1.0])
+        self.share_of_turns = self.pausing.choice([0.0, 0.0, 0.5, 0.5, 1.0])
         self.num_sessions = self.pausing.randint(1, 5)
         self.num_turns = 0
 

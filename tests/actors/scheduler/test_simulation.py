@@ -71,7 +71,7 @@ def test_where_all_contexts_fit_sessions_change_nothing(simulate: ModuleType) ->
         lives = []
         for sessions in (True, False):
             limits = {"max_waiting_requests": 1000, "max_waiting_tokens": None}
-            settings = {"sessions": sessions, "num_pages": 2000, **limits}
+            settings = {"sessions": sessions, "windows": None, "num_pages": 2000, **limits}
 
             class Roomy(simulate.Life):  # type: ignore[name-defined, misc]
                 def _settings(self, settings: dict[str, Any] = settings) -> dict[str, Any]:
