@@ -156,6 +156,7 @@ class FakeExecutor:
         self._memory[page] = content
         self._made[page] = made
         self._spoiled.discard(page)
+        self._moved.discard(page)
 
     def content(self, page: int) -> Int32Array:
         return np.array(self._memory[page])
