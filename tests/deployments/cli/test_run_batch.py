@@ -22,7 +22,8 @@ COMMAND = "import sys; from rayfin.deployments.cli.main import main; sys.exit(ma
 def _line(name: str, url: str = "/v1/chat/completions", **body: Any) -> str:
     if url == "/v1/chat/completions":
         body = {"messages": [{"role": "user", "content": f"What is {name} + 4?"}], **body}
-    body = {"model": "demo", "max_tokens": 12, **body}
+    limit = "max_output_tokens" if url == "/v1/responses" else "max_tokens"
+    body = {"model": "demo", limit: 12, **body}
     return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body}) + "\n"
 
 
