@@ -43,8 +43,12 @@ def test_a_gpu_s_model_is_built_for_the_page_size(
     from rayfin.actors.runner.gpu import decoder, experts
 
     sizes: list[int] = []
+
+    def built(*inputs: Any, **_: Any) -> None:
+        sizes.append(inputs[2])
+
     monkeypatch.setattr(checkpoint, "can_use_triton", lambda device: True)
-    monkeypatch.setattr(decoder, "build_gpu_decoder", lambda *inputs: sizes.append(inputs[2]))
+    monkeypatch.setattr(decoder, "build_gpu_decoder", built)
     monkeypatch.setattr(experts, "group_experts", lambda *inputs: sizes.append(inputs[1]))
     loading.load(engine_args(tiny_model("llama").folder, page_size=12))
     assert sizes == [12, 12]
