@@ -759,7 +759,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
 def _most_pages(
     args: EngineArgs, facts: ModelFacts, limits: BatchLimits, model_len: int
 ) -> tuple[WindowGroups | None, int, int]:
-    """The groups of layers, the pages that the longest request takes, and those of all slots."""
+    """Returns the groups of layers, the longest request's pages, and those of all slots."""
     entries = -(-model_len // args.page_size)
     if facts.windows is None:
         return None, entries, entries * limits.max_decoding_batch

@@ -222,7 +222,7 @@ class EngineRequest:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its answer is tokens alone."""
+        """Returns whether its answer is tokens alone."""
         asked = self.sampling
         scored = (asked.logprobs, asked.prompt_logprobs) != (None, None) or asked.logprob_ids
         return not scored and self.beams is None

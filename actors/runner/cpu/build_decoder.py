@@ -60,7 +60,7 @@ def packing(
     quantization: Quantization | None = None,
     spares: list[Matrix] | None = None,
 ) -> Packing:
-    """The storage for a ``--quantization``; without one weights stay exact.
+    """Returns the storage for a ``--quantization``; without one weights stay exact.
 
     Args:
         spares: exact matrices that may be filled with other weights.

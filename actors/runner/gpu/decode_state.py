@@ -226,7 +226,7 @@ class DecodeState:
         self.launches.fill(bucket, self._new_rows)
 
     def numbers_of(self, ids: Int32Array) -> dict[str, Int64Array]:
-        """The row inputs [R] that a call with slots ``ids`` [R] needs, by name."""
+        """Returns the row inputs [R] that a call with slots ``ids`` [R] needs, by name."""
         given = {each.name: each.of_slots(ids) for each in self._row_inputs}
         return {name: numbers for name, numbers in given.items() if numbers is not None}
 
@@ -267,7 +267,7 @@ class DecodeState:
         )
 
     def batch(self, bucket: int, names: Sequence[str] = ()) -> PagedBatch:
-        """The batch for attention, whose lengths are in the launches' items.
+        """Returns the batch for attention, whose lengths are in the launches' items.
 
         Args:
             names: of the row inputs that the step reads.

@@ -370,7 +370,7 @@ class GpuDecoder:
 
 
 def _places(layers: list[LayerParts], model: nn.Module) -> list[tuple[ProductPlace, ...]]:
-    """The four products of each layer; fewer if its MLP is a mixture."""
+    """Returns the four products of each layer; fewer if its MLP is a mixture."""
     paths = {module: path for path, module in model.named_modules()}
 
     def place(*linears: Linear) -> ProductPlace:
