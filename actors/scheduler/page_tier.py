@@ -273,7 +273,7 @@ class SourcesTier:
         return arrived is not None
 
     def _held(self, request: Request) -> list[int]:
-        """The first pages of a request that are in the index, up to a state if it needs one."""
+        """Returns the first pages of a request in the index, up to a state if it needs one."""
         pages = self._tables.match(request.chain, request.tokens())
         if self._snapshots is None:
             return pages
@@ -304,8 +304,8 @@ class SourcesTier:
         if self._clock() < source.silent_until:
             return False
         ahead = sum(len(transfer.what.pages) for transfer in self._reading) + count
-        size = ahead * self._page_bytes + (len(self._reading) + 1) * self._state_bytes
-        reading = PEER_FIRST_BYTE_SECONDS + size / source.speed(self._clock())
+        moved = ahead * self._page_bytes + (len(self._reading) + 1) * self._state_bytes
+        reading = PEER_FIRST_BYTE_SECONDS + moved / source.speed(self._clock())
         return not computing or reading <= computing / 2
 
     def _transfer_of(self, page_hash: bytes) -> _Transfer | None:

@@ -120,7 +120,7 @@ class GpuDecoder:
         """The residual stream of a step by recorded layers, or None if they do not hold it."""
 
     def attention_sizes(self) -> list[Sizes]:
-        """The sizes of its layers' attention, each once."""
+        """Returns the sizes of its layers' attention, each once."""
         heads, dtype = self._shape.heads, self.dtype
         every = (
             Sizes(heads, kv.kv_heads, kv.key_dim, kv.value_dim, dtype, layer.spec.window)
@@ -150,7 +150,7 @@ class GpuDecoder:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """The logits [S, V] of the tokens at ``inputs.sampled``; the cache gets all T tokens."""
+        """Returns logits [S, V] of the tokens at ``inputs.sampled``; all T go into the cache."""
         batch = inputs.batch
         if inputs.given is not None or inputs.rope_positions is not None:
             return self._paged.forward(inputs)
@@ -178,7 +178,7 @@ class GpuDecoder:
         return hidden
 
     def logits(self, stream: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-        """The logits [S, V] of the rows ``sampled`` [S] of the residual stream [T, hidden]."""
+        """Returns logits [S, V] of the rows ``sampled`` [S] of the residual stream [T, hidden]."""
         shape = self._shape
         x = rms_norm(stream.index_select(0, sampled), self._final_norm, shape.eps)
         logits = multiply(x, self._head, self._head_bias)

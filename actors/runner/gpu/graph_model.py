@@ -115,16 +115,16 @@ class GraphModel:
 
     @property
     def hidden_size(self) -> int:
-        """Numbers of a row of hidden states."""
+        """Returns the numbers of a row of hidden states."""
         size: int = self._paged.transformer.config.get_text_config(decoder=True).hidden_size
         return size
 
     def attention_sizes(self) -> list[Sizes]:
-        """The sizes of its layers' attention, each once."""
+        """Returns the sizes of its layers' attention, each once."""
         return self._sizes
 
     def starts_early(self, rows: int) -> bool:
-        """No: the kernels between those of attention are torch's."""
+        """Returns False: the kernels between those of attention are torch's."""
         return False
 
     def bind(self, cache: KVTensors) -> None:
@@ -134,7 +134,7 @@ class GraphModel:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """The logits [S, V] of the tokens at ``inputs.sampled``; the cache gets all T tokens."""
+        """Returns logits [S, V] of the tokens at ``inputs.sampled``; all T go into the cache."""
         states = None if self.replay is None else self.replay(inputs)
         if states is not None and self.hooked:
             count = len(inputs.input_ids)
@@ -145,14 +145,14 @@ class GraphModel:
         )
 
     def stream(self, input_ids: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
-        """The hidden states [T, hidden] behind the layers; the cache gets all T tokens."""
+        """Returns hidden states [T, hidden] behind the layers; the cache gets all T tokens."""
         states = self._paged.run_layers(input_ids, batch)
         if self.hooked:
             self._states[states] = [dict(hooked.kept) for hooked in self.hooked]
         return states
 
     def logits(self, stream: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-        """The logits [S, V] of the rows ``sampled`` [S] of hidden states [T, hidden]."""
+        """Returns the logits [S, V] of the rows ``sampled`` [S] of hidden states [T, hidden]."""
         return self._paged.run_head(stream.index_select(0, sampled))
 
     def observe(self) -> None:
@@ -233,7 +233,7 @@ class _Recorded:
 def build_graph_model(
     paged: PagedModel, attention: PagedAttention, page_size: int = PROBE_PAGE_SIZE
 ) -> GraphModel | None:
-    """The model for graphs; None, and a line in the log, if its steps cannot be recorded."""
+    """Returns the model for graphs; None, with a line in the log, if no step can be recorded."""
     model = GraphModel(paged, attention)
     name = type(paged.transformer).__name__
 

@@ -75,16 +75,16 @@ class Recordable(StepModel, Protocol):
         """Those of layers that keep some; then decode steps alone are recorded."""
 
     def attention_sizes(self) -> list[Sizes]:
-        """The sizes of its layers' attention, each once."""
+        """Returns the sizes of its layers' attention, each once."""
 
     def starts_early(self, rows: int) -> bool:
-        """Whether the kernels of so many rows start before the ones before them end."""
+        """Returns whether kernels of so many rows start before those before them end."""
 
     def stream(self, input_ids: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
-        """What its layers give for T tokens [T, hidden]; the cache gets all of them."""
+        """Returns what its layers give for T tokens [T, hidden]; the cache gets all of them."""
 
     def logits(self, stream: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-        """The logits [S, V] of the rows ``sampled`` [S] of ``stream``."""
+        """Returns the logits [S, V] of the rows ``sampled`` [S] of ``stream``."""
 
 
 @dataclass(frozen=True, slots=True)
