@@ -250,9 +250,17 @@ def test_an_answer_that_is_read_at_its_end_has_the_same_versions(
     async def program() -> None:
         args = AsyncEngineArgs(str(folders[0]), **SETTINGS)
         async with AsyncLLM.from_engine_args(args) as llm:
-            first = asyncio.create_task(whole(llm))
-            parts, seen = ask(llm, 0), []
-            for _ in range(3):
+            # Both begin in one step, so the pause below cuts them at the same token.
+            await llm.pause_generation(mode="keep", clear_cache=False)
+            client = llm._source._client
+            assert isinstance(client, LocalClient)
+            first, parts = asyncio.create_task(whole(llm)), ask(llm, 0)
+            second = asyncio.create_task(anext(parts))
+            while len(client._streams) < 2:
+                await asyncio.sleep(0.001)
+            await llm.resume_generation()
+            seen = [await second]
+            for _ in range(2):
                 seen.append(await anext(parts))
             await llm.pause_generation(mode="keep", clear_cache=False)
             await llm.update_weights(str(folders[1]), "step-1", kv=kv)
@@ -265,8 +273,6 @@ def test_an_answer_that_is_read_at_its_end_has_the_same_versions(
                 "default",
                 "step-1",
             }
-            client = llm._source._client
-            assert isinstance(client, LocalClient)
             assert client._whole.begun() == [] and client._names == {}
 
     asyncio.run(program())
