@@ -16,6 +16,7 @@ What it *costs* is a price: while its pages are computed, those of all running r
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any
 
 from rayfin.actors.config import EngineConfig
@@ -68,7 +69,7 @@ class Seats:
         self._freed = False  # whether a session pauses since the last look
         self._held, self._held_at = 0.0, -math.inf  # mean pages of running requests, and until when
         self._idle_since: float | None = None  # since when none but parked ones are here
-        self._ranked: list[Session] = []  # paused ones, the one of least worth last ...
+        self._ranked: list[tuple[float, Session]] = []  # paused ones, as _by_worth has them ...
         self._ranked_until = 0.0  # ... on the clock
         state.tables.reclaim = self.reclaim
         state.queue_limits.spares = self.spares
@@ -172,7 +173,7 @@ class Seats:
                 self._ranked_until = now + LOBBY_TICK_SECONDS
             if not self._ranked:
                 break
-            session = self._ranked.pop()
+            _, session = self._ranked.pop()
             if session.seated is not None and not session.turns:  # it still pauses
                 self._lapse(session, "pages")
                 return True
@@ -277,10 +278,10 @@ class Seats:
                 return True
         late = now - self._parked[head] >= PARKED_SECONDS
         idle = self._seconds_idle(head, now)
-        for session in reversed(self._by_worth(now)):
+        for worth, session in reversed(self._by_worth(now)):
             rotates = late and self._has_run(session, now)
             lapses = rotates or idle >= self._spoiled(head, session)
-            if not (lapses or self._worth(session, now) < self._price(session)):
+            if not (lapses or worth < self._price(session)):
                 continue
             self._lapse(session, "price")
             if self._has_room(head):
@@ -293,11 +294,10 @@ class Seats:
         lacks = min(math.ceil(self._excess(head)), self._tables.claims.num_alone(session))
         return min(self._seconds(session, lacks), PARKED_IDLE_SECONDS)
 
-    def _by_worth(self, now: float) -> list[Session]:
-        """The paused sessions, the one of least worth last."""
-        return sorted(
-            self.sessions.paused, key=lambda session: self._worth(session, now), reverse=True
-        )
+    def _by_worth(self, now: float) -> list[tuple[float, Session]]:
+        """The paused sessions, each behind its worth, the one of least worth last."""
+        worths = [(self._worth(session, now), session) for session in self.sessions.paused]
+        return sorted(worths, key=itemgetter(0), reverse=True)
 
     def _lapse(self, session: Session, reason: str) -> None:
         self._state.counters.session_lapses[reason] += 1
