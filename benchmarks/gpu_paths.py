@@ -16,7 +16,8 @@ def runner_of(llm: LLM) -> Any:
 class Paths:
     """Counts the decode steps of an engine: as graphs, queued behind others, kernel by kernel.
 
-    ``prompts`` are the steps with prompts in them, which took ``prompt_seconds`` of the runner.
+    ``prompts`` are the steps with prompts in them, which took ``prompt_seconds`` of the runner: if
+    they are graphs, until they were queued.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -46,6 +47,8 @@ class Paths:
             assert self.eager and not self.replayed, f"these steps should be eager: {counts}"
 
     def _count_replayed(self, info: Any, rules: Any) -> Any:
+        if len(info.ids) > info.decoding_batch:
+            return self._time_prompts(self._begin, info, rules)
         self.behind += info.num_steps if self._runner._graphs.queued else 0
         self.replayed += info.num_steps
         return self._begin(info, rules)
@@ -54,8 +57,11 @@ class Paths:
         if len(info.ids) == info.decoding_batch:
             self.eager += 1
             return self._advance(info, output)
+        return self._time_prompts(self._advance, info, output)
+
+    def _time_prompts(self, run: Callable[..., Any], *given: Any) -> Any:
         started = time.perf_counter()
-        result = self._advance(info, output)
+        result = run(*given)
         self.prompts += 1
         self.prompt_seconds += time.perf_counter() - started
         return result

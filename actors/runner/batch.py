@@ -76,16 +76,23 @@ class SampledRows:
     settings: SamplingRows
 
 
+def token_places(
+    info: SchedulerInfo, page_size: int
+) -> tuple[Int32Array, Int64Array, Int64Array, Int64Array]:
+    """(slot, position, page of its request, place in the page) of a step's tokens, [T] each."""
+    tokens = len(info.merge_prompt)
+    # The row of each of the T tokens.
+    row = ALL if tokens == len(info.ids) else np.repeat(np.arange(len(info.ids)), info.chunk_len)
+    positions = np.arange(tokens) + (info.kv_len - info.chunk_idx)[row]
+    return info.ids[row], positions, *np.divmod(positions, page_size)
+
+
 def build_inputs(
     info: SchedulerInfo, slots: RequestSlots, page_size: int, device: torch.device
 ) -> tuple[StepInputs, SampledRows]:
     """The tensors of a step; ``slots`` has already applied the step's diff."""
     tokens, lengths = len(info.merge_prompt), info.chunk_len
-    # The row of each of the T tokens.
-    row = ALL if tokens == len(info.ids) else np.repeat(np.arange(len(info.ids)), lengths)
-    slot = info.ids[row]
-    positions = np.arange(tokens) + (info.kv_len - info.chunk_idx)[row]
-    page, within = np.divmod(positions, page_size)
+    slot, positions, page, within = token_places(info, page_size)
     sampled_last = info.merge_prompt == SAMPLED_LAST_STEP
     input_ids = np.where(sampled_last, slots.last_token[slot], info.merge_prompt)
     kv_len = info.kv_len + lengths

@@ -1,4 +1,4 @@
-"""The decode steps of a call as CUDA graphs."""
+"""The steps of a call as CUDA graphs."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -36,12 +36,12 @@ class GraphSteps:
         return self._sampler.needs_host(info) | self.graphs.left_out(info.ids)
 
     def replay(self, info: SchedulerInfo) -> "MultiStepOutput | None":
-        """The decode steps of the call, or None if graphs cannot run it."""
+        """The steps of the call, or None if graphs cannot run it."""
         return self.collect() if self.queue(info) else None
 
     def queue(self, info: SchedulerInfo) -> bool:
-        """Queues the decode steps of the call, unless graphs cannot run it."""
-        if failpoints.ACTIVE or self.leaves(info).any():
+        """Queues the steps of the call, unless graphs cannot run it."""
+        if failpoints.ACTIVE or self._sampler.needs_host(info).any():
             return False
         rules = self._sampler.row_token_rules(info)
         if not self.graphs.supports(info, rules):
@@ -90,5 +90,6 @@ def make_graphs(
         device=loaded.device,
         draft=None if drafts is None else drafts.gpu_model,
         whole=not reads_states(args),
+        wrapped=loaded.model is not loaded.gpu_model,
         parts=loaded.parts,
     )

@@ -162,6 +162,11 @@ class DecodeState:
             each.name: zeros(torch.int64).fill_(each.neutral) for each in row_inputs
         }
 
+    @property
+    def last_tokens(self) -> torch.Tensor:
+        """[slots] int64: what graphs have sampled last."""
+        return self._on_device.last_tokens
+
     def use(self, slots: RequestSlots) -> None:
         """Loads rows of ``slots`` from now on, which are new and of the same sizes."""
         self._slots = slots
@@ -183,27 +188,45 @@ class DecodeState:
         Args:
             unread: [R] whose last token only the device has.
         """
-        slots = self._slots
-        ids, rows = info.ids, len(info.ids)
-        first = info.merge_prompt[info.chunk_idx]
-        known = np.where(unread, ON_DEVICE, slots.last_token[ids])
-        new_rows = np.zeros(self._new_rows.shape, np.int64)
-        new_rows[0, rows:] = -1
-        new_rows[:, :rows] = (
-            ids,
-            np.where(first < 0, known, first),
-            info.kv_len,
-            steps,
-        )
-        self._new_rows.copy_(staged(new_rows, self._new_rows.device), non_blocking=True)
-        self._on_device.update(ids)
+        ids, first = info.ids, info.merge_prompt[info.chunk_idx]
+        known = np.where(unread, ON_DEVICE, self._slots.last_token[ids])
+        tokens = np.where(first < 0, known, first)
+        self._enter(info, (tokens, info.kv_len, steps), bucket, self.tables)
         if self._states is not None:
             lengths = (each.astype(np.int64) for each in (ids, info.kv_len, steps))
             places = self._states.advance(*lengths)
             state_rows = np.full(self._state_rows.shape, self._states.padding, np.int64)
-            state_rows[:, :rows] = places.read, places.write
+            state_rows[:, : len(ids)] = places.read, places.write
             device = self._state_rows.device
             self._state_rows.copy_(staged(state_rows, device), non_blocking=True)
+        self.launches.fill(bucket, self._new_rows)
+
+    def load_ends(self, info: SchedulerInfo, bucket: int, tables: torch.Tensor) -> None:
+        """Loads the rows of a step whose layers run apart, as they are at their last tokens.
+
+        Then ``tokens`` are the places of these in T, and rows that sample have a step remaining.
+
+        Args:
+            tables: [bucket or more, P] int32, which gets the rows' pages.
+        """
+        last = info.chunk_len - 1
+        ends = (info.chunk_idx + last, info.kv_len + last, info.last_pos >= 0)
+        self._enter(info, ends, bucket, tables)
+
+    def _enter(
+        self,
+        info: SchedulerInfo,
+        rows: tuple[Int64Array | Int32Array, Int32Array, Int32Array | BoolArray],
+        bucket: int,
+        tables: torch.Tensor,
+    ) -> None:
+        """Loads rows from their slots: input tokens, positions and steps are given, [R] each."""
+        ids = info.ids
+        new_rows = np.zeros(self._new_rows.shape, np.int64)
+        new_rows[0, len(ids) :] = -1
+        new_rows[:, : len(ids)] = (ids, *rows)
+        self._new_rows.copy_(staged(new_rows, self._new_rows.device), non_blocking=True)
+        self._on_device.update(ids)
         enter_rows[(bucket,)](
             self._new_rows,
             self._on_device.last_tokens,
@@ -215,15 +238,14 @@ class DecodeState:
             self.remaining,
             self._integers,
             self._numbers,
-            self.tables,
+            tables,
             len(self.tokens),
             self._on_device.tables.shape[0],
             self._on_device.tables.stride(0),
-            self.tables.stride(0),
+            tables.stride(0),
             int(info.kv_page_len.max()),
             BLOCK=128,
         )
-        self.launches.fill(bucket, self._new_rows)
 
     def numbers_of(self, ids: Int32Array) -> dict[str, Int64Array]:
         """Returns the row inputs [R] that a call with slots ``ids`` [R] needs, by name."""

@@ -27,6 +27,7 @@ from rayfin.actors.runner.gpu.decode_state import (
 from rayfin.actors.runner.gpu.graph_extras import GraphExtras, GraphLogprobs
 from rayfin.actors.runner.gpu.graph_tokens import GraphTokens, SideStream
 from rayfin.actors.runner.gpu.prompt_graphs import PromptGraphs, Recordable
+from rayfin.actors.runner.gpu.prompt_steps import PromptSteps
 from rayfin.actors.runner.parts.model_part import ModelPart
 from rayfin.actors.runner.request_slots import NO_LOGPROBS, RequestSlots
 from rayfin.actors.runner.sampling.device_rules import RowTokenRules
@@ -100,10 +101,12 @@ class DecodeGraphs:
 
     The layers of other steps, and those of a ``draft`` model, are graphs too (`prompt_graphs`), of
     the same recorder: they share its memory, and run one at a time. So are not those of models with
-    states, of which each chunk of a prompt is computed alone.
+    states, of which each chunk of a prompt is computed alone. Head and sampling of steps with
+    prompts are graphs where nothing is around the model (`prompt_steps`).
 
     Args:
         whole: False records the layers alone, since a head has to see states between two steps.
+        wrapped: something around the model has a part in prompts.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class DecodeGraphs:
         device: torch.device,
         draft: Recordable | None = None,
         whole: bool = True,
+        wrapped: bool = False,
         parts: Sequence[ModelPart] = (),
     ) -> None:
         self._model = model
@@ -147,10 +151,11 @@ class DecodeGraphs:
         self._replays: dict[tuple[int, bool, tuple[str, ...]], Callable[[], None]] = {}
         if whole:
             self._record_steps([row_input.name for row_input in row_inputs])
+        record = self._record if on_gpu else lambda work: work
         self._layers = [
             PromptGraphs(
                 each,
-                self._record if on_gpu else lambda work: work,
+                record,
                 max_tokens=max_tokens,
                 max_rows=rows,
                 pages_per_request=pages_per_request,
@@ -160,6 +165,9 @@ class DecodeGraphs:
             for each in (model, draft)
             if each is not None and each.states is None
         ]
+        self._prompts: PromptSteps | None = None
+        if whole and not wrapped and model.states is None:
+            self._prompts = PromptSteps(self._layers[0], self._state, record, max_rows, device)
 
     def _record_steps(self, names: Sequence[str]) -> None:
         """Records a step of each size, and two sizes with extras and with each row input."""
@@ -190,16 +198,28 @@ class DecodeGraphs:
         return len(self.queued) == MAX_QUEUED
 
     def supports(self, info: SchedulerInfo, rules: RowTokenRules | None) -> bool:
-        """Whether a graph can run the step: decode rows only, not too many, supported rules."""
+        """Whether graphs can run the step: not too many rows, supported rules; no rules and no log
+        probabilities beside prompts."""
         rows = len(info.ids)
+        if rows > info.decoding_batch:
+            return rules is None and self._supports_prompts(info)
         return (
             self.whole
-            and rows == info.decoding_batch
             and info.num_steps <= len(self._tokens[0])
             and bucket_of(rows, self._sizes) is not None
             and bool((info.chunk_len == 1).all() and (info.last_pos >= 0).all())
             and self._extras.fits(rules)
             and not self.left_out(info.ids).any()
+        )
+
+    def _supports_prompts(self, info: SchedulerInfo) -> bool:
+        silent = self._slots.logprobs[info.ids] == NO_LOGPROBS
+        return (
+            self._prompts is not None
+            and info.num_steps == 1
+            and bool((silent & ~self.left_out(info.ids)).all())
+            and self._slots.scored.keys().isdisjoint(info.ids.tolist())
+            and self._prompts.holds(info)
         )
 
     def left_out(self, ids: Int32Array) -> BoolArray:
@@ -216,20 +236,34 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def begin(self, info: SchedulerInfo, rules: RowTokenRules | None) -> None:
-        """Queues the steps of a multi-step call on the device, for ``collect``.
+        """Queues the steps of a call on the device, for ``collect``.
 
         Behind a queued call only one without rules and log probabilities may come: the host knows
         the tokens of neither.
         """
-        rows = len(info.ids)
-        bucket = bucket_of(rows, self._sizes)
-        assert bucket is not None and not self.is_full
+        assert not self.is_full
+        taken = [call.tokens for call in self.queued]
+        tokens = next(each for each in self._tokens if each not in taken)
+        num_logprobs: Int64Array | None = None
+        if len(info.ids) > info.decoding_batch:
+            assert self._prompts is not None and rules is None
+            tokens.store(0, self._prompts.run(info, self._slots, self._unread))
+        else:
+            num_logprobs = self._decode(info, rules, tokens)
+        tokens.send(info.num_steps)
+        self.queued.append(QueuedCall(info, rules, num_logprobs, tokens, time.perf_counter()))
+        self._unread[info.ids] = True
+
+    def _decode(
+        self, info: SchedulerInfo, rules: RowTokenRules | None, tokens: GraphTokens
+    ) -> Int64Array | None:
+        """Queues decode steps; returns how many log probabilities rows ask for, if one does."""
+        bucket = bucket_of(len(info.ids), self._sizes)
+        assert bucket is not None
         num_logprobs = self._slots.logprobs[info.ids]
         any_logprobs = bool((num_logprobs != NO_LOGPROBS).any())
         extras = any_logprobs or rules is not None
         assert not (extras and self.queued)
-        taken = [call.tokens for call in self.queued]
-        tokens = next(each for each in self._tokens if each not in taken)
         numbers = self._state.numbers_of(info.ids)
         # Before the load: to record runs the step.
         replay = self._replay(bucket, extras, tuple(numbers))
@@ -243,10 +277,7 @@ class DecodeGraphs:
             tokens.store(step, self._state.sampled[:bucket])
             if any_logprobs:
                 self._extras.store(step)
-        tokens.send(info.num_steps)
-        asked = num_logprobs if any_logprobs else None
-        self.queued.append(QueuedCall(info, rules, asked, tokens, time.perf_counter()))
-        self._unread[info.ids] = True
+        return num_logprobs if any_logprobs else None
 
     @torch.inference_mode()
     def collect(self) -> MultiStepOutput | None:

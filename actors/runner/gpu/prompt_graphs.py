@@ -2,7 +2,8 @@
 
 A decode step is one graph from its inputs to its tokens (`graphs`). In other steps rows have any
 number of tokens, and which of these are sampled differs. So their graphs hold the layers alone,
-from the embeddings to the residual stream. The head and the sampling are launched behind them.
+from the embeddings to the residual stream. The head and the sampling are launched behind them, or
+are a graph by the number of rows (`prompt_steps`).
 """
 
 from collections.abc import Callable
@@ -13,10 +14,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from rayfin.actors.messages import Int32Array
-from rayfin.actors.runner.batch import StepInputs
+from rayfin.actors.messages import SAMPLED_LAST_STEP, BoolArray, Int32Array, SchedulerInfo
+from rayfin.actors.runner.batch import StepInputs, token_places
 from rayfin.actors.runner.gpu.decode_state import bucket_of
 from rayfin.actors.runner.models.step_model import StepModel
+from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.state_tensors import StateTensors
 from rayfin.kernels.attention.triton_backend import (
     LAUNCHES,
@@ -26,7 +28,8 @@ from rayfin.kernels.attention.triton_backend import (
     TritonAttention,
     make_launch,
 )
-from rayfin.kernels.shapes import PagedAttention, PagedBatch, staged
+from rayfin.kernels.shapes import PagedAttention, PagedBatch, staged, to_device
+from rayfin.kernels.triton.device.decode_kernels import enter_tokens
 from rayfin.kernels.triton.products import NARROW
 from rayfin.kernels.triton.tile_map import ITEM_FIELDS, TileMap
 
@@ -45,6 +48,9 @@ SPARE_TILES, SPARE_SHARE = 8, 16
 """Places for tiles of prompts beside those of one prompt and of split ones: at least so many, and
 one for each ``SPARE_SHARE`` tokens. With more prompts these are split less. Each place is a program
 in every layer, though it may have nothing to do; more of them do not show in a larger step."""
+
+ENTERED = 256
+"""Tokens that a program loads."""
 
 ALIGNED_PLACES = 8
 """Items are of 40 bytes. Kernels are compiled for addresses that are multiples of 16."""
@@ -142,31 +148,35 @@ class StepLaunches:
         Returns:
             Whether they have room for it.
         """
-        parts = slice(0, batch.decoding), slice(batch.decoding, batch.rows)
+        if not self.fits(tokens, batch):
+            return False
         for pair in self._pairs.values():
-            maps: list[Int32Array] = []
-            for launch, rows in zip(pair.launches, parts, strict=True):
-                items = self._map(launch, pair.sizes, tokens, batch, rows)
-                if items is None:
-                    return False
-                maps.append(items)
-            items = np.concatenate(maps)
+            items = np.concatenate(
+                [
+                    self._map(launch, pair.sizes, tokens, batch, rows)
+                    for launch, rows in zip(pair.launches, _parts(batch), strict=True)
+                ]
+            )
             copy = staged(items, pair.items.device)
             pair.items[: len(items)].copy_(copy, non_blocking=True)
         return True
 
+    def fits(self, tokens: int, batch: PagedBatch) -> bool:
+        """Whether the launches of the graph of so many ``tokens`` have room for a step."""
+        return all(
+            _tiles(launch.shape, batch, rows) < self._places(launch.shape, tokens)
+            for pair in self._pairs.values()
+            for launch, rows in zip(pair.launches, _parts(batch), strict=True)
+        )
+
     def _map(
         self, launch: Launch, sizes: Sizes, tokens: int, batch: PagedBatch, rows: slice
-    ) -> Int32Array | None:
-        """All items [places, 10] of a launch over some rows; None if they are too many."""
+    ) -> Int32Array:
+        """All items [places, 10] of a launch over some rows."""
         shape = launch.shape
         places = self._places(shape, tokens)
         items = np.zeros((places, len(ITEM_FIELDS)), np.int32)  # without queries
-        chunks = np.diff(np.asarray(batch.query_start_cpu)[rows.start : rows.stop + 1])
-        tiles = int((-(-chunks // shape.queries)).sum())
-        if tiles >= places:
-            return None
-        if tiles:
+        if tiles := _tiles(shape, batch, rows):
             programs = min(shape.programs, places - tiles)
             split = replace(shape, programs=programs)
             tile_map = self._attention.tile_map(split, sizes, batch, rows)
@@ -197,6 +207,17 @@ class StepLaunches:
         return _LaunchPair(sizes, items, (decodes, prompts))
 
 
+def _parts(batch: PagedBatch) -> tuple[slice, slice]:
+    """The rows of a launch of decodes, and of one of prompts."""
+    return slice(0, batch.decoding), slice(batch.decoding, batch.rows)
+
+
+def _tiles(shape: TileShape, batch: PagedBatch, rows: slice) -> int:
+    """Tiles of some rows of a step."""
+    chunks = np.diff(np.asarray(batch.query_start_cpu)[rows.start : rows.stop + 1])
+    return int((-(-chunks // shape.queries)).sum())
+
+
 class PromptGraphs:
     """Replays the decoder's layers for steps of any rows; on a CPU without capture.
 
@@ -224,24 +245,29 @@ class PromptGraphs:
         def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self._model = model
-        self._page_size = page_size
+        self.model = model
+        self.page_size = page_size
         attention, sizes = model.attention, model.attention_sizes()
         assert isinstance(attention, TritonAttention)
-        self._sizes = token_buckets(max_tokens, model.hidden_size)
-        largest = self._sizes[-1]
+        self.sizes = token_buckets(max_tokens, model.hidden_size)
+        largest = self.sizes[-1]
         self._input_ids, self._positions = zeros(torch.int64, largest), zeros(torch.int64, largest)
         self._slots = zeros(torch.int64, largest).fill_(-1)  # to record writes no keys
-        self._tables = zeros(torch.int32, max_rows, pages_per_request)
+        self.tables = zeros(torch.int32, max_rows, pages_per_request)
         self._launches = StepLaunches(attention, sizes, largest, max_rows, device)
         self._streams: dict[int, torch.Tensor] = {}  # [B, hidden] by bucket, what it gives
         self._replays: dict[int, Callable[[], None]] = {}
-        for size in reversed(self._sizes):  # the largest first, whose memory the others reuse
+        for size in reversed(self.sizes):  # the largest first, whose memory the others reuse
             self._replays[size] = record(self._step(size))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of what the layers give."""
+        return next((each.dtype for each in self._streams.values()), self.model.dtype)
 
     def serve(self) -> None:
         """The model replays its steps from now on, until it gets other pages."""
-        self._model.replay = self.replay
+        self.model.replay = self.replay
 
     def replay(self, inputs: StepInputs) -> torch.Tensor | None:
         """The residual stream [T or more, hidden] of a step, or None if no graph holds it.
@@ -249,9 +275,9 @@ class PromptGraphs:
         It is valid until the next replay of any graph.
         """
         batch, tokens = inputs.batch, len(inputs.input_ids)
-        bucket = bucket_of(tokens, self._sizes)
+        bucket = bucket_of(tokens, self.sizes)
         rows, width = batch.page_tables.shape
-        fits = rows <= self._tables.shape[0] and width <= self._tables.shape[1]
+        fits = rows <= self.tables.shape[0] and width <= self.tables.shape[1]
         ahead = batch.sees_to is not None
         other_inputs = inputs.given is not None or inputs.rope_positions is not None
         if bucket is None or not fits or ahead or other_inputs:
@@ -262,33 +288,84 @@ class PromptGraphs:
         self._positions[:tokens].copy_(batch.positions)
         self._slots[:tokens].copy_(batch.slots)
         self._slots[tokens:bucket].fill_(-1)
-        self._tables[:rows, :width].copy_(batch.page_tables)
+        self.tables[:rows, :width].copy_(batch.page_tables)
+        return self._run(bucket)
+
+    def holds(self, info: SchedulerInfo) -> bool:
+        """Whether a graph holds the layers of a step without drafts."""
+        bucket = bucket_of(len(info.merge_prompt), self.sizes)
+        if bucket is None or info.num_guessed or len(info.ids) > len(self.tables):
+            return False
+        return self._launches.fits(bucket, self._rows_of(info, bucket))
+
+    def run(
+        self,
+        info: SchedulerInfo,
+        slots: RequestSlots,
+        unread: BoolArray,
+        last_tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """As ``replay``, of a step that it ``holds`` and whose page tables are in ``tables``.
+
+        Args:
+            unread: by slot, whether its last token is in ``last_tokens`` [slots] alone.
+        """
+        tokens = len(info.merge_prompt)
+        bucket = bucket_of(tokens, self.sizes)
+        assert bucket is not None
+        slot, positions, page, within = token_places(info, self.page_size)
+        known = np.where(unread[slot], -1 - slot, slots.last_token[slot])
+        entered = np.zeros((3, bucket), np.int64)
+        entered[2, tokens:] = -1
+        entered[:, :tokens] = (
+            np.where(info.merge_prompt == SAMPLED_LAST_STEP, known, info.merge_prompt),
+            positions,
+            slots.page_tables[slot, page] * np.int64(self.page_size) + within,
+        )
+        self._launches.fill(bucket, self._rows_of(info, bucket))
+        enter_tokens[(-(-bucket // ENTERED),)](
+            to_device(entered, last_tokens.device),
+            last_tokens,
+            *(self._input_ids, self._positions, self._slots),
+            bucket,
+            BLOCK=ENTERED,
+        )
+        return self._run(bucket)
+
+    def _run(self, bucket: int) -> torch.Tensor:
         self._replays[bucket]()
         return self._streams[bucket]
+
+    def _rows_of(self, info: SchedulerInfo, bucket: int) -> PagedBatch:
+        """The batch of a bucket as far as tile maps read it, with the rows of a step."""
+        return replace(
+            self._batch(bucket),
+            query_start_cpu=np.append(info.chunk_idx, len(info.merge_prompt)),
+            kv_len_cpu=info.kv_len + info.chunk_len,
+            decoding=info.decoding_batch,
+        )
 
     def _step(self, bucket: int) -> Callable[[], None]:
         input_ids, batch = self._input_ids[:bucket], self._batch(bucket)
 
         @torch.inference_mode()
         def step() -> None:
-            self._streams[bucket] = self._model.stream(input_ids, batch)
+            self._streams[bucket] = self.model.stream(input_ids, batch)
 
         return step
 
     def _batch(self, bucket: int) -> PagedBatch:
         """The batch for attention, whose rows and lengths are in the launches' items."""
-        rows = len(self._tables)
+        rows = len(self.tables)
         return PagedBatch(
-            query_start=self._tables[:0, 0],
-            kv_len=self._tables[:, 0],
-            page_tables=self._tables,
+            query_start=self.tables[:0, 0],
+            kv_len=self.tables[:, 0],
+            page_tables=self.tables,
             slots=self._slots[:bucket],
             positions=self._positions[:bucket],
             query_start_cpu=range(rows + 1),
             kv_len_cpu=range(1, rows + 1),
             decoding=0,
-            page_size=self._page_size,
-            scratch={
-                LAUNCHES: partial(self._launches.of, bucket, self._model.starts_early(bucket))
-            },
+            page_size=self.page_size,
+            scratch={LAUNCHES: partial(self._launches.of, bucket, self.model.starts_early(bucket))},
         )

@@ -163,9 +163,14 @@ class Sampler:
     def replayed(
         self, info: SchedulerInfo, tokens: Int32Array, logprobs: Logprobs | None
     ) -> Sampled:
-        """What a CUDA graph has sampled: [R], negative where nothing can be."""
+        """What a CUDA graph has sampled: [R], negative where nothing can be.
+
+        Rows whose prompts go on sample nothing.
+        """
+        samples = info.last_pos >= 0
+        tokens = np.where(samples, tokens, np.int32(NO_TOKEN))
         errors: dict[int, RequestFailed] = {}
-        for row in np.flatnonzero(tokens < 0).tolist():
+        for row in np.flatnonzero(samples & (tokens < 0)).tolist():
             position = int(info.kv_len[row] + info.chunk_len[row])
             empty = self._processors.leaves_none(int(info.ids[row]), position)
             errors[row] = NoTokenLeft(NO_TOKEN_LEFT) if empty else NumericalError(NOT_FINITE)

@@ -51,6 +51,26 @@ def enter_rows(
         tl.store(tables + row.to(tl.int64) * table_stride + columns, pages, mask)
 
 
+@triton.jit(do_not_specialize=["count"])
+def enter_tokens(
+    entered,  # [3, T] int64: input token, position, place of its keys and values or -1
+    last_tokens,  # [S] int64: of a slot, which a step before has written
+    tokens,  # [T] int64, written, as are those that follow
+    positions,  # [T] int64
+    slots,  # [T] int64
+    count,  # T
+    BLOCK: tl.constexpr,
+):
+    """Loads tokens; a negative one, -1 - s, is the last token of slot s. Program (block)."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < count
+    token = tl.load(entered + i, mask, other=0)
+    last = tl.load(last_tokens - 1 - token, mask & (token < 0), other=0)
+    tl.store(tokens + i, tl.where(token < 0, last, token), mask)
+    tl.store(positions + i, tl.load(entered + count + i, mask, other=0), mask)
+    tl.store(slots + i, tl.load(entered + 2 * count + i, mask, other=0), mask)
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def prepare_rows(
     positions,  # [B] int64, of the token that a row computes

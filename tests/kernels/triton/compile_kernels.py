@@ -306,6 +306,8 @@ def decoding() -> Iterator[Kernel]:
     types |= dict.fromkeys(("slot_numbers", "numbers"), "*fp32")
     types |= dict.fromkeys(("rows", "slot_count", "slot_stride", "table_stride", "widest"), "i32")
     yield "enter", decode_kernels.enter_rows, types, {"BLOCK": 128}, {}
+    types = dict.fromkeys(("entered", "last_tokens", "tokens", "positions", "slots"), "*i64")
+    yield "enter tokens", decode_kernels.enter_tokens, types | {"count": "i32"}, {"BLOCK": 256}, {}
     types = {"items": "*i32", "positions": "*i64"}
     yield "place", decode_kernels.place_items, types, {}, {}
     types = {"new_rows": "*i64", "items": "*i32", "rows": "i32"}

@@ -34,6 +34,7 @@ from rayfin.actors.runner.gpu.decoder import GpuDecoder, build_gpu_decoder
 from rayfin.actors.runner.gpu.experts import group_experts
 from rayfin.actors.runner.gpu.graphs import CudaRecorder
 from rayfin.actors.runner.gpu.prompt_graphs import PromptGraphs, StepLaunches, token_buckets
+from rayfin.actors.runner.gpu.prompt_steps import row_buckets
 from rayfin.kernels.attention.triton_backend import Sizes, TritonAttention
 
 Make = Callable[..., Any]
@@ -51,6 +52,8 @@ def test_buckets() -> None:
     assert narrow[-1] == 3072 and wide[-1] == 768 and set(wide) < set(narrow)
     assert narrow == sorted(set(narrow)) and token_buckets(512, 1024)[-1] == 512
     assert all(larger <= 2 * size for size, larger in zip(narrow, narrow[1:], strict=False))
+    assert [row_buckets(rows) for rows in (1, 2, 6)] == [[1], [1, 2], [1, 2, 4, 6]]
+    assert row_buckets(512)[-2:] == [256, 512]
 
 
 def batch_of(rows: Sequence[tuple[int, int]], decoding: int) -> PagedBatch:
@@ -233,7 +236,14 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
         steps.append((len(inputs.input_ids), None if stream is None else len(stream)))
         return stream
 
+    def counted_whole(self: PromptGraphs, info: Any, *given: Any) -> torch.Tensor:
+        stream = run(self, info, *given)
+        steps.append((len(info.merge_prompt), len(stream)))
+        return stream
+
+    run = PromptGraphs.run
     monkeypatch.setattr(PromptGraphs, "replay", counted)
+    monkeypatch.setattr(PromptGraphs, "run", counted_whole)
     return steps
 
 
@@ -258,6 +268,7 @@ def test_the_tokens_of_an_engine(
     assert not replayed
     engine = served(two_layers.folder, **settings)
     assert run(engine) == wanted
+    assert not engine.sampled, "a head or a sampling was launched one by one"
     prompts = [info for info in engine.steps if len(info.ids) > info.decoding_batch]
     assert any(info.decoding_batch for info in prompts)
     assert [tokens for tokens, _ in replayed] == [len(info.merge_prompt) for info in prompts]
