@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from rayfin.actors import failpoints
@@ -338,15 +339,18 @@ class ModelRunner:
 
     def _can_queue(self, info: SchedulerInfo, graphs: "DecodeGraphs") -> bool:
         """Whether the device has all that the step needs, or the scheduler sends it."""
-        epoch, step = self._next
+        (epoch, step), sampler = self._next, self._sampler
+        new = [request.handle for request in info.new_requests]
         return (
             (info.epoch, info.step) == (epoch, step + len(graphs.queued))
             and not graphs.is_full
             and not failpoints.ACTIVE
-            and not (len(info.moves) or info.new_requests or self._speculates)
+            and not (len(info.moves) or self._speculates)
             and not any(observer.in_turn for observer in self._observers)
-            and isinstance(self._sampler, Sampler)
-            and bool(self._sampler.is_plain(info.ids).all())
+            and isinstance(sampler, Sampler)
+            and all(sampler.enters_plain(request) for request in info.new_requests)
+            and bool((sampler.is_plain(info.ids) | np.isin(info.ids, new)).all())
+            and not graphs.still_ends(new)
             and graphs.supports(info, None)
         )
 

@@ -192,6 +192,16 @@ class DecodeGraphs:
         self.queued.clear()
         self._unread[:] = False
 
+    def still_ends(self, slots: Sequence[int]) -> bool:
+        """Whether a queued call has rows in ``slots`` of which it is looked up where they end.
+
+        Until it is collected the slots' next requests, which have other ends, may not enter.
+        """
+        return any(
+            call.info.num_steps > 1 and not set(slots).isdisjoint(call.info.ids.tolist())
+            for call in self.queued
+        )
+
     @property
     def is_full(self) -> bool:
         """Whether a call must be collected before another one is queued."""

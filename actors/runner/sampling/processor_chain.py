@@ -44,6 +44,8 @@ class ProcessorChain:
         self._processors = [
             processor for processor in processors if not isinstance(processor, TokenMasker)
         ]
+        self.extra = len(self._processors) > len(DEFAULT_PROCESSORS)
+        """Whether there are more than the default ones and a masker: any request may have them."""
         maskers = [processor for processor in processors if isinstance(processor, TokenMasker)]
         assert len(maskers) <= 1, "two processors mask tokens"
         self._masker = maskers[0] if maskers else None

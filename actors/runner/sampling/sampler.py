@@ -15,6 +15,8 @@ from rayfin.actors.messages import (
     Int32Array,
     Int64Array,
     Logprobs,
+    NewRequest,
+    Sampling,
     SchedulerInfo,
     StepResult,
 )
@@ -37,6 +39,8 @@ from rayfin.kernels.sampling.select import SampleTokens
 NO_TOKEN_LEFT = (
     "no token is left that the grammar, allowed_token_ids, bad_words and min_tokens let through"
 )
+DRAWN_BY = ("temperature", "top_k", "top_p", "min_p", "seed")
+"""Fields of ``Sampling`` that change neither logits nor what is returned."""
 NOT_FINITE = "the model's logits are not finite"
 
 
@@ -137,6 +141,12 @@ class Sampler:
         """[R] which rows have neither rules on their tokens nor log probabilities."""
         silent: BoolArray = self._slots.logprobs[slots] == NO_LOGPROBS
         return silent & ~self._processors.has_rules(slots)
+
+    def enters_plain(self, request: NewRequest) -> bool:
+        """Whether the row of a request that enters is plain."""
+        sampling = request.sampling
+        drawn = {name: getattr(sampling, name) for name in DRAWN_BY}
+        return not request.parts and not self._processors.extra and sampling == Sampling(**drawn)
 
     def draw_plain(self, at: SampledRows, logits: torch.Tensor) -> Int32Array:
         """Tokens [S] of plain rows from logits [S, V]; NO_TOKEN where these are not finite."""

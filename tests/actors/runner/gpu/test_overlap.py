@@ -4,13 +4,17 @@ On a CPU the steps are not recorded and run in Triton's interpreter; all else is
 """
 
 from collections.abc import Callable
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rayfin.actors.messages import Sampling
 from rayfin.actors.runner import checkpoint
+from rayfin.actors.scheduler.policy import multi_step
 from rayfin.kernels.attention import select as attention_select
 from rayfin.kernels.sampling import select as sampling_select
 
@@ -19,6 +23,7 @@ from rayfin.actors.runner.gpu.graphs import DecodeGraphs
 from rayfin.kernels.triton.logprobs import MAX_TOP_LOGPROBS
 
 Make = Callable[..., Any]
+MODULES = (checkpoint, attention_select, sampling_select)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -59,7 +64,6 @@ def test_the_tokens_of_an_engine_that_waits(
         in_graphs[info.step] = len(info.ids)
         if self.queued:
             behind.append((len(info.ids), int(self._unread[info.ids].sum())))
-            assert not info.new_requests
         begin(self, info, rules)
 
     def recorded(self: DecodeGraphs, bucket: int, *kind: Any) -> Any:
@@ -71,7 +75,7 @@ def test_the_tokens_of_an_engine_that_waits(
     record = DecodeGraphs._step
     monkeypatch.setattr(DecodeGraphs, "_step", recorded)
     monkeypatch.setattr(DecodeGraphs, "begin", seen)
-    for module in (checkpoint, attention_select, sampling_select):
+    for module in MODULES:
         monkeypatch.setattr(module, "can_use_triton", lambda device: True)
     penalised = Sampling(temperature=0.8, seed=4, frequency_penalty=1.0)
     on_host = Sampling(bad_words=((3, 4),))
@@ -109,3 +113,68 @@ def test_the_tokens_of_an_engine_that_waits(
     mixed = [info for info in overlapped.steps if 0 < in_graphs.get(info.step, 0) < len(info.ids)]
     assert len(mixed) >= 2 and all(len(info.ids) == info.decoding_batch for info in mixed)
     assert overlapped.engine.lifecycle.state.counters.preemptions
+
+
+@pytest.mark.parametrize("lease", [1, 3])
+def test_slots_that_are_taken_while_a_step_still_has_them(
+    lease: int, two_layers: Any, served: Make, request_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests end at stops and lengths, one step before the device knows; others enter behind.
+
+    Prompts in chunks, beside decodes and alone; some leave the graphs.
+    """
+    behind: list[tuple[int, int, int]] = []  # new, in slots of a queued call, rows that go on
+    begin = DecodeGraphs.begin
+
+    def seen(self: DecodeGraphs, info: Any, rules: Any) -> None:
+        for call in self.queued:
+            held = set(call.info.ids.tolist())
+            again = sum(new.handle in held for new in info.new_requests)
+            assert not again or call.info.num_steps == 1
+            behind.append((len(info.new_requests), again, int((info.last_pos < 0).sum())))
+        begin(self, info, rules)
+
+    for module in MODULES:
+        monkeypatch.setattr(module, "can_use_triton", lambda device: True)
+    monkeypatch.setattr(multi_step, "CALL_SECONDS", 1e6)
+    monkeypatch.setattr(DecodeGraphs, "begin", seen)
+    tokens = []
+    for attention in ("torch", "triton"):
+        random = Random(1)
+        engine = served(
+            two_layers.folder,
+            attention=attention,
+            max_decoding_batch=2,
+            max_batch_tokens=8,
+            max_lease=lease,
+            num_pages=24,
+            device=DEVICE,
+        )
+        engine.runner._model.forward = engine._forward
+        engine.runner._forward.run = engine._advance
+        requests = []
+        for key in range(12):
+            prompt = [random.randrange(3, 60) for _ in range(random.choice([1, 2, 5, 13]))]
+            rules = {"frequency_penalty": 1.0} if key == 4 else {}
+            sampling = Sampling(random.choice([0.0, 1.2]), seed=key, **rules)
+            stops = random.sample(range(128), 50)
+            length = random.randrange(2, 7)
+            requests.append(request_of(key, prompt, length, eos=stops, sampling=sampling))
+        tokens.append(engine.run(*requests))
+        assert attention == "triton" or not behind
+    assert tokens[0] == tokens[1]
+    new, again, chunks = (sum(column) for column in zip(*behind, strict=True))
+    assert new and chunks and (again or lease > 1), (new, again, chunks)
+    assert not engine.runner._graphs.queued
+
+
+def test_a_call_of_several_steps_keeps_its_slots() -> None:
+    """Where its rows end is looked up when it is collected."""
+
+    def queued(steps: int) -> Any:
+        info = SimpleNamespace(num_steps=steps, ids=np.array([3, 5], np.int32))
+        return SimpleNamespace(queued=[SimpleNamespace(info=info)])
+
+    assert DecodeGraphs.still_ends(queued(2), [1, 5])
+    assert not DecodeGraphs.still_ends(queued(2), [1, 4])
+    assert not DecodeGraphs.still_ends(queued(1), [5])

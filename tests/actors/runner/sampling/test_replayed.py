@@ -1,12 +1,14 @@
-"""Tokens that a CUDA graph has sampled, by rows of a step."""
+"""Tokens that a CUDA graph has sampled, by rows of a step, and whose rows may be in one."""
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from rayfin.actors.errors import NumericalError
+from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.sampling.sampler import Sampler
 from rayfin.kernels.sampling.sample import sample
@@ -27,3 +29,34 @@ def test_rows_whose_prompts_go_on_sample_nothing(
     assert given.tokens.tolist() == [7, -1, -1, -1]
     assert [type(error) for error in given.errors.values()] == [NumericalError]
     assert list(given.errors) == [3]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"temperature": 0.7, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 5},
+        {"banned": (3,), "banned_until": 9},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.5},
+        {"repetition_penalty": 1.5},
+        {"logit_bias": ((3, 1.0),)},
+        {"allowed": (3, 4)},
+        {"bad_words": ((3,),)},
+        {"logprobs": 0},
+        {"prompt_logprobs": 0},
+    ],
+)
+def test_a_request_that_enters_plain_has_a_plain_row(
+    changed: dict[str, Any], row: Callable[..., Any], step_of: Callable[..., Any]
+) -> None:
+    slots = RequestSlots(1, 2)
+    sampler = Sampler(slots, torch.device("cpu"), sample)
+    history = np.array([1, 2], np.int32)
+    request = NewRequest(0, Sampling(**changed), cap=9, history=history, prompt_len=2)
+    info = step_of(row(0, [1, 2]), new=[request])
+    plain = sampler.enters_plain(request)
+    slots.apply(info)
+    sampler.apply_diff(info)
+    assert plain == (sampler.is_plain(info.ids).all() and not slots.scored)
+    assert plain == (not changed or "seed" in changed)
