@@ -224,7 +224,7 @@ def _codes_of(weight: Grouped) -> tuple[Codes, torch.Tensor, torch.Tensor | None
         return kind, values.contiguous(), weight.least.float().contiguous()
     if weight.table is not None:
         simple = weight.bits == 4 and weight.zero is None and len(weight.table) == 16
-        kind = Codes.FP4 if _is_fp4(weight) else Codes.TABLE4
+        kind = Codes.FP4 if weight.shared is None and _is_fp4(weight) else Codes.TABLE4
         return (kind, values.contiguous(), None) if simple else None
     if values.dtype == torch.float8_e4m3fn:
         octets = values.contiguous().view(torch.uint8)

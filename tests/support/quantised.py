@@ -209,6 +209,24 @@ def mxfp4(outputs: int, inputs: int, random: torch.Generator) -> tuple[Tensors, 
     return tensors, torch.tensor(E2M1)[codes] * scale
 
 
+def nvfp4(codes: str, whole: str, divides: bool) -> Writer:
+    """Scales of layers that share their inputs are one in the real tools' checkpoints too."""
+
+    def write(outputs: int, inputs: int, random: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        values = torch.randint(0, 16, (outputs, inputs), generator=random)
+        scale = 100 * (0.5 + torch.rand(outputs, inputs // 16, generator=random))
+        scale = scale.to(torch.float8_e4m3fn)
+        every = torch.tensor([4.3 * inputs**1.5 if divides else 0.23 / inputs**1.5])
+        tensors = {codes: (values[:, ::2] | values[:, 1::2] << 4).to(torch.uint8)}
+        tensors |= {"weight_scale": scale, whole: every if divides else every[0].clone()}
+        unread = "input_global_scale" if divides else "input_scale"
+        wide = scale.float().repeat_interleave(16, 1)
+        weight = torch.tensor(E2M1)[values] * (wide / every if divides else wide * every)
+        return {**tensors, unread: torch.tensor([3.0])}, weight
+
+    return write
+
+
 def bnb_int8(outputs: int, inputs: int, random: torch.Generator) -> tuple[Tensors, torch.Tensor]:
     codes = torch.randint(-127, 128, (outputs, inputs), generator=random).to(torch.int8)
     largest = 0.3 + torch.rand(outputs, generator=random) / 5
@@ -250,6 +268,16 @@ KINDS: dict[str, Kind] = {
     "mxfp4 packed": Kind(
         mxfp4,
         _packed_config("mxfp4-pack-quantized", **{**_GROUPS, "group_size": 32, "type": "float"}),
+    ),
+    "nvfp4": Kind(
+        nvfp4("weight_packed", "weight_global_scale", True),
+        _packed_config(
+            "nvfp4-pack-quantized", strategy="tensor_group", group_size=16, type="float"
+        ),
+    ),
+    "modelopt nvfp4": Kind(
+        nvfp4("weight", "weight_scale_2", False),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
     ),
     "w8a8": Kind(int8, _packed_config("int-quantized", num_bits=8, strategy="channel")),
     "float-quantized": Kind(

@@ -15,6 +15,7 @@ from rayfin.actors.media.kinds import SPEECH_MODELS, media_kind
 from rayfin.actors.model_files.pooling_recipe import PoolingRecipe
 from rayfin.actors.model_files.shards import why_ctranslate2
 from rayfin.actors.runner.models.overrides import overridden
+from rayfin.actors.runner.quantized.config import adopt_modelopt
 
 if TYPE_CHECKING:  # with the classes of all families, which take seconds
     from transformers import PretrainedConfig
@@ -38,6 +39,7 @@ def load_config(args: EngineArgs, recipe: PoolingRecipe | None = None) -> "Pretr
         )
     except (OSError, ValueError, StrictDataclassError) as error:
         raise InvalidConfig(why_not_loaded(args.model, error), "model") from None
+    adopt_modelopt(config, args.model, **args.hub)
     if args.hf_overrides:
         remote = args.trust_remote_code and hasattr(config, "auto_map")
         config = overridden(config, args.hf_overrides, any_name=remote)

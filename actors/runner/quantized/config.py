@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rayfin.actors.model_files.files import model_json
 from rayfin.actors.runner.quantized.formats import (
     E4M3,
     MX_BLOCK,
+    NV_BLOCK,
     Awq,
     Format,
     Gptq,
     Nf4,
+    Nvfp4,
     Packed,
     PackedFloats,
     Plain,
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Config = Mapping[str, Any]
+
+MODELOPT_FILE = "hf_quant_config.json"
+"""What exports of NVIDIA's ModelOpt hold; older ones say nothing in config.json."""
 
 
 def source_config(config: "PretrainedConfig") -> dict[str, Any] | None:
@@ -38,6 +44,16 @@ def source_config(config: "PretrainedConfig") -> dict[str, Any] | None:
     if not hasattr(quantization, "to_dict"):
         raise refuse(f"the checkpoint's quantization_config is {quantization!r}, and not an object")
     return dict(quantization.to_dict())
+
+
+def adopt_modelopt(config: "PretrainedConfig", model: str, **hub: Any) -> None:
+    """Gives a configuration without ``quantization_config`` what ModelOpt has in a file beside it.
+
+    Raises:
+        InvalidConfig: The file is not a JSON object.
+    """
+    if source_config(config) is None and (exported := model_json(model, MODELOPT_FILE, **hub)):
+        config.quantization_config = {"quant_method": "modelopt", **exported}
 
 
 @dataclass(frozen=True)
@@ -155,7 +171,7 @@ def _scheme(name: str, weights: Config) -> Format:
     bits, kind = weights.get("num_bits"), weights.get("type", "int")
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
     method = f"compressed-tensors {name}"
-    if strategy not in ("tensor", "channel", "group", "block"):
+    if strategy not in ("tensor", "channel", "group", "tensor_group", "block"):
         raise refuse(f"the checkpoint has strategy {strategy!r} for weights")
     if name == "pack-quantized":
         bits = _bits(weights, "num_bits", (4, 8))
@@ -165,13 +181,15 @@ def _scheme(name: str, weights: Config) -> Format:
         return Packed(bits, group, method, symmetric=bool(weights.get("symmetric", True)))
     if name == "mxfp4-pack-quantized" and (bits, kind, strategy) == (4, "float", "group"):
         return PackedFloats(4, MX_BLOCK, method)
+    if name == "nvfp4-pack-quantized" and (bits, kind) == (4, "float"):
+        return Nvfp4(4, NV_BLOCK, method)
     dtypes = {"int": torch.int8, "float": E4M3}
     plain = name in ("int-quantized", "float-quantized", "naive-quantized")
     if not plain or bits != 8 or kind not in dtypes or strategy == "group":
         raise refuse(
             f"compressed-tensors {name!r} of {bits} bits, type {kind!r}, strategy "
             f"{strategy!r} is not served; pack-quantized of 4 and 8 bits, mxfp4-pack-quantized, "
-            "int-quantized and float-quantized of 8 bits are"
+            "nvfp4-pack-quantized, int-quantized and float-quantized of 8 bits are"
         )
     if not weights.get("symmetric", True):
         raise refuse(f"{name} with zero points (symmetric false) is not served")
@@ -207,11 +225,22 @@ def _fbgemm(source: Config) -> Formats:
     return Formats("fbgemm_fp8", Plain(8, None, "fbgemm_fp8", dtype=E4M3))
 
 
+MODELOPT_FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+MODELOPT_NVFP4 = ("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4")
+
+
 def _modelopt(source: Config) -> Formats:
     inner = source.get("quantization") or source
-    if (algorithm := inner.get("quant_algo")) != "FP8":
-        raise refuse(f"the checkpoint has quant_algo {algorithm!r} of modelopt; FP8 is served")
-    return Formats("modelopt", Plain(8, None, "modelopt", dtype=E4M3))
+    algorithm, layers = inner.get("quant_algo"), inner.get("quantized_layers") or {}
+    mixed = algorithm == "MIXED_PRECISION"
+    for one in [layer.get("quant_algo") for layer in layers.values()] if mixed else [algorithm]:
+        if one not in MODELOPT_FP8 + MODELOPT_NVFP4:
+            served = ", ".join(MODELOPT_FP8 + MODELOPT_NVFP4)
+            raise refuse(f"the checkpoint has quant_algo {one!r} of modelopt; served are {served}")
+    if algorithm in MODELOPT_FP8:
+        return Formats("modelopt", Plain(8, None, "modelopt", dtype=E4M3))
+    names: dict[str, Any] = {"codes": "weight", "whole": "weight_scale_2", "is_divisor": False}
+    return Formats("modelopt", Nvfp4(4, NV_BLOCK, "modelopt NVFP4", **names, mixed=mixed))
 
 
 def _mxfp4(source: Config) -> Formats:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers.core_model_loading import ConversionOps
 
-from rayfin.actors.runner.quantized.formats import Format, Nf4, mxfp4, refuse
+from rayfin.actors.runner.quantized.formats import Format, Nf4, Nvfp4, mxfp4, refuse
 from rayfin.actors.runner.quantized.gguf_blocks import BLOCKS, Gguf
 
 KEYS = ("qweight", "weight_packed", "weight_absmax", "weight_scale_inv", "SCB", *BLOCKS)
@@ -61,6 +61,8 @@ def _size(format: Format, tensors: Mapping[str, torch.Tensor], inputs: int) -> t
         return codes.shape[0], inputs
     if isinstance(format, Nf4):
         return 2 * codes.numel() // inputs, inputs
+    if isinstance(format, Nvfp4):
+        return codes.shape[0], 2 * codes.shape[1]
     if format.key == "weight":
         return codes.shape[0], codes.shape[1]
     if format.key == "weight_packed":

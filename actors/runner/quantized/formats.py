@@ -13,11 +13,12 @@ from typing import NamedTuple
 import torch
 
 from rayfin.actors.errors import InvalidConfig
-from rayfin.kernels.grouped import E2M1, Grouped, unpack_bits
+from rayfin.kernels.grouped import E2M1, Grouped, SharedScales, unpack_bits
 
 INT32, FLOAT = torch.int32, torch.float32
 E4M3 = torch.float8_e4m3fn
 MX_BLOCK = 32  # inputs that share an exponent in microscaling formats
+NV_BLOCK = 16  # and an e4m3 scale in NVFP4
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # place of each output among the eight of a word
 
 
@@ -345,6 +346,69 @@ class PackedFloats(Format):
 
 
 @dataclass(frozen=True)
+class Nvfp4(Format):
+    """NVFP4: two floats of 4 bits in a byte, e4m3 scales of 16 inputs, and one scale of all.
+
+    compressed-tensors stores that one's reciprocal, NVIDIA's ModelOpt itself. Numbers of the table
+    are multiplied by it, so that the scales of groups are exact in 16 bits.
+    """
+
+    codes: str = "weight_packed"
+    whole: str = "weight_global_scale"
+    is_divisor: bool = True
+    mixed: bool = False  # with layers of fp8, which have no scale of all
+
+    @property
+    def key(self) -> str:
+        return self.codes
+
+    def as_stored(self, names: Iterable[str]) -> "Format":
+        if not self.mixed or self.whole in names:
+            return self
+        return Plain(8, None, self.method, dtype=E4M3)
+
+    def slots(
+        self, outputs: int, inputs: int, stored: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, Slot]:
+        if inputs % NV_BLOCK:
+            raise refuse(f"{outputs} x {inputs} does not fill blocks of {NV_BLOCK}")
+        if "pre_quant_scale" in stored:
+            raise refuse("pre_quant_scale, factors on inputs (AWQ's), is not served")
+        return {
+            self.codes: Slot((outputs, inputs // 2), torch.uint8),
+            "weight_scale": Slot((outputs, inputs // NV_BLOCK), E4M3),
+            self.whole: Slot(() if stored.get(self.whole) == () else (1,), FLOAT),
+        }
+
+    def grouped(self, outputs: int, inputs: int, tensors: Tensors) -> Grouped:
+        whole = tensors[self.whole].float().reshape(1)
+        if not 0.0 < float(whole) < float("inf"):
+            raise refuse(f"{self.whole} is {float(whole)}, which is no scale")
+        table = torch.tensor(E2M1, device=whole.device)
+        table = table / whole if self.is_divisor else table * whole
+        halves = tensors["weight_scale"].to(torch.float16)
+        return Grouped(
+            *(nibbles(tensors[self.codes]), halves.float(), NV_BLOCK, 4),
+            table=table,
+            shared=SharedScales(1, halves),
+        )
+
+    def part(
+        self, outputs: int, inputs: int, tensors: Tensors, part: Part
+    ) -> dict[str, torch.Tensor] | None:
+        blocks = part.each(NV_BLOCK, inputs) if part.dim else slice(part.run.start, part.run.stop)
+        if blocks is None:
+            return None
+        codes, scales = tensors[self.codes], tensors["weight_scale"]
+        if part.dim == 0:
+            cut = {self.codes: codes[blocks], "weight_scale": scales[blocks]}
+        else:
+            octets = slice(part.run.start // 2, part.run.stop // 2)
+            cut = {self.codes: codes[:, octets], "weight_scale": scales[:, blocks]}
+        return {**tensors, **cut}
+
+
+@dataclass(frozen=True)
 class Plain(Format):
     """Weights of 8 bits as they are, int8 or e4m3, with a scale per output, layer or block."""
 
@@ -465,9 +529,14 @@ def mxfp4_groups(blocks: torch.Tensor, scales: torch.Tensor) -> Grouped:
 
     A weight [N, 32 * G]; the first of two codes in a byte is its lower half.
     """
-    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
     scale = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - 127)
-    return Grouped(codes, scale, MX_BLOCK, 4, table=torch.tensor(E2M1, device=blocks.device))
+    table = torch.tensor(E2M1, device=blocks.device)
+    return Grouped(nibbles(blocks), scale, MX_BLOCK, 4, table=table)
+
+
+def nibbles(octets: torch.Tensor) -> torch.Tensor:
+    """Codes of 4 bits, two of each byte, the lower half first: [N, ..., B] -> [N, 2 * ... * B]."""
+    return torch.stack([octets & 15, octets >> 4], dim=-1).flatten(1)
 
 
 def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

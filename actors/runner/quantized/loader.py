@@ -59,7 +59,6 @@ from rayfin.actors.runner.quantized.mxfp4 import coded_experts, mxfp4_experts
 logger = logging.getLogger(__name__)
 
 METHOD = "rayfin"
-UNREAD = ("input_scale", "k_scale", "v_scale", "activation_scale", "weight_format", "output_scale")
 RENAMED = r"\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map)$"
 SAFETENSORS = {
     **{"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64},
@@ -158,7 +157,7 @@ class Quantizer(HfQuantizer):
         else:
             outputs, inputs = ANY_SIZE
             shapes = self.formats.default.slots(outputs, inputs, dict.fromkeys(OPTIONAL, ()))
-            names = [*shapes, "weight", "input_scale", "weight_zero_point"]
+            names = [*shapes, "weight", *SCALES_OF_ROWS, "weight_zero_point"]
             self.serialized_names = {"weight": list(dict.fromkeys(names))}
 
     def is_serializable(self) -> bool:
@@ -397,7 +396,7 @@ class Quantizer(HfQuantizer):
 
 def _leave_experts(model: PreTrainedModel, experts: Mapping[str, list[Expert]]) -> int:
     """Takes experts out of a model that is about to be loaded; returns the number of layers."""
-    ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+    ignored = {UNREAD, *(model._keys_to_ignore_on_load_unexpected or ())}
     for path, module_experts in experts.items():
         coded = coded_experts(model.get_submodule(path), module_experts, model.dtype)
         owner, _, leaf = path.rpartition(".")
@@ -414,6 +413,12 @@ def _names_of(format: Format) -> set[str]:
 
 ANY_SIZE = (256, 256)
 """Outputs and inputs that a layer of any format may have."""
+
+SCALES_OF_ROWS = ("input_scale", "input_global_scale")
+"""Tensors of layers whose rows another server rounds, which are not read."""
+
+UNREAD = rf"\.({'|'.join((*SCALES_OF_ROWS, 'k_scale', 'v_scale'))})$"
+"""Those of pages, too: transformers need not warn of them."""
 
 OPTIONAL = ("g_idx", "weight_shape", "weight_g_idx", "weight_nested_absmax")
 
@@ -450,7 +455,7 @@ def checked_slots(
     shapes = {leaf: shape for leaf, (_, shape) in stored.items()}
     try:
         slots = format.slots(outputs, inputs, shapes)
-    except ValueError as error:
+    except (InvalidConfig, ValueError) as error:
         raise refuse(f"the checkpoint's {name}: {error}") from None
     checked: dict[str, tuple[Slot, tuple[int, ...]]] = {}
     for leaf, slot in slots.items():

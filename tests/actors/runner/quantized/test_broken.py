@@ -91,7 +91,26 @@ BROKEN: dict[str, tuple[str, Any, str]] = {
     ),
     "two formats": ("gptq", tensors(weight_packed=INTS), "weight_packed is not of the format"),
     "gemv": ("awq", settings(version="gemv"), "version 'gemv' of AWQ; gemm is served"),
-    "nvfp4": ("w4a16", settings(format="nvfp4-pack-quantized"), "'nvfp4-pack-quantized' of 4 bits"),
+    "nvfp4 of integers": (
+        *("w4a16", settings(format="nvfp4-pack-quantized")),
+        "'nvfp4-pack-quantized' of 4 bits, type 'int'",
+    ),
+    "no scale of all": (
+        *("nvfp4", tensors(weight_global_scale=None)),
+        "lacks .*q_proj.weight_global_scale",
+    ),
+    "a scale of all that is 0": (
+        *("nvfp4", tensors(weight_global_scale=torch.zeros(1))),
+        "q_proj: weight_global_scale is 0.0",
+    ),
+    "blocks of 32": (
+        *("modelopt nvfp4", tensors(weight_scale=torch.ones(64, 2).to(torch.float8_e4m3fn))),
+        r"weight_scale has shape \[64, 2\].*wants \[64, 4\]",
+    ),
+    "factors on inputs": (
+        *("modelopt nvfp4", tensors(pre_quant_scale=torch.ones(64))),
+        "q_proj: pre_quant_scale",
+    ),
     "no groups": ("w4a16", settings(config_groups={}), "has no config_groups"),
     "a strategy": ("w4a16", weights(strategy="token"), "strategy 'token'"),
     "another shape": (
@@ -101,7 +120,18 @@ BROKEN: dict[str, tuple[str, Any, str]] = {
     "no fp8 scale": ("fp8", tensors(weight_scale=None), "lacks .*q_proj.weight_scale"),
     "e5m2": ("fp8", settings(fmt="e5m2"), "fp8 numbers of 'e5m2'"),
     "blocks": ("fp8 blocks", settings(weight_block_size=[128]), r"blocks of \[128\]"),
-    "modelopt": ("modelopt", settings(quant_algo="NVFP4"), "quant_algo 'NVFP4' of modelopt"),
+    "modelopt": ("modelopt", settings(quant_algo="W4A16_AWQ"), "'W4A16_AWQ' of modelopt; served"),
+    "one of modelopt's layers": (
+        *(
+            "modelopt",
+            settings(quant_algo="MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "MXFP8"}}),
+        ),
+        "quant_algo 'MXFP8' of modelopt",
+    ),
+    "no scale of modelopt's": (
+        *("modelopt nvfp4", tensors(weight_scale_2=None)),
+        "lacks .*q_proj.weight_scale_2",
+    ),
     "no state": ("nf4", state, "lacks .*q_proj.weight_quant_state"),
     "settings that are no object": (
         *("w4a16", settings(config_groups=["group_0"])),
@@ -135,6 +165,7 @@ EXPERTS = [
     *((kind, leaf) for kind in ("gptq", "awq") for leaf in ("qweight", "qzeros", "scales")),
     *(("w4a16", leaf) for leaf in ("weight_packed", "weight_scale")),
     *(("fp8 blocks", leaf) for leaf in ("weight", "weight_scale_inv")),
+    ("modelopt nvfp4", "weight_scale_2"),
 ]
 
 

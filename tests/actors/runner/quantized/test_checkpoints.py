@@ -1,7 +1,9 @@
 """Checkpoints of every format give the logits and tokens of the weights that they stand for."""
 
 import functools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,9 +25,10 @@ CASES = [
     *((kind, "llama") for kind in KINDS),
     *((kind, family) for kind in ("gptq", "w4a16") for family in ("qwen3", "qwen2", "gpt_neox")),
 ]
+NVFP4 = ("nvfp4", "modelopt nvfp4")
 EXPERTS = [
     (kind, family)
-    for kind in ("gptq", "gptq desc_act", "awq", "w4a16", "fp8 blocks", "nf4", "w8a8")
+    for kind in ("gptq", "gptq desc_act", "awq", "w4a16", "fp8 blocks", "nf4", "w8a8", *NVFP4)
     for family in ("mixtral", "qwen3_moe")
 ]
 
@@ -115,6 +118,53 @@ def test_no_weight_becomes_plain(kind: str, write: Make, engine_args: Make) -> N
     assert kept and 0 < pack_quantized(model, kernels) <= 1.5 * kept
     layers = [module for module in model.modules() if isinstance(module, CodedLinear)]
     assert len(layers) == 14 and not quant_linears(model)
+
+
+@pytest.mark.parametrize("kind", NVFP4)
+def test_scales_of_nvfp4_take_a_bit(kind: str, write: Make, engine_args: Make) -> None:
+    """Of each weight, in place of two: they are 16-bit floats, and projections are merged."""
+    if (kernels := try_kernels(1)) is None:
+        pytest.skip("the CPU kernels are not built")
+    args = engine_args(write(kind, "llama").folder)
+    model = load_model(args, load_config(args), torch.device("cpu"), "sdpa", keep_quantized=True)
+    weights = sum(one.in_features * one.out_features for _, _, one in quant_linears(model))
+    assert pack_quantized(model, kernels) * 8 == 5 * weights
+    mlp = model.model.layers[0].mlp
+    assert merged([mlp.gate_proj, mlp.up_proj], paired=True) is not None
+
+
+@pytest.mark.parametrize("changes", [{}, {"quantization": "dequantize"}])
+def test_modelopt_in_a_file_of_its_own(
+    changes: dict[str, Any], tmp_path: Path, served: Make, request_of: Make
+) -> None:
+    """Layers of fp8 among those of NVFP4, each with another scale of all, and scales of pages."""
+    written = QuantisedModel("modelopt nvfp4", "llama", tmp_path)
+    found, layer = written.tensors, "model.layers.1.self_attn."
+    for name in ("q_proj", "down_proj"):
+        path = f"model.layers.0.{'mlp' if name == 'down_proj' else 'self_attn'}.{name}"
+        weight = written.model.get_parameter(f"{path}.weight")
+        fp8, dense = KINDS["modelopt"].write(*weight.shape, torch.Generator().manual_seed(4))
+        del found[f"{path}.weight_scale_2"]
+        found |= {f"{path}.{leaf}": tensor for leaf, tensor in fp8.items()}
+        weight.data.copy_(dense)
+    found[f"{layer}k_proj.weight_scale_2"] *= 2
+    written.model.get_parameter(f"{layer}k_proj.weight").data *= 2
+    found |= {f"{layer}k_proj.k_scale": torch.ones(1), f"{layer}v_proj.v_scale": torch.ones(1)}
+    written.save(found)
+    algorithms = {"a": {"quant_algo": "NVFP4", "group_size": 16}, "b": {"quant_algo": "FP8"}}
+    both = {"quant_algo": "MIXED_PRECISION", "quantized_layers": algorithms}
+    config = json.loads((written.folder / "config.json").read_text())
+    del config["quantization_config"]
+    (written.folder / "config.json").write_text(json.dumps(config))
+    file = {
+        "producer": {"name": "modelopt"},
+        "quantization": {**both, "kv_cache_quant_algo": "FP8"},
+    }
+    (written.folder / "hf_quant_config.json").write_text(json.dumps(file))
+    engine = served(written.folder, **changes)
+    requests = [request_of(key, prompt, 8) for key, prompt in enumerate(PROMPTS)]
+    expected = {key: written.greedy(prompt, 8) for key, prompt in enumerate(PROMPTS)}
+    assert engine.run(*requests) == expected
 
 
 @pytest.mark.parametrize("paired", [False, True])
