@@ -42,6 +42,7 @@ from rayfin.actors.settings.choices import (
 )
 from rayfin.actors.settings.kv_disk import page_folder, require_disk, resolve_host_pages
 from rayfin.actors.settings.kv_events import read_kv_events
+from rayfin.actors.settings.kv_offloading import offloaded_pages, require_offloading
 from rayfin.actors.settings.kv_transfer import read_kv_transfer
 from rayfin.actors.settings.lora_limits import require_one_device
 from rayfin.actors.settings.spare_runners import require_spares
@@ -250,6 +251,11 @@ class EngineArgs:
         "when the KV cache is full: recompute (default for v1) or swap to host memory (for v0)",
     )
     swap_space: float = _flag(4.0, "host memory for swapped requests in GiB")
+    kv_offloading_size: float | None = _flag(
+        None,
+        "host memory for pages that a GPU's prefix cache evicts, GiB, of all ranks together; "
+        "default: none",
+    )
     kv_disk_path: str | None = _flag(
         None,
         "folder for pages of requests that have ended: later prompts, also after a restart, "
@@ -263,8 +269,8 @@ class EngineArgs:
     )
     kv_transfer_config: dict[str, Any] | None = _flag(
         None,
-        "vLLM's connectors as JSON: their tiers become --kv-disk-path and --kv-port, any other "
-        "connector --kv-peers; default: none",
+        "vLLM's connectors as JSON: their tiers become --kv-offloading-size, --kv-disk-path and "
+        "--kv-port, any other connector --kv-peers; default: none",
     )
     kv_peers: bool = _flag(
         True, "read pages of a prompt from another engine of the model that has computed them"
@@ -410,6 +416,7 @@ class EngineArgs:
             f"splits prompts, which scheduler {self.scheduler!r} never does",
         )
         require_disk(self)
+        require_offloading(self)
         read_kv_events(self.kv_events_config)
         require_one_device(self)
         require_spares(self)
@@ -594,6 +601,7 @@ class EngineConfig:
     max_logprobs: int = 20  # -1: as many as the vocabulary has tokens
     logprobs_mode: LogprobsMode = "raw_logprobs"
     num_host_pages: int = 0  # of swap space; 0: preempted requests are recomputed
+    num_offloaded_pages: int = 0  # further ones, for pages that leave the prefix cache
     num_speculative_tokens: int = 0  # most drafts of a decoding row in a step
     recurrent: bool = False  # layers keep a state by slot, which belongs to num_computed
     num_snapshots: int = 0  # of such states, which prefix hits start from
@@ -689,8 +697,7 @@ def scarcest(facts: Sequence[ModelFacts]) -> ModelFacts:
 def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineConfig:
     """Decides the number of pages and the longest request.
 
-    pages = available bytes / page bytes, limited to what all slots can fill. The same limit holds
-    for swap space, because no more requests than slots have begun (first come, first served).
+    pages = available bytes / page bytes, limited to what all slots can fill, as is swap space.
 
     Raises:
         InvalidConfig: one request of ``max_model_len`` does not fit.
@@ -709,7 +716,6 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
             raise too_long(args, facts, model_len, available, windows)
         model_len = min(_longest(pages, windows) * args.page_size, model_len)
     beside = facts.share_bytes - facts.available_bytes + snapshots * facts.state_bytes
-    host_pages = 0 if recurrent or whole else resolve_host_pages(args, facts.page_bytes, max_pages)
     alone = whole or facts.uncut.ahead == "prompt"  # a page depends on the tokens behind it
     shares = args.prefix_caching and (snapshots > 0 or not recurrent) and not alone
     return EngineConfig(
@@ -742,7 +748,8 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         max_lease=args.max_lease,
         max_logprobs=args.max_logprobs,
         logprobs_mode=args.logprobs_mode,
-        num_host_pages=host_pages,
+        num_host_pages=resolve_host_pages(args, facts, max_pages),
+        num_offloaded_pages=offloaded_pages(args, facts, shares=shares),
         kv_cache_dtype=args.kv_cache_dtype,
         memory_utilization=args.memory_utilization,
         kv_cache_memory=args.kv_cache_memory,

@@ -58,9 +58,13 @@ class PagesAt(NamedTuple):
     pages: int
 
 
+HOST = "host"
+"""The source of pages in host memory; engines have longer names."""
+
+
 @dataclass(slots=True, frozen=True)
 class PageTransfer:
-    """Full pages to read from files or from another engine, or to write to files, beside the steps.
+    """Full pages to read from where they are, or to write to files, beside the steps.
 
     Nothing else uses the pages of a read, once the steps before it have run. Those of a write are
     full, and their steps have run.
@@ -73,10 +77,11 @@ class PageTransfer:
     before: list[bytes]  # hashes of the pages before them, which stay as long as these
     forget: bool = False  # removes all files instead
     named: NameChanges | None = None  # only brings names, of an engine without a step to send
-    source: str = ""  # the engine that has them; empty: the disk
+    source: str = ""  # the engine that has them, or HOST; empty: the disk
     seconds: float = PAGE_READ_SECONDS  # that another engine has for all of them
     snapshot: int | None = None  # for the state behind them, of recurrent layers: the pages of a
     # read count up to the last one behind which there is a state
+    moves: Int32Array | None = None  # [M, 3] as in SchedulerInfo, before a page is written to
     after: tuple[int, int] = (0, -1)  # epoch and number of the last step before it; the executor's
 
 

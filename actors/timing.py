@@ -83,6 +83,7 @@ LOBBY_TICK_SECONDS = 0.05
 # for than should come in that time. A runner looks so often whether the steps before have run.
 PAGE_READ_SECONDS = 2.0
 PAGE_TURN_SECONDS = 0.001
+HOST_FIRST_BYTE_SECONDS = 0.002  # of pages in host memory: a call, and the end of a step
 PEER_FIRST_BYTE_SECONDS = 0.02  # of another engine, which the first time is looked up by name
 MOVE_COMPUTED_SECONDS = 0.25  # to compute what a stream lacks that moves without its pages
 PEER_READ_SECONDS = 10.0  # that a prompt waits for pages of another engine, at most

@@ -42,6 +42,8 @@ class PageTables:
         self.claims = PageClaims()  # pages of the index to keep ...
         self.pins = PrefixPins(self.claims, num_pages)  # ... and those of them to keep for a time
         self.reclaim: Callable[[], bool] = lambda: False
+        # Called with pages that are about to leave the index because they are allocated again.
+        self.evicting: Callable[[list[int]], None] = lambda pages: None
         self.num_cached = 0  # free pages in the index
         self.num_evicted = 0  # pages that left the index because they were allocated again
         self._pages: list[list[int]] = [[] for _ in range(num_slots)]
@@ -258,7 +260,7 @@ class PageTables:
 
     def lend_new(self, count: int) -> list[int] | None:
         """Allocates ``count`` pages until ``give_back``, or returns None, with no effect."""
-        pages = self._allocate(count)
+        pages = self._allocate(count, lent=True)
         self._lent.update(pages or ())
         return pages
 
@@ -281,14 +283,15 @@ class PageTables:
         """Whether another request may find the page's content."""
         return self.index is not None and page in self.index
 
-    def _allocate(self, count: int) -> list[int] | None:
+    def _allocate(self, count: int, *, lent: bool = False) -> list[int] | None:
         """Allocates pages and removes them from the index, or returns None, with no effect."""
         if self.num_unclaimed < count <= self.pool.num_free:
             while self.num_unclaimed < count and (self.end_pin() or self.reclaim()):
                 pass
         pages = self.pool.allocate(count)
         if pages is not None and self.index is not None:
-            evicted = sum(self.index.drop(page) for page in pages)
+            self.evicting(pages)
+            evicted = sum(self.index.drop(page, keeps=lent) for page in pages)
             for page in pages if len(self.claims) else ():
                 self.claims.drop(page)
             self.num_cached -= evicted

@@ -168,14 +168,26 @@ class PrefixIndex:
             self.observer.stored(page_hash, parent, tokens, keys)
         return True
 
-    def drop(self, page: int) -> bool:
-        """Removes a page, for instance before it is overwritten; False if it was not there."""
+    def name(self, page: int) -> PageName | None:
+        """What a page holds; None if it is not in the index."""
+        page_hash = self._hash_of[page]
+        if page_hash is None:
+            return None
+        return PageName(page_hash, self._tokens_of[page].tobytes(), *self._before[page])
+
+    def drop(self, page: int, *, keeps: bool = False) -> bool:
+        """Removes a page, for instance before it is overwritten; False if it was not there.
+
+        Args:
+            keeps: the page holds the same until a transfer writes there, so it keeps its name.
+        """
         page_hash = self._hash_of[page]
         if page_hash is None:
             return False
         del self._page_of[page_hash]
         self._hash_of[page] = None
-        self._changed[page] = None
+        if not keeps or page in self._changed:
+            self._changed[page] = None
         if self.observer is not None:
             self.observer.removed(page_hash)
         return True
@@ -187,11 +199,10 @@ class PrefixIndex:
         named: dict[int, PageName] = {}
         dropped = []
         for page in self._changed:
-            if (page_hash := self._hash_of[page]) is None:
+            if (name := self.name(page)) is None:
                 dropped.append(page)
             else:
-                parent, keys = self._before[page]
-                named[page] = PageName(page_hash, self._tokens_of[page].tobytes(), parent, keys)
+                named[page] = name
         self._changed.clear()
         return NameChanges(named, dropped)
 

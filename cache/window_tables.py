@@ -329,8 +329,8 @@ class WindowTables(PageTables):
                 keep = known and page in self.claims
                 self.pool.free(page, reuse_first=not known, keep=keep)
 
-    def _allocate(self, count: int) -> list[int] | None:
-        pages = super()._allocate(count)
+    def _allocate(self, count: int, *, lent: bool = False) -> list[int] | None:
+        pages = super()._allocate(count, lent=lent)
         if pages is not None and self._beside:
             for page in pages:
                 full = self._full_of.get(page, page)

@@ -67,6 +67,7 @@ class Life:
         self.asking = random.Random(f"peers {seed}")
         self.sleeping = random.Random(f"sleeps {seed}")
         self.windowed = random.Random(f"windows {seed}")
+        self.offloading = random.Random(f"offloading {seed}")
         self.num_sent_on = 0  # to another engine, for this one slept
         self.num_slept = self.num_changed_asleep = 0
         self.num_paused_out = 0  # refused for a pause
@@ -83,6 +84,7 @@ class Life:
         self._plan_images()
         self._plan_disk()
         self._plan_peers()
+        self._plan_offloading()
         self._plan_sessions()
         self._plan_weights()
         self._plan_sleeps()
@@ -142,6 +144,7 @@ class Life:
             * (scheduler == "v1"),
             "max_loras": self.adapting.choice([0, 0, 1, 2, 8]),
             "uncut": uncut,
+            "num_offloaded_pages": self.offloading.choice([0, 0, 1, 5, 30, 300]),
             "page_folder": self._folder(),
             "kv_peers": self.asking.random() < 0.7,
             "page_bytes": 1 << 20,
@@ -164,6 +167,7 @@ class Life:
             "windows": groups,
             "num_pages": pages + draw.randint(0, draw.choice([2, 3 * pages])),
             **{"num_host_pages": 0, "page_folder": None, "kv_peers": False, "sessions": False},
+            "num_offloaded_pages": 0,
         }
 
     def _plan_faults(self) -> None:
@@ -227,6 +231,18 @@ class Life:
             self._at(draw.random() * 0.1, reset)
         for _ in range(draw.choice([0, 5, 30])):  # the disk has what the device has no more
             self._at(draw.random() * 0.1, self.harness.engine.lifecycle.forget_prefixes)
+
+    def _plan_offloading(self) -> None:
+        """When all that is free goes to host memory, as far as it fits."""
+        draw, running = self.offloading, self.harness.engine.lifecycle.state.running
+
+        def evict() -> None:
+            if len(running):  # the moves go with its next step
+                self.harness.evict()
+
+        if self.harness.config.num_offloaded_pages:
+            for _ in range(draw.choice([0, 5, 30])):
+                self._at(draw.random() * 0.1, evict)
 
     def _plan_peers(self) -> None:
         """How long pages take from other engines, and when those lose some."""
@@ -715,6 +731,9 @@ def account(life: Life) -> Counter[str]:
     happened["pages unreadable"] = stats.pages_read.get(("disk", "missing"), 0)
     happened["pages of peers"] = stats.pages_read.get(("p2p", "arrived"), 0)
     happened["pages peers lack"] = stats.pages_read.get(("p2p", "missing"), 0)
+    happened["pages in host memory"] = stats.page_bytes.get(("host", "written"), 0) >> 20
+    happened["pages of host memory"] = stats.pages_read.get(("host", "arrived"), 0)
+    happened["pages it lacks"] = stats.pages_read.get(("host", "missing"), 0)
     happened["streams warmed"] = life.num_warmed
     happened["streams moved"] = life.num_moved
     happened["searches refused"] = life.refused

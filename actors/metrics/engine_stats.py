@@ -41,7 +41,7 @@ CARRIED = ("recomputed", "kept")
 UPDATES = ("done", "refused", "failed")
 UPDATE_PHASES = ("stage", "commit")
 WEIGHT_SOURCES = ("path", "sent")
-PAGE_SOURCES = ("disk", "p2p")
+PAGE_SOURCES = ("disk", "p2p", "host")
 GRAMMAR_FAILURES = ("compile", "failed", "too_slow")
 DRAFT_POSITIONS = tuple(str(place) for place in range(MOST_TOKENS))
 
@@ -65,6 +65,7 @@ class EngineStats:
     pages_cached: int = 0
     host_pages_total: int = 0  # of swap space
     host_pages_held: int = 0
+    pages_host: int = gauge("pages_host", "KV pages of the prefix cache in host memory.")
     page_size: int = 0
     preemptions: int = counter(
         "num_preemptions", "Requests put back for want of pages.", alias=True
@@ -93,7 +94,8 @@ class EngineStats:
     swapped_in: int = counter("swapped_in_pages", "KV pages that came back from it.")
     pages_read: dict[tuple[str, str], int] = counter(
         "pages_read",
-        "KV pages asked for on the disk (disk) or at other engines (p2p), and whether they came.",
+        "KV pages asked for on the disk (disk), at other engines (p2p) or in host memory (host), "
+        "and whether they came.",
         labels=("source", "result"),
         words=tuple(product(PAGE_SOURCES, ("arrived", "missing", "late"))),
     )
@@ -101,7 +103,10 @@ class EngineStats:
         "page_bytes",
         "Bytes of KV pages read and written there.",
         labels=("source", "direction"),
-        words=(("disk", "read"), ("disk", "written"), ("p2p", "read")),
+        words=(
+            *(("disk", "read"), ("disk", "written"), ("p2p", "read")),
+            *(("host", "read"), ("host", "written")),
+        ),
     )
     page_read_seconds: dict[str, float] = counter(
         "page_read_seconds", "Time of these reads.", "source", PAGE_SOURCES

@@ -200,7 +200,8 @@ class ModelRunnerActor:
 
     def _use_pages(self, config: EngineConfig, epoch: int) -> None:
         folder = config.page_folder
-        if self._pages is None and (folder or config.kv_peers):
+        offloads = config.num_offloaded_pages > 0
+        if self._pages is None and (folder or config.kv_peers or offloads):
             from rayfin.actors.runner.pages.peers import Peers
             from rayfin.actors.runner.pages.transfers import PageTransfers
 
@@ -211,7 +212,8 @@ class ModelRunnerActor:
             )
         if self._pages is not None:
             folder = None if folder is None else folder.of(self._version.digest)
-            self._pages.use(self._runner.cache, epoch, folder, self._runner.states)
+            mover = self._runner.mover if offloads else None
+            self._pages.use(self._runner.cache, epoch, folder, self._runner.states, mover)
 
     def _greet(self) -> bytes:
         """A digest of all that decides the bits of a page, also by where its rank stands."""

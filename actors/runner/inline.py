@@ -90,10 +90,11 @@ class InlineExecutor:
         self._use_pages()
 
     def _use_pages(self) -> None:
-        folder = self._config.page_folder
-        if folder is not None:
-            folder = folder.of(self._version.digest)
-            self._pages.use(self._runner.cache, self.epoch, folder, self._runner.states)
+        folder, runner = self._config.page_folder, self._runner
+        mover = runner.mover if self._config.num_offloaded_pages else None
+        if folder is not None or mover is not None:
+            folder = None if folder is None else folder.of(self._version.digest)
+            self._pages.use(runner.cache, self.epoch, folder, runner.states, mover)
 
     def transfer(self, what: PageTransfer) -> _Transfer:
         what = replace(what, after=max(self._submitted, (self.epoch, -1)))

@@ -226,15 +226,18 @@ class LoadedModel:
         """The states that are allocated; None if the model keeps none."""
         return None if self.recurrent is None else self.recurrent.states
 
-    def host_pages(self, num_pages: int, page_size: int) -> KVTensors:
-        """Swap space: pages in host memory, pinned if a GPU copies to and from it."""
+    def host_pages(self, config: EngineConfig | None, page_size: int) -> KVTensors:
+        """Pages in host memory, pinned if a GPU copies to and from it; None: there are none."""
+        offloaded = 0 if config is None else config.num_offloaded_pages
+        num_pages = 0 if config is None else config.num_host_pages + offloaded
         pinned = num_pages > 0 and self.device.type == "cuda"
         host, layouts = torch.device("cpu"), self.model.layouts
         try:
             sizes = num_pages, page_size, self.page_type, host
             return KVTensors(layouts, *sizes, pinned=pinned, groups=self.groups)
         except (RuntimeError, MemoryError) as error:
-            raise InvalidConfig(f"swap_space could not be taken: {error}", "swap_space") from None
+            field = "kv_offloading_size" if offloaded else "swap_space"
+            raise InvalidConfig(f"{field} could not be taken: {error}", field) from None
 
 
 def load(

@@ -154,6 +154,11 @@ class ModelRunner:
         return None if self._bound is None else self._bound[1]
 
     @property
+    def mover(self) -> PageMover:
+        """Moves pages of the last start."""
+        return self._mover
+
+    @property
     def states(self) -> StateTensors | None:
         """The states beside the pages; None of a model that keeps none."""
         return self._loaded.states
@@ -279,7 +284,7 @@ class ModelRunner:
     def sleep(self) -> None:
         """Frees the pages' memory; no step may come before the next ``start``."""
         self._graphs = self._bound = self._execution = None
-        host = self._loaded.host_pages(0, self._args.page_size)
+        host = self._loaded.host_pages(None, self._args.page_size)
         self._mover = PageMover(self._bind(0), host, self._loaded.bind_states(0, 0))
         if self._loaded.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -357,8 +362,9 @@ class ModelRunner:
     def _enter(self, info: SchedulerInfo) -> None:
         """Takes in what a step brings beside its rows."""
         if len(info.moves):
-            self.names.moving(info.moves)
+            leaving = self.names.moving(info.moves)
             self._mover.run(info.moves)
+            self.names.moved(leaving)
         self._slots.apply(info)
         for observer in self._observers:
             observer.before(info)
@@ -430,7 +436,7 @@ class ModelRunner:
         self._graphs = self._bound = self._execution = None
         self._bind(0)  # frees the old pages before it takes new ones
         cache = self._bind(config.num_pages)
-        host = self._loaded.host_pages(config.num_host_pages, self._args.page_size)
+        host = self._loaded.host_pages(config, self._args.page_size)
         states = self._loaded.allocate_states(config)
         self._mover = PageMover(cache, host, states)
         self._bound = (config, cache)

@@ -1,5 +1,6 @@
 """Makes a step's page moves: copies on the device, and ways to host memory and back."""
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,6 +60,17 @@ class PageMover:
             }
         for kind, sources, targets in runs(moves):
             make[kind](sources, targets)
+
+    def beside(self) -> "PageMover":
+        """Another one of the same pages, for ``run_beside`` on a thread beside the steps."""
+        other = copy.copy(self)
+        other._stream = CopyStream(self._device, behind=self._stream)
+        return other
+
+    def run_beside(self, moves: Int32Array) -> None:
+        """Makes moves behind all that is queued, while steps go on; returns when they are made."""
+        with self._stream.beside():
+            self.run(moves)
 
     def _copy(self, sources: Int32Array, targets: Int32Array) -> None:
         from_, to = self._index(sources), self._index(targets)
@@ -162,11 +174,31 @@ class CopyStream:
     (`_Held`), which bounds them, where ``record_stream`` would not: the host is ahead of both.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, behind: "CopyStream | None" = None) -> None:
+        self._device, self._behind = device, behind
         make: Any = torch.cuda.Stream  # which torch leaves without types
         self._side: torch.cuda.Stream | None = make(device) if device.type == "cuda" else None
         self._out, self._in = _Held(), _Held()
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Within it, another thread than that of the steps copies, and no step waits for it.
+
+        It begins behind the steps and their swaps so far; at its end all copies are made.
+        """
+        if self._side is None:
+            yield
+            return
+        make: Any = torch.cuda.Stream
+        compute = make(self._device)
+        compute.wait_stream(torch.cuda.default_stream(self._device))
+        if self._behind is not None and self._behind._side is not None:
+            compute.wait_stream(self._behind._side)
+        self._side.wait_stream(compute)
+        with torch.cuda.stream(compute):
+            yield
+        self._side.synchronize()
+        compute.synchronize()
 
     @contextmanager
     def out(self, gathered: torch.Tensor) -> Iterator[None]:

@@ -12,6 +12,7 @@ from rayfin.actors.messages import (
     COPY,
     STATE_SAVE,
     SWAP_IN,
+    SWAP_OUT,
     Int32Array,
     Int64Array,
     SchedulerInfo,
@@ -34,6 +35,8 @@ class PageNames:
         self._lock = threading.Lock()
         self._names: dict[int, PageName] = {}  # by page, in the order in which they came
         self._pages: dict[bytes, tuple[int, PageName]] = {}  # by hash
+        self._host: dict[int, PageName] = {}  # by page of host memory ...
+        self._in_host: dict[bytes, tuple[int, PageName]] = {}  # ... and by hash
         self._states: dict[bytes, tuple[int]] = {}  # snapshot, by hash of the page that ends there
         self._coming: deque[dict[int, PageName]] = deque()  # with steps that have begun ...
         self._saving: deque[dict[int, bytes]] = deque()  # ... and states, by snapshot
@@ -43,11 +46,33 @@ class PageNames:
         self._blind_until = -1  # step from which on names count again
         self._begun = (-1, -1)  # epoch and number of the last step
 
-    def moving(self, moves: Int32Array) -> None:
-        """A step is about to make the moves [M, 3]: what they fill has no name any more."""
+    def moving(self, moves: Int32Array) -> dict[int, PageName]:
+        """The moves [M, 3] are about to be made: what they fill has no name any more.
+
+        Returns:
+            The names of host pages that they fill, for ``moved``.
+        """
+        leaving: dict[int, PageName] = {}
         with self._lock:
-            self._drop(moves[np.isin(moves[:, 0], (COPY, SWAP_IN)), 2].tolist())
-            self._drop_states(moves[moves[:, 0] == STATE_SAVE, 2].tolist())
+            for kind, source, target in moves.tolist():
+                if kind in (COPY, SWAP_IN):
+                    self._drop([target])
+                elif kind == STATE_SAVE:
+                    self._drop_states([target])
+                if kind in (SWAP_IN, SWAP_OUT):  # what comes back does so once
+                    host = source if kind == SWAP_IN else target
+                    leaving.pop(host, None)
+                    self._drop_host(host)
+                if kind == SWAP_OUT and (name := self._names.get(source)) is not None:
+                    leaving[target] = name
+        return leaving
+
+    def moved(self, leaving: dict[int, PageName]) -> None:
+        """The moves are made, and host pages hold what ``moving`` has returned."""
+        with self._lock:
+            self._host |= leaving
+            for page, name in leaving.items():
+                self._in_host.setdefault(name.page_hash, (page, name))
 
     def start(self, page_tables: Int32Array, page_size: int, steps_in_flight: int) -> None:
         """Steps begin anew, over the same pages; ``page_tables`` [slots, pages] change by them."""
@@ -62,6 +87,8 @@ class PageNames:
         with self._lock:
             for known in (self._names, self._pages, self._states, self._coming, self._saving):
                 known.clear()
+            self._host.clear()
+            self._in_host.clear()
             self._blind_until, self._begun = -1, (-1, -1)
 
     def all(self) -> dict[int, PageName]:
@@ -73,6 +100,16 @@ class PageNames:
         """Finds a page by its hash, and its name: the same object as long as the page keeps it."""
         with self._lock:
             return self._pages.get(page_hash)
+
+    def all_in_host(self) -> dict[int, PageName]:
+        """Names by page of host memory."""
+        with self._lock:
+            return dict(self._host)
+
+    def find_in_host(self, page_hash: bytes) -> tuple[int, PageName] | None:
+        """Finds a page of host memory: the same object as long as it holds this."""
+        with self._lock:
+            return self._in_host.get(page_hash)
 
     def find_state(self, page_hash: bytes) -> tuple[int] | None:
         """Finds the snapshot with the state behind a page: the same object as long as it has it."""
@@ -140,6 +177,11 @@ class PageNames:
                 del self._pages[name[0]]
             for coming in self._coming:
                 coming.pop(page, None)
+
+    def _drop_host(self, page: int) -> None:
+        name = self._host.pop(page, None)
+        if name is not None and self._in_host.get(name.page_hash, (None,))[0] == page:
+            del self._in_host[name.page_hash]
 
     def _drop_states(self, snapshots: list[int]) -> None:
         for snapshot in snapshots:

@@ -47,6 +47,7 @@ def _why_not(args: "EngineArgs", loaded: "LoadedModel") -> str | None:
         "disable_hybrid_kv_cache_manager": args.disable_hybrid_kv_cache_manager,
         f"no request is longer than the window of {window} tokens": 0 < longest <= window,
         "kv_disk_path": args.kv_disk_path is not None,
+        "kv_offloading_size": args.kv_offloading_size is not None,
         "preempted requests are swapped to host memory": swaps and args.swap_space > 0,
         "check_pages": args.check_pages,
         "a draft model or head has layers beside": speculation is not None

@@ -1,8 +1,9 @@
-"""Full pages on a disk (``--kv-disk-path``) and at other engines (``--kv-peers``).
+"""Full pages on a disk (``--kv-disk-path``), at other engines (``--kv-peers``), in host memory.
 
     a prompt is computed, a request ends:   its full pages ──write──► files; they are lent meanwhile
     a request comes, the runners are new:   files ──read──► pages that are lent, then in the index
     another engine has more of its prompt:  its pages ──read──► the same
+    host memory has (host_cache.py):        its pages ──read──► the same
 
 A request whose prompt goes on elsewhere waits beside the queue until it is read, for a limited
 time. Then it is like any other: what has arrived is a hit of the prefix index, the rest is
@@ -21,6 +22,7 @@ import numpy as np
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.errors import RayfinError
 from rayfin.actors.messages import (
+    HOST,
     EngineRequest,
     Int32Array,
     PagesAt,
@@ -30,9 +32,11 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.scheduler.beside import Beside
 from rayfin.actors.scheduler.executor import Executor, PendingTransfer
+from rayfin.actors.scheduler.host_cache import HostCache, make_host_cache
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.scheduler_state import SchedulerState
 from rayfin.actors.timing import (
+    HOST_FIRST_BYTE_SECONDS,
     MAX_PEER_SILENCE_SECONDS,
     PAGE_READ_SECONDS,
     PEER_FIRST_BYTE_SECONDS,
@@ -56,8 +60,11 @@ WRITTEN_SHARE = 4
 DISK = ""
 """The source of pages that is no engine."""
 
-ASSUMED_BYTES_PER_SECOND = {True: 500e6, False: 1e9}
-"""Of a disk, and of another engine."""
+LABELS = {DISK: "disk", HOST: "host"}
+"""In metrics; of an engine "p2p"."""
+
+ASSUMED_BYTES_PER_SECOND = {"disk": 500e6, "p2p": 1e9, "host": 10e9}
+"""Of sources, before anything was read."""
 
 LEAST_MEASURED_BYTES = 16 << 20
 """Smaller reads that are quick say nothing of a source's speed; they are always tried."""
@@ -179,6 +186,8 @@ class _Transfer:
     patience: float = PAGE_READ_SECONDS  # that requests have for a read
     valid: bool = True  # False once the cache was reset
     requests: dict[Request, None] = field(default_factory=dict)  # that wait for it
+    host: list[int] = field(default_factory=list)  # host pages that it reads ...
+    stored: list[int] = field(default_factory=list)  # ... and those that take what ``lent`` held
 
 
 class SourcesTier:
@@ -187,6 +196,7 @@ class SourcesTier:
 
     Args:
         peers: whether other engines are asked.
+        host: pages in host memory; None: there are none.
         clock: returns seconds.
     """
 
@@ -200,6 +210,7 @@ class SourcesTier:
         self,
         folder: PageFolder | None,
         peers: bool,
+        host: HostCache | None,
         page_bytes: int,
         state_bytes: int,
         state: SchedulerState,
@@ -207,7 +218,7 @@ class SourcesTier:
         clock: Callable[[], float],
     ) -> None:
         self._base = self._folder = folder
-        self._peers = peers
+        self._peers, self._host = peers, host
         self._page_bytes, self._state_bytes = page_bytes, state_bytes
         self._tables = state.tables
         self._running = state.running
@@ -237,7 +248,8 @@ class SourcesTier:
         since = self._since.pop(request, self._clock())
         if request.scoring or request.computes_all or request.ended:
             return False
-        if self._folder is None and request.source.pages_at is None and not self._reading:
+        hinted = self._host is not None or request.source.pages_at is not None
+        if self._folder is None and not hinted and not self._reading:
             return False
         size = self._tables.page_size
         hashes = request.chain.hashes[: (request.num_tokens - 1) // size]
@@ -281,7 +293,7 @@ class SourcesTier:
 
     def _source(self, name: str) -> _Source:
         if name not in self._sources:
-            assumed = 1 / ASSUMED_BYTES_PER_SECOND[name == DISK]
+            assumed = 1 / ASSUMED_BYTES_PER_SECOND[_label(name)]
             self._sources[name] = _Source(assumed, assumed)
         return self._sources[name]
 
@@ -305,7 +317,8 @@ class SourcesTier:
             return False
         ahead = sum(len(transfer.what.pages) for transfer in self._reading) + count
         moved = ahead * self._page_bytes + (len(self._reading) + 1) * self._state_bytes
-        reading = PEER_FIRST_BYTE_SECONDS + moved / source.speed(self._clock())
+        first = HOST_FIRST_BYTE_SECONDS if name == HOST else PEER_FIRST_BYTE_SECONDS
+        reading = first + moved / source.speed(self._clock())
         return not computing or reading <= computing / 2
 
     def _transfer_of(self, page_hash: bytes) -> _Transfer | None:
@@ -334,20 +347,28 @@ class SourcesTier:
         # A move that is not sent yet may write to a page that is free by now.
         if limit * size < self.least_read_tokens or len(self._moves):
             return None
-        offers, hint = [(DISK, len(missing))], request.source.pages_at
+        there, hint = self._in_host(request, held, missing), request.source.pages_at
+        offers = [(HOST, len(there)), (DISK, len(missing))]
         if self._peers and hint is not None:
             offers.append((hint.engine, hint.pages - len(held)))
-        for name, there in offers:
-            there = max(min(there, len(missing)), 0)
-            computing = self._cost.seconds(len(held) * size, (len(held) + there) * size)
+        for name, offered in offers:
+            offered = max(min(offered, len(missing)), 0)
+            computing = self._cost.seconds(len(held) * size, (len(held) + offered) * size)
             patience = self._patience(name, computing)
             speed = self._source(name).speed(self._clock())
             in_time = max(speed * patience - self._state_bytes, LEAST_MEASURED_BYTES)
-            wanted = missing[: min(limit, there, int(in_time / self._page_bytes))]
+            wanted = missing[: min(limit, offered, int(in_time / self._page_bytes))]
             count = self._count_at(name, len(held), wanted)
             if waited <= patience and count * size >= self.least_read_tokens:
-                return self._begin_read(name, request, held, missing[:count], patience)
+                host = there[:count] if name == HOST else []
+                return self._begin_read(name, request, held, missing[:count], patience, host)
         return None
+
+    def _in_host(self, request: Request, held: list[int], missing: Sequence[bytes]) -> list[int]:
+        """Finds the host pages of the first of ``missing``, behind those that are held."""
+        if self._host is None:
+            return []
+        return self._host.match(missing, request.tokens()[len(held) * self._tables.page_size :])
 
     def _count_at(self, name: str, held: int, wanted: Sequence[bytes]) -> int:
         """How many of the first pages a source may have, if it pays to ask for them."""
@@ -362,16 +383,25 @@ class SourcesTier:
         held: list[int],
         hashes: Sequence[bytes],
         patience: float,
+        host: list[int],
     ) -> _Transfer | None:
         snapshot = None if self._snapshots is None else self._snapshots.lend()
         if snapshot is None and self._snapshots is not None:
             return None
         self._tables.lend(held)
+        if self._host is not None:
+            self._host.lend(host)
         pages = self._tables.lend_new(len(hashes))
         assert pages is not None, "there was room"
+        moves = self._moves.drain()  # of what these pages hold: no step need follow
+        stored: list[int] = moves[:, 2].tolist()
+        if self._host is not None:
+            self._host.lend(stored)
         of_read = {"source": name, "seconds": patience, "snapshot": snapshot}
-        transfer = self._send(request, pages, list(hashes), len(held), **of_read)
+        moving = moves if len(moves) else None
+        transfer = self._send(request, pages, list(hashes), len(held), moves=moving, **of_read)
         transfer.lent, transfer.patience = [*held, *pages], patience
+        transfer.host, transfer.stored = host, stored
         self._reading.append(transfer)
         return transfer
 
@@ -431,7 +461,7 @@ class SourcesTier:
         taken = now - transfer.begun
         if moved and taken > 0 and (moved >= LEAST_MEASURED_BYTES or taken > SLOW_READ_SECONDS):
             source.measure(moved, taken, now)
-        if what.source != DISK:
+        if what.source not in LABELS:
             longer = min(max(2 * source.silence, PEER_SILENCE_SECONDS), MAX_PEER_SILENCE_SECONDS)
             source.silence = 0.0 if arrived else longer
             source.silent_until = now + source.silence
@@ -446,13 +476,16 @@ class SourcesTier:
                 parent = page_hash
         fits = arrived > 0 and transfer.valid
         self._end_snapshot(what, what.hashes[arrived - 1] if fits else None)
-        counters, source_word = self._counters, "disk" if what.source == DISK else "p2p"
+        counters, source_word = self._counters, _label(what.source)
         result = "late" if now - transfer.begun > transfer.patience else "missing"
         counters.pages_read[source_word, "arrived"] += arrived
         counters.pages_read[source_word, result] += len(what.pages) - arrived
         counters.page_bytes[source_word, "read"] += moved
         counters.page_read_seconds[source_word] += now - transfer.begun
         self._tables.give_back(transfer.lent)
+        if self._host is not None:
+            lost = [*transfer.host[arrived:], *(() if arrived else transfer.stored)]
+            self._host.give_back([*transfer.host, *transfer.stored], lost)
 
     def _end_snapshot(self, what: PageTransfer, page_hash: bytes | None) -> None:
         if what.snapshot is not None and self._snapshots is not None:
@@ -485,7 +518,8 @@ class SourcesTier:
 
     def store(self, slot: int) -> None:
         # Without a token since its admission the steps that write its pages may not have run.
-        if self._peers and len(self._running) == 1:  # no step may follow that would bring names
+        # No step may follow that would bring names.
+        if (self._peers or self._host is not None) and len(self._running) == 1:
             if (changes := self._tables.name_changes()) is not None:
                 self._tell(named=changes)
         if self._folder is None:
@@ -528,9 +562,9 @@ class SourcesTier:
         if not self._peers:
             return {}
         now, size = self._clock(), tokens / self._tables.page_size * self._page_bytes
-        seconds = {"": PEER_FIRST_BYTE_SECONDS + size / ASSUMED_BYTES_PER_SECOND[False]}
+        seconds = {"": PEER_FIRST_BYTE_SECONDS + size / ASSUMED_BYTES_PER_SECOND["p2p"]}
         for name, source in list(self._sources.items()):  # this may be another thread
-            if name != DISK:
+            if name not in LABELS:
                 silent = now < source.silent_until
                 taken = PEER_FIRST_BYTE_SECONDS + size / source.speed(now)
                 seconds[name] = math.inf if silent else taken
@@ -545,13 +579,19 @@ class SourcesTier:
         for transfer in (*self._reading, *self._writing):
             transfer.valid = False
         self._stored.clear()
+        self._forget_host()
         if self._folder is not None:
             self._tell(write=True, forget=True)
+
+    def _forget_host(self) -> None:
+        if self._host is not None:
+            self._host.clear()
 
     def turn(self, digest: str) -> None:
         for transfer in (*self._reading, *self._writing):
             transfer.valid = False
         self._stored.clear()
+        self._forget_host()
         self._folder = None if self._base is None else self._base.of(digest)
 
     def restart(self) -> list[Request]:
@@ -562,6 +602,9 @@ class SourcesTier:
         for transfer in (*self._reading, *self._writing):
             self._end_snapshot(transfer.what, None)
             self._tables.give_back(transfer.lent)
+            if self._host is not None:
+                self._host.give_back([*transfer.host, *transfer.stored])
+        self._forget_host()
         self._reading.clear()
         self._writing.clear()
         self._waiting.clear()
@@ -592,7 +635,13 @@ def make_tier(
     clock: Callable[[], float],
 ) -> PageTier:
     """The sources that the engine has for its pages; without any, nothing."""
-    if config.page_folder is None and not config.kv_peers:
+    host = make_host_cache(state, config.page_bytes)
+    if config.page_folder is None and not config.kv_peers and host is None:
         return NoTier()
-    of_config = (config.page_folder, config.kv_peers, config.page_bytes, config.state_bytes)
-    return SourcesTier(*of_config, state, executor, clock)
+    sources = (config.page_folder, config.kv_peers, host)
+    return SourcesTier(*sources, config.page_bytes, config.state_bytes, state, executor, clock)
+
+
+def _label(name: str) -> str:
+    """What metrics call a source."""
+    return LABELS.get(name, "p2p")

@@ -7,7 +7,6 @@ Recomputing costs arithmetic, swapping costs two copies: the choice that the Pag
 describes (Kwon et al., 2023, section 4.5). A request is recomputed if host pages are short.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +15,7 @@ from rayfin.actors.messages import SWAP_IN, SWAP_OUT
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.scheduler_state import SchedulerState
 from rayfin.cache.errors import CacheError
-from rayfin.cache.page_pool import PagePool
+from rayfin.cache.page_tables import PageTables
 
 
 class PreemptionPolicy(Protocol):
@@ -86,7 +85,7 @@ class _Saved:
 
 
 class Swap:
-    """Keeps pages of preempted requests in ``num_pages`` pages of host memory, while they last.
+    """Keeps pages of preempted requests in pages of ``host`` memory, while they last.
 
     Only tokens before the last known one are saved: the last is computed again for its logits. They
     were written by steps whose results are here, or by steps that run before the move.
@@ -96,8 +95,8 @@ class Swap:
     those whose vector takes all of their tokens.
     """
 
-    def __init__(self, num_pages: int, state: SchedulerState) -> None:
-        self._pool = PagePool(num_pages)
+    def __init__(self, host: PageTables, state: SchedulerState) -> None:
+        self._host = host
         self._running = state.running
         self._tables = state.tables
         self._moves = state.moves
@@ -106,7 +105,7 @@ class Swap:
 
     @property
     def num_held(self) -> int:
-        return self._pool.num_pages - self._pool.num_free
+        return sum(len(saved.pages) for saved in list(self._saved.values()))
 
     def keep(self, slot: int) -> None:
         running, tables = self._running, self._tables
@@ -115,7 +114,7 @@ class Swap:
             return
         num_tokens = min(int(running.num_computed[slot]), int(running.num_known[slot]) - 1)
         count = tables.pages_for(num_tokens)
-        pages = self._pool.allocate(count) if count else None
+        pages = self._host.lend_new(count) if count else None
         if pages is None:
             return
         self._saved[request] = _Saved(pages, num_tokens)
@@ -149,9 +148,7 @@ class Swap:
         self._saved.clear()
 
     def check_integrity(self) -> None:
-        self._pool.check_integrity(
-            Counter(page for saved in self._saved.values() for page in saved.pages)
-        )
+        self._host.check_integrity()
         for request, saved in self._saved.items():
             if request.slot is not None or request.ended:
                 raise CacheError(f"host pages of a request that does not wait: {saved.pages}")
@@ -161,12 +158,12 @@ class Swap:
                 raise CacheError(f"{saved.num_tokens} of {request.num_tokens} tokens are saved")
 
     def _free(self, saved: _Saved) -> None:
-        # In order, so that they are allocated, and copied, in runs of ids. Moves from them may
-        # still be pending; moves to them by a later request come after those.
-        for page in saved.pages:
-            self._pool.free(page)
+        # Moves from them may still be pending; moves to them by a later request come after those.
+        self._host.give_back(saved.pages)
 
 
 def make_preemption(config: EngineConfig, state: SchedulerState) -> PreemptionPolicy:
     """Swapping where the engine has host pages, else recomputation."""
-    return Swap(config.num_host_pages, state) if config.num_host_pages else Recompute()
+    if state.host is None or not config.num_host_pages:
+        return Recompute()
+    return Swap(state.host, state)

@@ -39,6 +39,8 @@ class SchedulerState:
     requeued_admission: int = 0
     recurrent: bool = False  # runners keep a state by slot
     snapshots: StateSnapshots | None = None  # of such states, with a prefix cache
+    # Pages of host memory: of requests that were preempted, and of the prefix cache.
+    host: PageTables | None = None
 
 
 def _make_tables(config: EngineConfig) -> PageTables:
@@ -48,12 +50,20 @@ def _make_tables(config: EngineConfig) -> PageTables:
     return WindowTables(*sizes, config.windows, prefix_caching=config.prefix_caching)
 
 
+def _make_host(config: EngineConfig) -> PageTables | None:
+    offloads = config.num_offloaded_pages > 0
+    if not (count := config.num_host_pages + config.num_offloaded_pages):
+        return None
+    return PageTables(0, count, config.page_size, prefix_caching=offloads)
+
+
 def make_state(config: EngineConfig) -> SchedulerState:
     """The state of an engine without requests."""
     slots = config.limits.max_decoding_batch
     return SchedulerState(
         running=RunningTable(slots, config.max_model_len),
         tables=_make_tables(config),
+        host=_make_host(config),
         waiting=make_queue(config),
         queue_limits=QueueLimits(config.max_waiting_requests, config.max_waiting_tokens),
         counters=EngineCounters(config.max_model_len),

@@ -54,6 +54,7 @@ def take_stats(
         host_pages_held=lifecycle.preemption.num_held,
         page_size=config.page_size,
         pages_cached=state.tables.num_cached,
+        pages_host=0 if (host := state.host) is None or host.index is None else len(host.index),
         evictions=state.tables.num_evicted,
         requests_reading=len(lifecycle.tier),
         prompt_seconds=state.prompt_cost.seconds(0, COSTED_TOKENS),

@@ -65,12 +65,13 @@ def page_folder(args: "EngineArgs", facts: "ModelFacts", *, shares: bool) -> Pag
 DEFAULT_PREEMPTION: dict[SchedulerName, Preemption] = {"v1": "recompute", "v0": "swap"}
 
 
-def resolve_host_pages(args: "EngineArgs", page_bytes: int, max_pages: int) -> int:
+def resolve_host_pages(args: "EngineArgs", facts: "ModelFacts", max_pages: int) -> int:
     """Returns the pages of swap space, up to ``max_pages``; 0: preempted requests are recomputed.
 
     Raises:
         InvalidConfig: preemption is "swap", and there is no room for a page.
     """
+    page_bytes = 0 if facts.state_bytes or facts.whole_prompts else facts.page_bytes
     if (args.preemption or DEFAULT_PREEMPTION[args.scheduler]) == "recompute" or not page_bytes:
         return 0
     pages = int(args.swap_space * 2**30) // page_bytes

@@ -47,14 +47,16 @@ def read_kv_transfer(config: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _of_tiers(extra: Any) -> dict[str, Any]:
-    """The settings of the tiers behind the memory of vLLM's host, which nothing needs here."""
-    tiers = extra.get("secondary_tiers") if isinstance(extra, Mapping) else None
-    if not isinstance(tiers, list) or not tiers:
-        _refuse(
-            "kv_connector_extra_config needs secondary_tiers: pages are not kept in host memory; "
-            "a kv_disk_path on a tmpfs is near it"
-        )
+    """The settings of the memory of vLLM's host, and of the tiers behind it."""
+    read = extra if isinstance(extra, Mapping) else {}
+    size, tiers = read.get("cpu_bytes_to_use"), read.get("secondary_tiers", [])
+    if not isinstance(tiers, list) or (size is None and not tiers):
+        _refuse("kv_connector_extra_config needs cpu_bytes_to_use or secondary_tiers, a list")
     settings: dict[str, Any] = {}
+    if size is not None:
+        if isinstance(size, bool) or not isinstance(size, int | float) or not size > 0:
+            _refuse(f"kv_connector_extra_config.cpu_bytes_to_use must be over 0, got {size!r}")
+        settings["kv_offloading_size"] = size / 2**30
     for place, tier in enumerate(tiers):
         path = f"kv_connector_extra_config.secondary_tiers[{place}]"
         match tier:

@@ -50,7 +50,7 @@ class Row:
     sessions: int  # that keep their pages over their pauses
     parked: int  # turns that wait until their session may
     tokens_recomputed: int  # that sessions had and lost, since the engine's start
-    pages_read: dict[str, int]  # by where they were: disk, p2p; since then
+    pages_read: dict[str, int]  # by where they were: disk, p2p, host; since then
     pages_missed: int  # asked for there, and missing or late
     model: str
 

@@ -79,7 +79,7 @@ enable-force-include-usage? enable-log-outputs? enable-log-requests? enable-lora
 enable-per-request-metrics? enable-prompt-embeds? enable-prompt-tokens-details?
 enable-ssl-refresh? enable-tokenizer-info-endpoint? enforce-eager?
 exclude-tools-when-tool-choice-none? generation-config hf-overrides= hf-token host kv-cache-dtype
-kv-events-config= kv-transfer-config=
+kv-events-config= kv-offloading-size kv-transfer-config=
 language-model-only? limit-mm-per-prompt= load-format log-error-stack? log-level logprobs-mode
 long-prefill-token-threshold lora-dtype lora-modules* max-cpu-loras max-log-len max-logprobs
 max-lora-rank max-loras max-model-len middleware mm-processor-cache-gb mm-processor-kwargs= model
@@ -150,7 +150,7 @@ enable-reasoning! enable-request-id-headers? enable-server-load-tracking? enable
 enable-sleep-mode? fail-on-environ-validation? fault-tolerance-config= fingerprint-mode
 gdn-prefill-backend guided-decoding-backend h11-max-header-count h11-max-incomplete-event-size
 ignore-patterns* ir-op-priority= jit-monitor-mode jit-monitor-verbose? kda-decode-backend
-kda-prefill-backend kernel-config= kv-cache-metrics-sample kv-offloading-backend linear-backend
+kda-prefill-backend kernel-config= kv-cache-metrics-sample linear-backend
 mamba-backend mamba-block-size mamba-cache-mode mamba-ssu-algorithm master-addr master-port
 max-cudagraph-capture-size max-parallel-loading-workers max-seq-len-to-capture
 mm-device-do-normalize? mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-tp-mode
@@ -226,7 +226,7 @@ retention but least recently used [0]: prefix-cache-retention-interval
 unit but a page; set --page-size: prefix-match-unit
 types by layer: kv-cache-dtype-skip-layers*
 models with shared KV caches: kv-sharing-fast-prefill?
-prefixes in host memory: kv-offloading-size
+back end of host memory but its own [native]: kv-offloading-backend
 weights in host memory [0 0.0 auto]: offload-backend cpu-offload-gb cpu-offload-params*
     offload-group-size offload-params*
 weights in host memory [1]: offload-num-in-group offload-prefetch-step

@@ -191,6 +191,7 @@ CACHE = [
         "Prompt tokens that were not in the cache, of a request",
         quantiles("request_prefill_kv_computed_tokens"),
     ),
+    Panel("Cached pages in host memory", {BY_ENGINE: f"rayfin_pages_host{{{ENGINE}}}"}),
     Panel("Swap space in use", {BY_ENGINE: f"rayfin_swap_usage_perc{{{ENGINE}}}"}, "percentunit"),
     Panel(
         "Pages swapped",
@@ -201,7 +202,7 @@ CACHE = [
         "ops",
     ),
     Panel(
-        "Pages of other engines (p2p) and of the disk",
+        "Pages of other engines (p2p), of the disk and of host memory",
         {
             "{{source}} {{result}}": rate("pages_read_total", by="source, result"),
             "disk written": rate("disk_pages_written_total"),

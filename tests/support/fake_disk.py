@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rayfin.actors.messages import Int32Array, PageTransfer
+from rayfin.actors.messages import HOST, Int32Array, PageTransfer
 from rayfin.cache.page_files import PageFolder
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ class FakeTransfer:
         what, executor, folder = self.what, self.executor, self._folder
         if what.named is not None:
             executor.names.add(what.named, (self.epoch, self.after))
+        if what.source == HOST:
+            return self._read_host()
         for number, (page, page_hash) in enumerate(zip(what.pages, what.hashes, strict=True)):
             if page_hash in folder.broken:
                 folder.pages.pop(page_hash, None)
@@ -72,6 +74,20 @@ class FakeTransfer:
                 return number
             tokens, content = folder.pages[page_hash]
             assert np.array_equal(tokens, what.tokens[number])
+            if not number and what.moves is not None:
+                executor.keep(what.moves)
+            executor.fill(page, content, made=executor.version)
+        return len(what.pages)
+
+    def _read_host(self) -> int:
+        what, executor = self.what, self.executor
+        if what.moves is not None:
+            executor.keep(what.moves)
+        for number, (page, page_hash) in enumerate(zip(what.pages, what.hashes, strict=True)):
+            if (held := executor.in_host(page_hash)) is None:
+                return number
+            content, made = held
+            assert (made == executor.version).all(), "pages of other weights"
             executor.fill(page, content, made=executor.version)
         return len(what.pages)
 

@@ -158,6 +158,20 @@ class FakeExecutor:
         self._spoiled.discard(page)
         self._moved.discard(page)
 
+    def keep(self, moves: Int32Array) -> None:
+        """A transfer takes pages to host memory that it is about to fill."""
+        leaving = self.names.moving(moves)
+        for kind, source, target in moves.tolist():
+            assert kind == SWAP_OUT
+            self._host[target], self._host_made[target] = self._memory[source], self._made[source]
+        self.names.moved(leaving)
+
+    def in_host(self, page_hash: bytes) -> tuple[Int32Array, Int32Array] | None:
+        """What host memory has under a name, and by which weights it was made."""
+        if (entry := self.names.find_in_host(page_hash)) is None:
+            return None
+        return np.array(self._host[entry[0]]), np.array(self._host_made[entry[0]])
+
     def content(self, page: int) -> Int32Array:
         return np.array(self._memory[page])
 
@@ -237,6 +251,11 @@ class FakeExecutor:
             assert len(differ) == 1, "other tokens in a page that has a name"
             assert (self._made[page] == self.version).all(), "a name of other weights"
             assert page not in self._spoiled, "a name of a page that was not written"
+        for page, name in self.names.all_in_host().items():
+            held = np.frombuffer(name.tokens, np.int32)
+            differ = set((self._host[page] ^ held).tolist())
+            assert len(differ) == 1, "other tokens in a host page that has a name"
+            assert (self._host_made[page] == self.version).all(), "a host page of other weights"
 
     def run(self, info: SchedulerInfo) -> StepResult:
         """One call: checks the step, runs it, lets the time pass that it takes."""
@@ -253,8 +272,9 @@ class FakeExecutor:
         self.log.append(info)
         check_form(info, self._groups)
         check_limits(info, self.config)
-        self.names.moving(info.moves)
+        leaving = self.names.moving(info.moves)
         self._moved |= self._move_pages(info)
+        self.names.moved(leaving)
         self._take_news(info)
         for handle in info.ids.tolist():
             pages = self.live[handle].pages
@@ -303,7 +323,8 @@ class FakeExecutor:
     def _restart(self) -> None:
         size = (self.config.num_pages, self.config.page_size)
         self._memory = np.full(size, UNWRITTEN, np.int32)
-        self._host = np.full((self.config.num_host_pages, size[1]), UNWRITTEN, np.int32)
+        host_pages = self.config.num_host_pages + self.config.num_offloaded_pages
+        self._host = np.full((host_pages, size[1]), UNWRITTEN, np.int32)
         self._made = np.zeros_like(self._memory)  # by which version of the weights
         self._host_made = np.zeros_like(self._host)
         self._moved: set[int] = set()  # pages that moves wrote, and no table has taken since
@@ -341,7 +362,8 @@ class FakeExecutor:
             assert content[0] not in EMPTY or spoiled, "what is moved holds nothing"
             if kind != SWAP_OUT:
                 (self._spoiled.add if spoiled else self._spoiled.discard)(target)
-            assert kind == SWAP_IN or source in held | moved, (
+            evicts = kind == SWAP_OUT and self.config.num_offloaded_pages
+            assert kind == SWAP_IN or evicts or source in held | moved, (
                 "a page is moved that no request holds"
             )
             if kind == SWAP_OUT:

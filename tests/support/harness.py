@@ -191,6 +191,14 @@ class Harness:
         self.engine.abort(stream.source.client, stream.source.key)
         self.engine.add(replace(stream.source, output=list(stream.tokens)))
 
+    def evict(self) -> None:
+        """Free pages that nothing claims leave the cache, as if a request took them."""
+        tables = self.engine.lifecycle.state.tables
+        pages = tables._allocate(tables.num_unclaimed)
+        assert pages is not None
+        tables._free(pages)
+        self.engine.check_integrity()
+
     def _num_waiting_beside(self) -> int:
         """Requests that wait beside the queue, where others may pass them."""
         return self.engine.lifecycle.num_beside
@@ -213,6 +221,8 @@ class Harness:
         self.read(self.engine.step())
         if self.executor.num_submitted % self.integrity_every == 0:
             self.engine.check_integrity()
+            if (host := self.engine.lifecycle.state.host) is not None:
+                host.check_integrity()
             self.executor.check_names()
             check_sessions(self.engine)
             self._check_paused()

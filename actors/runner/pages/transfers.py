@@ -1,4 +1,4 @@
-"""Moves pages of the cache from their sources, and to the disk, on threads beside the steps."""
+"""Moves pages of the cache from and to where else they are, on threads beside the steps."""
 
 import threading
 import time
@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from rayfin.actors.messages import Int32Array, PageTransfer
+from rayfin.actors.messages import HOST, SWAP_IN, Int32Array, PageTransfer
+from rayfin.actors.runner.page_moves import PageMover
 from rayfin.actors.runner.page_names import PageNames
 from rayfin.actors.runner.pages.disk import DiskPages
 from rayfin.actors.runner.pages.records import Bytes, PageSource, RowBytes, state_name
@@ -15,6 +16,43 @@ from rayfin.actors.runner.state_tensors import StateTensors
 from rayfin.actors.timing import PAGE_READ_SECONDS, PAGE_TURN_SECONDS
 from rayfin.cache.kv_tensors import KVTensors
 from rayfin.cache.page_files import PageFolder
+
+
+class HostPages:
+    """One rank's pages in host memory, read and written on a thread beside the steps.
+
+    Most are written by moves of steps. They come back all at once, straight to where they belong:
+    a copy for each page and layer would take as long as computing. What a host page holds is known
+    by the name that it took along, so nothing is summed.
+    """
+
+    def __init__(self, mover: PageMover, names: PageNames) -> None:
+        self._mover = mover.beside()
+        self._names = names
+
+    def store(self, moves: Int32Array) -> None:
+        """Makes the moves [M, 3] of pages that are about to be written over."""
+        leaving = self._names.moving(moves)
+        self._mover.run_beside(moves)
+        self._names.moved(leaving)
+
+    def read(self, what: PageTransfer) -> int:
+        """Copies the first pages of ``what`` into the cache; returns how many hold them now."""
+        entries = []
+        for page_hash, tokens in zip(what.hashes, what.tokens, strict=True):
+            entry = self._names.find_in_host(page_hash)
+            if entry is None or entry[1].tokens != tokens.tobytes():
+                break
+            entries.append(entry)
+        pairs = zip(entries, what.pages, strict=False)
+        moves = [(SWAP_IN, host_page, page) for (host_page, _), page in pairs]
+        if moves:
+            self._mover.run_beside(np.array(moves, np.int32))
+        # A step may have written over a host page meanwhile.
+        for count, (page_hash, entry) in enumerate(zip(what.hashes, entries, strict=False)):
+            if self._names.find_in_host(page_hash) is not entry:
+                return count
+        return len(entries)
 
 
 class PageTransfers:
@@ -45,6 +83,7 @@ class PageTransfers:
         self._states: tuple[StateTensors, RowBytes] | None = None
         self._folder: PageFolder | None = None
         self._disk: DiskPages | None = None
+        self._host: HostPages | None = None
         self._epoch = -1
 
     def use(
@@ -53,16 +92,19 @@ class PageTransfers:
         epoch: int,
         folder: PageFolder | None = None,
         states: StateTensors | None = None,
+        mover: PageMover | None = None,
     ) -> None:
         """Pages of ``cache`` are meant from now on, by transfers of ``epoch``; None: of nothing.
 
-        Their files are in ``folder``, if they have any. With recurrent layers there are ``states``
-        too. Returns when no transfer touches those of before.
+        Their files are in ``folder``, if they have any; some are in host memory, if ``mover`` moves
+        them there. With recurrent layers there are ``states`` too. Returns when no transfer touches
+        those of before.
         """
         with self._using:
             self._pages = None if cache is None else RowBytes.of_pages(cache)
             self._states = None if states is None else (states, RowBytes(states.tensors))
             self._epoch = epoch
+            self._host = None if mover is None else HostPages(mover, self._names)
             if folder != self._folder:
                 self._folder = folder
                 self._disk = None if folder is None else DiskPages(folder, self._rank)
@@ -74,6 +116,8 @@ class PageTransfers:
             if self._wait_for(transfer.after):
                 self._names.add(transfer.named, transfer.after)
             return 0
+        if transfer.source == HOST:
+            return self._read_host(transfer)
         if transfer.source:
             return 0 if self._peers is None else self._take(transfer, self._peers)
         if disk is None:
@@ -151,10 +195,27 @@ class PageTransfers:
             with self._using:
                 if self._pages is not pages or transfer.after[0] != self._epoch:
                     break
+                if not count:
+                    self._store(transfer)
                 self._overwritten(np.array([page], np.int32))
                 pages.write(page, content)
             count += 1
         return count
+
+    def _read_host(self, transfer: PageTransfer) -> int:
+        if not self._wait_for(transfer.after):
+            return 0
+        with self._using:
+            if self._host is None or transfer.after[0] != self._epoch:
+                return 0
+            self._store(transfer)
+            self._overwritten(np.array(transfer.pages, np.int32))
+            return self._host.read(transfer)
+
+    def _store(self, transfer: PageTransfer) -> None:
+        """Saves what the pages hold that are about to be written to, where it has a place."""
+        if self._host is not None and transfer.moves is not None:
+            self._host.store(transfer.moves)
 
     def _write(self, transfer: PageTransfer, disk: DiskPages) -> int:
         # These pages are full, and their steps have run: their request has had a token behind them.

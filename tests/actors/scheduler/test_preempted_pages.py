@@ -321,7 +321,7 @@ def test_flood_through_a_tiny_pool(harness: Make, scheduler: str, host_pages: in
 
 
 def _lose_a_page(swap: Any) -> None:
-    swap._pool.allocate(1)
+    swap._host.pool.allocate(1)
 
 
 def _keep_it_running(swap: Any) -> None:
@@ -338,7 +338,7 @@ def _keep_too_much(swap: Any) -> None:
 
 
 def _keep_too_few_pages(swap: Any) -> None:
-    swap._pool.free(next(iter(swap._saved.values())).pages.pop())
+    swap._host.give_back([next(iter(swap._saved.values())).pages.pop()])
 
 
 @pytest.mark.parametrize(

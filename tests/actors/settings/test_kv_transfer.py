@@ -8,8 +8,14 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
 
 
+def in_memory(size: Any, *tiers: dict[str, Any]) -> dict[str, Any]:
+    config = offloading(*tiers)
+    config["kv_connector_extra_config"]["cpu_bytes_to_use"] = size
+    return config
+
+
 def offloading(*tiers: dict[str, Any]) -> dict[str, Any]:
-    extra = {"cpu_bytes_to_use": 10**9, "secondary_tiers": list(tiers)}
+    extra: dict[str, Any] = {"secondary_tiers": list(tiers)}
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -37,6 +43,11 @@ def offloading(*tiers: dict[str, Any]) -> dict[str, Any]:
             offloading({"type": "fs", "root_dir": "/pages"}, {"type": "p2p"}),
             {"kv_disk_path": "/pages"},
         ),
+        (in_memory(3 << 29), {"kv_offloading_size": 1.5}),
+        (
+            in_memory(1 << 30, {"type": "fs", "root_dir": "/pages"}),
+            {"kv_offloading_size": 1.0, "kv_disk_path": "/pages"},
+        ),
     ],
 )
 def test_what_connectors_become(config: dict[str, Any] | None, settings: dict[str, Any]) -> None:
@@ -58,7 +69,9 @@ def test_what_connectors_become(config: dict[str, Any] | None, settings: dict[st
             {"kv_connector": "X", "kv_role": "kv_both", "kv_load_failure_policy": "fail"},
             "must be recompute",
         ),
-        (offloading(), "a kv_disk_path on a tmpfs"),
+        (offloading(), "needs cpu_bytes_to_use or secondary_tiers"),
+        (in_memory(0), "cpu_bytes_to_use must be over 0"),
+        (in_memory("1G"), "cpu_bytes_to_use must be over 0"),
         (offloading({"type": "fs"}), r"secondary_tiers\[0\] needs root_dir"),
         (offloading({"type": "p2p", "port": "x"}), r"secondary_tiers\[0\] needs a port"),
         (offloading({"type": "obj"}), r"secondary_tiers\[0\] must be"),
