@@ -18,7 +18,7 @@ from rayfin.kernels.attention.triton_backend import (
     TritonAttention,
     make_launch,
 )
-from rayfin.kernels.shapes import PagedBatch, SamplingRows, staged, to_device
+from rayfin.kernels.shapes import PagedBatch, SamplingRows, all_to_device, staged
 from rayfin.kernels.triton.device.decode_kernels import (
     enter_rows,
     finish_rows,
@@ -354,26 +354,29 @@ class DeviceSlots:
         self._num_pages[:] = 0
 
     def update(self, ids: Int32Array) -> None:
-        """Copies what changed in slots ``ids`` [R], in stream order on a GPU."""
-        slots, device = self._slots, self.tables.device
+        """Copies what changed in slots ``ids`` [R], at once, in stream order on a GPU."""
+        slots = self._slots
         entered = ids[self._entries[ids] != slots.entries[ids]]
-        if len(entered):
-            self._entries[entered] = slots.entries[entered]
-            self._num_pages[entered] = 0
-            index = to_device(entered.astype(np.int64), device)
-            settings = slots.settings
-            integers = np.stack([settings.top_k[entered], settings.seed[entered]])
-            floats = (settings.temperature, settings.top_p, settings.min_p)
-            numbers = tuple(values[entered] for values in floats)
-            self.integers[:, index] = to_device(integers, device)
-            self.numbers[:, index] = to_device(np.stack(numbers), device)
+        self._entries[entered] = slots.entries[entered]
+        self._num_pages[entered] = 0
         counts = slots.num_pages[ids] - self._num_pages[ids]
-        if not counts.any():
+        if not (len(entered) or counts.any()):
             return
         rows = np.repeat(ids, counts)
         within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
         columns = np.repeat(self._num_pages[ids], counts) + within
         self._num_pages[ids] = slots.num_pages[ids]
-        new = np.stack([rows, columns, slots.page_tables[rows, columns]]).astype(np.int64)
-        at, column, page = to_device(new, device)
-        self.tables[at, column] = page.int()
+        settings = slots.settings
+        floats = (settings.temperature, settings.top_p, settings.min_p)
+        arrays = [
+            np.stack([rows, columns, slots.page_tables[rows, columns]]).astype(np.int64),
+            entered.astype(np.int64),
+            np.stack([each[entered] for each in (settings.top_k, settings.seed)]),
+            np.stack([each[entered] for each in floats]),
+        ]
+        new, index, integers, numbers = all_to_device(arrays, self.tables.device)
+        if len(rows):
+            self.tables[new[0], new[1]] = new[2].int()
+        if len(entered):
+            self.integers[:, index] = integers
+            self.numbers[:, index] = numbers

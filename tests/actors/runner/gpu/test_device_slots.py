@@ -70,7 +70,7 @@ def test_nothing_travels_twice(step_of: Make, row: Make, monkeypatch: pytest.Mon
     def refuse(*_: Any) -> torch.Tensor:
         raise AssertionError("there is nothing new")
 
-    monkeypatch.setattr("rayfin.actors.runner.gpu.decode_state.to_device", refuse)
+    monkeypatch.setattr("rayfin.actors.runner.gpu.decode_state.all_to_device", refuse)
     device.update(ids)
     host.apply(step_of(row(1, [1], kv_len=1, held=3, new_pages=[9])))
     with pytest.raises(AssertionError, match="nothing new"):
