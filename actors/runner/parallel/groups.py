@@ -5,10 +5,16 @@ belong to a ``ProcessGroups`` instead of torch's global state: two ranks may be 
 process, and a new epoch opens new connections, so that it gets no message of an old step.
 """
 
+import atexit
+import logging
+import os
+import re
+import tempfile
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +29,15 @@ from rayfin.actors.timing import PEER_STEP_SECONDS
 
 dist: Any = torch.distributed  # whose stubs leave out half of this
 
+logger = logging.getLogger(__name__)
 
 SENDS_UNDER_WAY = 16
+
+LEVEL = "NCCL_DEBUG"
+CHANNEL = re.compile(
+    r"Channel \d+(?:/\d+)? : (\d+)\[\w+\] -> (\d+)\[\w+\](?: \[\w+\])? via ([\w/-]+)"
+)
+"""A line of NCCL's log: "Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +62,7 @@ class ProcessGroups:
         self._agreement: _Agreement | None = None
         self._sent = deque[tuple[Any, torch.Tensor]]()  # keeps tensors until they are received
         self._messages = Counter[str]()  # number of messages of each kind, which are the tags
+        self._transport = TransportLog() if device.type == "cuda" else None
 
     def connect(self, name: str, seconds: float = PEER_STEP_SECONDS) -> None:
         """Opens new connections; all ranks call it with the same new name.
@@ -78,6 +92,11 @@ class ProcessGroups:
 
         store = _or_lost(lambda: dist.TCPStore(*place.store, None, False, timeout=patience))
         _or_lost(connect)
+        if self._transport is not None and self._tensor is not None:
+            zero = torch.zeros(1, device=self.device)  # NCCL connects at the first sum
+            _or_lost(lambda: self._tensor.allreduce([zero]).wait())
+            if tensor_rank == 0:
+                self._transport.tell()
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sums x over the ranks of this stage, in place; all ranks get the same bits."""
@@ -165,6 +184,43 @@ class ProcessGroups:
         """The number of the message, which both ends count."""
         self._messages[kind] += 1
         return self._messages[kind] % 2**30
+
+
+class TransportLog:
+    """Logs how NCCL connects ranks: by NVLink or PCIe (P2P), host memory (SHM), a network (NET).
+
+    NCCL says it only in its own log, in which a slow way looks like any other. It writes that to a
+    file, unless the environment says where: this comes before its first use.
+    """
+
+    def __init__(self) -> None:
+        self._file: Path | None = None
+        self._read = 0  # bytes
+        if LEVEL in os.environ:
+            return
+        handle, name = tempfile.mkstemp(prefix="nccl-", suffix=".log")
+        os.close(handle)
+        self._file = Path(name)
+        atexit.register(self._file.unlink, missing_ok=True)
+        os.environ |= {LEVEL: "INFO", "NCCL_DEBUG_SUBSYS": "INIT", "NCCL_DEBUG_FILE": name}
+
+    def tell(self) -> None:
+        """Logs the connections that were opened since the last call."""
+        if self._file is None:
+            return
+        text = self._file.read_bytes()[self._read :]
+        self._read += len(text)
+        for (first, second), ways in channels(text.decode(errors="replace")).items():
+            counted = ", ".join(f"{way} ({count} channels)" for way, count in ways.items())
+            logger.info("NCCL connects rank %d to rank %d by %s", first, second, counted)
+
+
+def channels(text: str) -> dict[tuple[int, int], Counter[str]]:
+    """Channels by transport, of each pair of ranks in a log of NCCL."""
+    pairs: dict[tuple[int, int], Counter[str]] = {}
+    for first, second, way in CHANNEL.findall(text):
+        pairs.setdefault((int(first), int(second)), Counter())[way] += 1
+    return pairs
 
 
 def open_store() -> Any:
