@@ -385,8 +385,8 @@ def test_who_pauses_since_the_last_ranking_loses_its_seat_too(agents: Agents) ->
     agents.pair()
     seats = _seats(agents)
     assert seats.reclaim() and seats.sessions.num_seated == 1
-    seats._ranked, seats._ranked_until = [None], float("inf")
-    seats._ranked[0] = next(own for own in seats.sessions._known.values() if own.seated is None)
+    lapsed = next(each for each in seats.sessions._known.values() if each.seated is None)
+    seats._ranked, seats._ranked_until = [(0.0, lapsed)], float("inf")
     assert seats.reclaim() and seats.sessions.num_seated == 0
 
 
