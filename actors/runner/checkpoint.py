@@ -197,11 +197,13 @@ def _uses_triton(args: EngineArgs, device: torch.device) -> bool:
 
 
 def _pack_for_triton(model: PreTrainedModel, rounded: Quantization | None) -> None:
-    """Puts quantised layers on Triton's kernels, which read their codes, or rounds plain ones."""
+    """Puts quantised layers and experts on Triton's kernels, or rounds plain layers."""
+    from rayfin.actors.runner.gpu.experts import pack_experts
     from rayfin.actors.runner.gpu.quant_linear import pack_quantized as pack
     from rayfin.actors.runner.gpu.quant_linear import round_linears
 
     pack(model)
+    pack_experts(model)
     if rounded and not round_linears(model, 4 if rounded == "int4" else 8):
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be quantised: it has no plain layers", "quantization"

@@ -1,12 +1,15 @@
-"""Runs a mixture of experts."""
+"""Runs a mixture of experts, of plain weights or of codes."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 
+from rayfin.kernels.cpu.experts import ClampedSwish, ExpertBiases
 from rayfin.kernels.triton.device import expert_kernels as kernels
-from rayfin.kernels.triton.device.activation import ACTIVATIONS
+from rayfin.kernels.triton.device.activation import ACTIVATIONS, CLAMPED_SWISH
+from rayfin.kernels.triton.quantized import CodedWeight, block_constants, has_ptx
 
 MAP_BLOCK = 1024
 SUM_BLOCK = 1024
@@ -28,63 +31,98 @@ FEW = ExpertTileShape(rows=16, columns=64, depth=64, warps=4, stages=4)
 
 MANY = ExpertTileShape(rows=128, columns=64, depth=64, warps=8, stages=3)
 
+MOST_FEW_ROWS = 32
+"""Rows per expert, on the average, up to which tiles are of few rows."""
+
+CODED_FEW = ExpertTileShape(rows=16, columns=64, depth=128, warps=4, stages=4)
+"""The same for weights of codes. Their columns are the rows of the tensor cores' tile."""
+
+CODED_MANY = ExpertTileShape(rows=64, columns=64, depth=128, warps=8, stages=3)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """The weights of E experts, and what they compute: down(act(gate(x)) * up(x)).
+
+    Both weights are plain, or both are of codes in the order of `coded_columns`.
+    """
+
+    gate_up: torch.Tensor | CodedWeight  # [E, 2, F, H] in any strides; codes: [E * 2 F, H]
+    down: torch.Tensor | CodedWeight  # [E, H, F] in any strides; codes: [E * H, F]
+    activation: str | ClampedSwish  # a name of `ACTIVATIONS`
+    biases: ExpertBiases | None = None
+
 
 def run_experts(
     x: torch.Tensor,  # [T, H]
-    gate_up: torch.Tensor,  # [E, 2 F, H], gate above up
-    down: torch.Tensor,  # [E, H, F]
+    experts: Experts,
     chosen: torch.Tensor,  # [T, K] int64; ids that do not exist are ignored
     weights: torch.Tensor,  # [T, K]
-    activation: str,
 ) -> torch.Tensor:
     """The weighted sum of the chosen experts' outputs [T, H], in the order of ``chosen``.
 
     It takes four launches and does not wait for the device: the tile map is computed there, for the
-    largest possible number of tiles. ``activation`` is a name of `ACTIVATIONS`.
+    largest possible number of tiles.
     """
-    experts, hidden, intermediate = down.shape
-    tokens, choices = chosen.shape
-    assert gate_up.shape == (experts, 2 * intermediate, hidden), gate_up.shape
-    assert gate_up.is_contiguous() and down.is_contiguous() and x.shape == (tokens, hidden)
+    (tokens, choices), hidden = chosen.shape, x.shape[1]
+    count, intermediate = _sizes(experts, hidden)
     x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()
     out, assignments = torch.empty_like(x), chosen.numel()
     if not assignments:
         return out.zero_()
-    shape = shape_for(assignments, experts)
-    max_tiles = max_tiles_for(assignments, experts, shape.rows)
+    shape = shape_for(assignments, count, coded=isinstance(experts.down, CodedWeight))
+    max_tiles = max_tiles_for(assignments, count, shape.rows)
     order = torch.empty(assignments, dtype=torch.int32, device=x.device)
     tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=x.device)
-    kernels.map_tiles[(experts,)](
+    kernels.map_tiles[(count,)](
         chosen,
         order,
         tiles,
         assignments,
         max_tiles,
-        EXPERTS=experts,
-        BINS=triton.next_power_of_2(experts + 1),
+        EXPERTS=count,
+        BINS=triton.next_power_of_2(count + 1),
         ROWS=shape.rows,
         BLOCK=MAP_BLOCK,
         num_warps=4,
     )
-    sizes = {"HIDDEN": hidden, "INTERMEDIATE": intermediate}
-    launch = {"ROWS": shape.rows, "COLUMNS": shape.columns, "DEPTH": shape.depth}
-    launch |= {"num_warps": shape.warps, "num_stages": shape.stages}
     inner = x.new_empty(assignments, intermediate)
-    kernels.gate_up_tiles[(triton.cdiv(intermediate, shape.columns), max_tiles)](
-        *(x, gate_up, order, tiles, inner),
-        CHOICES=choices,
-        ACTIVATION=ACTIVATIONS[activation],
-        **sizes,
-        **launch,
-    )
     parts = x.new_empty(assignments, hidden)
-    kernels.down_tiles[(triton.cdiv(hidden, shape.columns), max_tiles)](
-        *(inner, down, weights, order, tiles, parts), **sizes, **launch
-    )
+    constants = gate_constants(experts) | {"CHOICES": choices, "INTERMEDIATE": intermediate}
+    biases = experts.biases
+    gate_up_bias, down_bias = (x, x) if biases is None else (biases.gate_up, biases.down)
+    shared: dict[str, Any] = {"BIAS": biases is not None}
+    shared |= {"ROWS": shape.rows, "COLUMNS": shape.columns, "num_warps": shape.warps}
+    first = (triton.cdiv(intermediate, shape.columns), max_tiles)
+    last = (triton.cdiv(hidden, shape.columns), max_tiles)
+    gate_up, down = experts.gate_up, experts.down
+    if isinstance(gate_up, CodedWeight) and isinstance(down, CodedWeight):
+        assert x.dtype.itemsize == 2 and gate_up.order is down.order is None
+        shared |= {"STAGES": shape.stages, "PAIRS": has_ptx(x.device)}
+        kernels.coded_gate_up_tiles[first](
+            *(x, *_codes(gate_up), gate_up_bias, order, tiles, inner),
+            **(constants | shared | weight_constants(gate_up)),
+        )
+        kernels.coded_down_tiles[last](
+            *(inner, *_codes(down), down_bias, weights, order, tiles, parts),
+            HIDDEN=hidden,
+            **(shared | weight_constants(down)),
+        )
+    else:
+        shared |= {"HIDDEN": hidden, "DEPTH": shape.depth, "num_stages": shape.stages}
+        kernels.gate_up_tiles[first](
+            *(x, gate_up, gate_up_bias, order, tiles, inner),
+            **(constants | shared | weight_constants(gate_up)),
+        )
+        kernels.down_tiles[last](
+            *(inner, down, down_bias, weights, order, tiles, parts),
+            INTERMEDIATE=intermediate,
+            **(shared | weight_constants(down)),
+        )
     kernels.add_choices[(tokens, triton.cdiv(hidden, SUM_BLOCK))](
         *(parts, chosen, out),
         CHOICES=choices,
-        EXPERTS=experts,
+        EXPERTS=count,
         HIDDEN=hidden,
         BLOCK=SUM_BLOCK,
         num_warps=4,
@@ -92,9 +130,48 @@ def run_experts(
     return out
 
 
-def shape_for(assignments: int, experts: int) -> ExpertTileShape:
+def _sizes(experts: Experts, hidden: int) -> tuple[int, int]:
+    """The number of experts and their inner width."""
+    gate_up, down = experts.gate_up, experts.down
+    if isinstance(gate_up, CodedWeight) and isinstance(down, CodedWeight):
+        count, intermediate = down.outputs // hidden, down.inputs
+        wanted: tuple[int, ...] = (2 * count * intermediate, hidden)
+        assert (gate_up.outputs, gate_up.inputs) == wanted and gate_up.parted and down.parted
+        return count, intermediate
+    assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
+    count, _, intermediate = down.shape
+    assert down.shape[1] == hidden and gate_up.shape == (count, 2, intermediate, hidden)
+    return count, intermediate
+
+
+def gate_constants(experts: Experts) -> dict[str, Any]:
+    """What the kernels know of the activation."""
+    act = experts.activation
+    if isinstance(act, ClampedSwish):
+        return {"ACTIVATION": CLAMPED_SWISH.value, "SLOPE": act.slope, "LIMIT": act.limit}
+    return {"ACTIVATION": ACTIVATIONS[act], "SLOPE": 1.0, "LIMIT": 0.0}
+
+
+def weight_constants(weight: torch.Tensor | CodedWeight) -> dict[str, Any]:
+    """What the kernels know of a weight."""
+    if isinstance(weight, CodedWeight):
+        return {**block_constants(weight), "ROW_CODES": 2 * weight.words.shape[1]}
+    expert, *up, outputs, inputs = weight.stride()
+    strides = {"EXPERT_STRIDE": expert, "OUTPUT_STRIDE": outputs, "INPUT_STRIDE": inputs}
+    return strides | ({"UP_STRIDE": up[0]} if up else {})
+
+
+def _codes(weight: CodedWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    zeros = weight.groups if weight.zeros is None else weight.zeros
+    return weight.words.view(torch.int16), weight.groups, zeros
+
+
+def shape_for(assignments: int, experts: int, *, coded: bool = False) -> ExpertTileShape:
     """The tile shape, by the average number of rows per expert."""
-    return FEW if assignments <= 32 * experts else MANY
+    few = assignments <= MOST_FEW_ROWS * experts
+    if coded:
+        return CODED_FEW if few else CODED_MANY
+    return FEW if few else MANY
 
 
 def max_tiles_for(assignments: int, experts: int, rows: int) -> int:

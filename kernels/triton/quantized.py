@@ -20,12 +20,15 @@ import torch
 import torch.nn.functional as F
 import triton
 
+from rayfin.kernels.grouped import E2M1 as E2M1_TABLE
 from rayfin.kernels.grouped import Grouped
 from rayfin.kernels.triton.device import quant_kernels as kernels
 from rayfin.kernels.triton.trials import EIGHT_ROWS, MORE_PARTS, trials
 
 INTEGER, E4M3, TABLE = (kind.value for kind in (kernels.INTEGER, kernels.E4M3, kernels.TABLE))
+E2M1 = kernels.E2M1.value
 WIDE, HALF, BRAIN = (form.value for form in (kernels.WIDE, kernels.HALF, kernels.BRAIN))
+EXPONENT = kernels.EXPONENT.value
 FORMS = {WIDE: torch.float32, HALF: torch.float16, BRAIN: torch.bfloat16}
 DEPTH = 128
 """Inputs of a block: a program multiplies so many at once."""
@@ -105,7 +108,8 @@ class CodedWeight:
     """A weight [N, K] of codes on a device, in the order of the kernel."""
 
     words: torch.Tensor  # [N, W] int32: codes of successive inputs, padded to blocks of DEPTH
-    groups: torch.Tensor  # [G, N] int32: a scale in 16 bits, a zero point above; fp32: scales
+    # A scale in 16 bits and a zero point above in int32; scales in fp32; their exponents in uint8.
+    groups: torch.Tensor  # [G, N]
     arrived: torch.Tensor  # [N] int32 zeros, counters of programs
     inputs: int  # K
     group: int  # inputs that share a scale
@@ -165,7 +169,11 @@ def pack_weight(weight: Grouped, dtype: torch.dtype = torch.float32) -> CodedWei
     if math.gcd(group, DEPTH) % each:
         return None
     part = DEPTH * bits // 16
-    parted = kind != TABLE and dtype.itemsize == 2 and group % part == 0
+    parted = dtype.itemsize == 2 and group % part == 0
+    table = None if weight.table is None else weight.table.float().contiguous()
+    if table is not None:
+        parted = parted and table.tolist() == list(E2M1_TABLE)
+        kind, table = (E2M1, None) if parted else (TABLE, table)
     codes = torch.nn.functional.pad(codes, (0, padded - inputs))
     codes = (_in_parts(codes, part) if parted else codes).view(outputs, -1, each)
     words = codes[:, :, 0].int()
@@ -185,7 +193,7 @@ def pack_weight(weight: Grouped, dtype: torch.dtype = torch.float32) -> CodedWei
         kind,
         form,
         zeros=zeros,
-        table=None if weight.table is None else weight.table.float().contiguous(),
+        table=table,
         order=weight.order,
         parted=parted,
     )
@@ -278,6 +286,7 @@ def widened(weight: CodedWeight, dtype: torch.dtype) -> torch.Tensor:
         weight.groups if weight.table is None else weight.table,
         out,
         **_constants(weight),
+        OUTPUTS=weight.outputs,
         ROW_CODES=codes.shape[1],
         PART=DEPTH * weight.bits // 16 if weight.parted else 1,
         ROWS=rows,
@@ -330,10 +339,8 @@ def _launch(
     bias_or_any = x if bias is None else bias
     results = (bias_or_any, out, sums, weight.arrived, rows, factor)
     options: dict[str, Any] = {
-        **_constants(weight),
-        "GROUPS": len(weight.groups),
-        "DEPTH": DEPTH,
-        "SPANS": DEPTH // math.gcd(weight.group, DEPTH),
+        **block_constants(weight),
+        "OUTPUTS": weight.outputs,
         "BIAS": bias is not None,
         "ADD": add,
         "SPLIT": split,
@@ -353,7 +360,7 @@ def _launch(
             **options,
             ROW_CODES=codes.shape[1],
             STAGES=shape.stages,
-            PAIRS=_has_ptx(x.device),
+            PAIRS=has_ptx(x.device),
         )
         return
     kernels.coded_product[grid](
@@ -377,6 +384,10 @@ def shape_for(
         if rows <= EIGHT.rows and EIGHT_ROWS in trials():
             return EIGHT
         shapes = next((pair for pair in COLUMNS if rows <= pair[0].rows), COLUMNS[-1])
+        small = COLUMNS[2][0]
+        spills = shapes is COLUMNS[2] or (shapes is COLUMNS[3] and weight.kind == E2M1)
+        if spills and weight.group < DEPTH // 2:  # many scales, for which no registers are left
+            shapes = (small, small)
         if shared < WIDE_BYTES:
             # Two stages leave no block on its way while one is waited for; four halve the programs.
             return replace(shapes[0], stages=3)
@@ -402,7 +413,6 @@ def _constants(weight: CodedWeight) -> dict[str, Any]:
     assert len(strides) == 1 and weight.words.is_contiguous()
     return {
         "INPUTS": weight.inputs,
-        "OUTPUTS": weight.outputs,
         "GROUP": weight.group,
         "GROUP_STRIDE": strides.pop(),
         "KIND": weight.kind,
@@ -413,7 +423,18 @@ def _constants(weight: CodedWeight) -> dict[str, Any]:
     }
 
 
-def _has_ptx(device: torch.device) -> bool:
+def block_constants(weight: CodedWeight) -> dict[str, Any]:
+    """What kernels that multiply blocks of inputs know of a weight."""
+    return {
+        **_constants(weight),
+        "GROUPS": len(weight.groups),
+        "DEPTH": DEPTH,
+        "SPANS": DEPTH // math.gcd(weight.group, DEPTH),
+    }
+
+
+def has_ptx(device: torch.device) -> bool:
+    """Whether kernels on the device may have NVIDIA's instructions."""
     return device.type == "cuda" and torch.version.hip is None
 
 
@@ -460,16 +481,31 @@ def _groups_of(
     scales: torch.Tensor, zero: torch.Tensor, bits: int, kind: int
 ) -> tuple[int, torch.Tensor, torch.Tensor | None]:
     """The form of scales [G, N], these with zero points if they have 16 bits, and others."""
+    if kind == E2M1 and (exponents := _exponents_of(scales)) is not None:
+        return EXPONENT, exponents, None
     for form in (HALF, BRAIN):
         narrow = scales.to(FORMS[form])
-        if kind != E4M3 and torch.equal(narrow.float(), scales):
+        if kind not in (E4M3, E2M1) and torch.equal(narrow.float(), scales):
             low = narrow.view(torch.int16).int() & 0xFFFF
             return form, low | zero.int() << 16, None
     return WIDE, scales, None if kind != INTEGER else _unusual(zero.float(), bits)
 
 
+def _exponents_of(scales: torch.Tensor) -> torch.Tensor | None:
+    """Powers of two as exponents of 8 bits (e8m0), or None if some are none."""
+    bits = scales.view(torch.int32)
+    exponents = (bits >> 23).clamp(min=0)
+    wanted = torch.where(exponents > 0, exponents << 23, kernels.LEAST_EXPONENT.value)
+    is_exact = torch.equal(wanted, bits) and bool(scales.isfinite().all())
+    return exponents.to(torch.uint8) if is_exact else None
+
+
 def _wide_groups(weight: CodedWeight) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales and zero points [G, N] in fp32."""
+    if weight.form == EXPONENT:
+        bits = (weight.groups.int() << 23).clamp(min=kernels.LEAST_EXPONENT.value)
+        scales = bits.view(torch.float32)
+        return scales, torch.full_like(scales, MIDDLES[weight.bits])
     if weight.form != WIDE:
         low = (weight.groups & 0xFFFF).to(torch.int16).view(FORMS[weight.form])
         return low.float(), (weight.groups >> 16).float()

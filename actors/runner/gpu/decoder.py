@@ -309,7 +309,8 @@ class GpuDecoder:
 
     def _add_mixed(self, layer: GpuLayer, mixture: nn.Module, hidden: torch.Tensor) -> None:
         x = self._normed(layer.mlp_norm, hidden)
-        mixed: torch.Tensor = mixture(x.unsqueeze(0))
+        given: torch.Tensor | tuple[torch.Tensor, ...] = mixture(x.unsqueeze(0))
+        mixed = given if isinstance(given, torch.Tensor) else given[0]  # gpt-oss: scores too
         self._add_normed(mixed.squeeze(0), layer.mlp_out_norm, hidden)
 
     def _add_normed(

@@ -1,20 +1,33 @@
 """Replaces transformers' mixtures of experts by grouped products on a GPU.
 
 The model's router and shared experts stay. Only the loop over experts is replaced, which waits for
-the device to learn the router's choice; the kernels read the choice on the device.
+the device to learn the router's choice; the kernels read the choice on the device. Experts of a
+quantised checkpoint stay codes: they are read and packed one after the other, so that the device
+never holds plain ones.
 """
 
-from collections.abc import Iterator
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
+from rayfin.actors.runner.gpu.quant_linear import TOLERANCE as CODES_TOLERANCE
 from rayfin.actors.runner.models.inspect_decoder import ACTIVATIONS
-from rayfin.actors.runner.models.inspect_layers import gates_plainly, is_experts
+from rayfin.actors.runner.models.inspect_layers import clamped_gate, gates_plainly, is_experts
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.replace import PROBE_PAGE_SIZE, verified_replacement
+from rayfin.actors.runner.quantized.experts import QuantExperts, quant_experts
+from rayfin.actors.timing import LOAD_LOG_SECONDS
+from rayfin.kernels.cpu.experts import ClampedSwish, ExpertBiases
 from rayfin.kernels.cpu.kernels import Activation
-from rayfin.kernels.triton.experts import run_experts
+from rayfin.kernels.triton.experts import MOST_FEW_ROWS, Experts, run_experts
+from rayfin.kernels.triton.quantized import CodedWeight, pack_weight, stack_weights
+
+logger = logging.getLogger(__name__)
 
 NAMES = {
     Activation.SILU: "silu",
@@ -26,15 +39,28 @@ NAMES = {
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 """The largest difference of logits that is accepted, as a share of the largest logit."""
 
+PROBE_ROWS = 4
+
 
 class GroupedExperts(nn.Module):
-    """Replaces transformers' experts: same weights and arguments, no wait for the device."""
+    """Replaces transformers' experts: same arguments, no wait for the device.
 
-    def __init__(self, gate_up: nn.Parameter, down: nn.Parameter, activation: str) -> None:
+    Plain weights are transformers' parameters, of which ``experts`` has views.
+    """
+
+    def __init__(
+        self, experts: Experts, parameters: Mapping[str, nn.Parameter | None] | None = None
+    ) -> None:
         super().__init__()
-        self.gate_up_proj = gate_up  # [E, 2 F, H]
-        self.down_proj = down  # [E, H, F]
-        self._activation = activation
+        self.experts = experts
+        for name, parameter in (parameters or {}).items():
+            self.register_parameter(name, parameter)
+
+    @property
+    def coded_bytes(self) -> int:
+        """Of weights that are codes."""
+        weights = (self.experts.gate_up, self.experts.down)
+        return sum(one.bytes for one in weights if isinstance(one, CodedWeight))
 
     def forward(
         self,
@@ -43,34 +69,130 @@ class GroupedExperts(nn.Module):
         top_k_weights: torch.Tensor,  # [T, K]
     ) -> torch.Tensor:
         """[T, H]."""
-        weights = (self.gate_up_proj, self.down_proj)
-        return run_experts(hidden_states, *weights, top_k_index, top_k_weights, self._activation)
+        return run_experts(hidden_states, self.experts, top_k_index, top_k_weights)
+
+
+@torch.no_grad()
+def pack_experts(model: PreTrainedModel) -> int:
+    """Replaces experts that are codes, layer after layer; returns the bytes of their weights.
+
+    A layer becomes plain if the kernels do not read its codes, or compute something else.
+    """
+    layers, size, plain = quant_experts(model), 0, list[str]()
+    config = model.config.get_text_config(decoder=True)
+    count, logged = len(layers), time.monotonic()
+    while layers:
+        if time.monotonic() - logged >= LOAD_LOG_SECONDS:
+            logged = time.monotonic()
+            logger.info("packed the experts of %d of %d layers", count - len(layers), count)
+        owner, name, quant = layers.pop()
+        packed = _packed(quant, config)
+        why = packed if isinstance(packed, str) else _fault_of(packed, quant)
+        if isinstance(packed, str) or why:
+            plain.append(why)
+            setattr(owner, name, quant.dequantized())
+            continue
+        size += packed.coded_bytes
+        setattr(owner, name, packed)
+    if size:
+        logger.info("quantized experts stay in %d MiB of the GPU", size >> 20)
+    if plain:
+        logger.warning("the experts of %d layers are plain: %s", len(plain), plain[0])
+    return size
+
+
+def _packed(quant: QuantExperts, config: PretrainedConfig) -> GroupedExperts | str:
+    """The experts on kernels, or why they have none."""
+    activation = _activation(quant.original, config)
+    if activation is None:
+        return "no kernel has their activation"
+    gate_up, down = list[CodedWeight](), list[CodedWeight]()
+    for expert in quant.experts:
+        for layers, projection in zip(
+            (gate_up, gate_up, down), (expert.gate, expert.up, expert.down), strict=True
+        ):
+            codes = pack_weight(projection.grouped(), quant.dtype)
+            if codes is None or not codes.parted or codes.order is not None:
+                return "no kernel reads their codes"
+            layers.append(codes)
+    whole = [stack_weights(layers) for layers in (gate_up, down)]
+    if whole[0] is None or whole[1] is None:
+        return "their codes are unlike"
+    # Programs that share an output, and count one another, are of single weights.
+    first, last = (replace(one, arrived=one.arrived[:0]) for one in whole if one is not None)
+    return GroupedExperts(Experts(first, last, activation, quant.biases))
+
+
+def _fault_of(packed: GroupedExperts, quant: QuantExperts) -> str:
+    """Why the first and the last expert do not give what transformers' loop gives; "" if they do.
+
+    Once in tiles of few rows, and once in tiles of many.
+    """
+    random = torch.Generator().manual_seed(7)
+    device, last = packed.experts.down.words.device, len(quant.experts) - 1  # type: ignore[union-attr]
+    for rows in (PROBE_ROWS, MOST_FEW_ROWS * len(quant.experts) // 2 + 1):
+        x = torch.randn(rows, quant.hidden, generator=random).to(device, quant.dtype)
+        chosen = torch.tensor([[0, last]], device=device).expand(rows, 2)
+        weights = torch.tensor([[0.75, 0.25]], dtype=quant.dtype, device=device).expand(rows, 2)
+        wanted = quant(x, chosen, weights).float()
+        try:
+            difference = (packed(x, chosen, weights).float() - wanted).norm()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # the compiler's, the launcher's or the device's
+            lines = str(error).strip().splitlines() or [""]
+            return f"{type(error).__name__}: {lines[0]}"
+        if not difference <= CODES_TOLERANCE[quant.dtype] * wanted.norm():
+            share = float(difference / wanted.norm().clamp(min=1e-30))
+            return f"products of {rows} rows differ by {share:.1e}"
+    return ""
 
 
 @torch.inference_mode()
 def group_experts(paged: PagedModel, page_size: int = PROBE_PAGE_SIZE) -> bool:
-    """Replaces the experts of a model in place.
+    """Replaces the plain experts of a model in place.
 
     Returns False if there are none, or if logits would differ; then the model is unchanged.
     """
     config = paged.transformer.config.get_text_config(decoder=True)
-    activation = ACTIVATIONS.get(getattr(config, "hidden_act", ""))
-    originals = list(_experts(paged.transformer))
-    if not originals or activation is None or paged.dtype not in TOLERANCE:
+    originals = [
+        (owner, name, grouped)
+        for owner in list(paged.transformer.modules())
+        for name, child in list(owner.named_children())
+        if (grouped := _grouped(child, config)) is not None
+    ]
+    if not originals or paged.dtype not in TOLERANCE:
         return False
 
     def build() -> Iterator[PagedModel]:
-        for owner, name, module in originals:
-            weights = dict(module.named_parameters(recurse=False))
-            gate_up, down = weights["gate_up_proj"], weights["down_proj"]
-            setattr(owner, name, GroupedExperts(gate_up, down, NAMES[activation]))
+        for owner, name, grouped in originals:
+            setattr(owner, name, grouped)
         yield paged
 
     return verified_replacement(paged, build, TOLERANCE[paged.dtype], page_size) is not None
 
 
-def _experts(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    for owner in list(model.modules()):
-        for name, child in list(owner.named_children()):
-            if is_experts(child) and gates_plainly(child):
-                yield owner, name, child
+def _grouped(module: nn.Module, config: PretrainedConfig) -> GroupedExperts | None:
+    """The same weights on kernels, or None if it is not a mixture that they compute."""
+    activation, weights = _activation(module, config), module._parameters
+    if activation is None:
+        return None
+    gate_up, down = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
+    if not isinstance(activation, ClampedSwish):
+        experts = Experts(gate_up.view(len(down), 2, -1, gate_up.shape[2]), down, activation)
+        return GroupedExperts(experts, weights)
+    bias, down_bias = (module.get_parameter(f"{name}_proj_bias") for name in ("gate_up", "down"))
+    in_turn = gate_up.view(*gate_up.shape[:2], -1, 2).permute(0, 3, 2, 1)
+    biases = ExpertBiases(torch.cat([bias[:, ::2], bias[:, 1::2]], dim=1), down_bias)
+    return GroupedExperts(Experts(in_turn, down.mT, activation, biases), weights)
+
+
+def _activation(module: nn.Module, config: PretrainedConfig) -> str | ClampedSwish | None:
+    """What experts in a form that the kernels have compute of gate and up; None of others."""
+    if (clamped := clamped_gate(module)) is not None:
+        return clamped
+    name: str = getattr(config, "hidden_activation", "") or getattr(config, "hidden_act", "")
+    usual = ACTIVATIONS.get(name)
+    if usual is None or not is_experts(module) or not gates_plainly(module):
+        return None
+    return NAMES[usual]

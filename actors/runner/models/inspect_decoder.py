@@ -123,7 +123,9 @@ def inspect_decoder(paged: PagedModel, experts: type[nn.Module] | None = None) -
     kinds, rotate, rotate_at = rotary_tables(decoder.rotary_emb, config, max_position(model.config))
     final_norm = norm_weight(decoder.norm)
     assert final_norm is not None
-    first = attending[0]
+    first, rotary_dim = attending[0], 2 * rotate(1)[0][0].shape[1]
+    if rotary_dim > first.key_dim:
+        raise UnrecognizedModule("its rotary embedding turns other pairs")
     shape = DecoderShape(
         hidden=embedding.weight.shape[1],
         intermediate=_intermediate(parts),
@@ -132,7 +134,7 @@ def inspect_decoder(paged: PagedModel, experts: type[nn.Module] | None = None) -
         kv_heads=first.kv_heads,
         key_dim=first.key_dim,
         value_dim=first.value_dim,
-        rotary_dim=2 * rotate(1)[0][0].shape[1],
+        rotary_dim=rotary_dim,
         eps=final_norm[1],
         activation=ACTIVATIONS[activation],
         whole_norm=_has_whole_norm(parts[0], first),
@@ -272,14 +274,24 @@ def rotary_tables(
     def rotate_at(positions: torch.Tensor) -> Tables:
         return rows(positions.unsqueeze(1))
 
-    def rows(positions: torch.Tensor) -> Tables:
+    def turned(kind: str | None, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         like = torch.empty(0)
+        arguments = (like, positions) if kind is None else (like, positions, kind)
+        cos, sin = rotary(*arguments)  # [1, positions, rotary_dim], or one half of it (gpt-oss)
+        return cos[0], sin[0]
+
+    def half(kind: str | None) -> int:
+        cos, _ = turned(kind, torch.tensor([[1]]))
+        first, second = cos.tensor_split(2, dim=-1)
+        return first.shape[-1] if torch.equal(first, second) else cos.shape[-1]
+
+    halves = {kind: half(kind) for kind in distinct}
+
+    def rows(positions: torch.Tensor) -> Tables:
         tables = []
         for kind in distinct:
-            arguments = (like, positions) if kind is None else (like, positions, kind)
-            cos, sin = rotary(*arguments)  # [1, positions, rotary_dim], both halves alike
-            half = cos.shape[-1] // 2
-            tables.append((cos[0, :, :half].clone(), sin[0, :, :half].clone()))
+            cos, sin = (of[:, : halves[kind]].clone() for of in turned(kind, positions))
+            tables.append((cos, sin))
         return tables
 
     return [distinct.index(kind) for kind in types], rotate, rotate_at

@@ -37,8 +37,8 @@ def load_model(
     Args:
         attention: its name in transformers' registry, or one for each part of the model.
         kind: the class of transformers that makes it. Of ``AutoModel`` the pooler may be missing.
-        keep_quantized: leaves quantised layers as the checkpoint has them (``QuantLinear``; on
-            a CPU ``QuantExperts``).
+        keep_quantized: leaves quantised layers as the checkpoint has them (``QuantLinear``,
+            ``QuantExperts``).
         narrow: keeps 16-bit weights of a checkpoint, and dequantized ones, in a CPU's float32 model
             (mapped_weights.py), until the caller packs or widens them.
 
@@ -50,7 +50,7 @@ def load_model(
     if args.load_format == "dummy":
         plain(config)
     else:
-        prepare(config, keep_experts=keep_quantized and device.type == "cpu")
+        prepare(config, experts_on=device if keep_quantized else None)
     narrow = narrow and device.type == "cpu"
     with LOADING, narrow_loads(narrow) as names:
         try:

@@ -69,11 +69,12 @@ SAFETENSORS = {
 Stored = dict[str, tuple[torch.dtype | None, tuple[int, ...]]]
 
 
-def prepare(config: PretrainedConfig, *, keep_experts: bool = False) -> None:
+def prepare(config: PretrainedConfig, *, experts_on: torch.device | None = None) -> None:
     """Makes transformers load a model of this configuration by the quantizer here.
 
     Args:
-        keep_experts: leaves experts that are quantised as they are (``QuantExperts``).
+        experts_on: leaves experts that are quantised as they are (``QuantExperts``), and makes
+            their numbers on this device; None dequantises them.
 
     Raises:
         InvalidConfig: The checkpoint's format is not served.
@@ -86,7 +87,7 @@ def prepare(config: PretrainedConfig, *, keep_experts: bool = False) -> None:
     plain(config)
     config.quantization_config = {
         **{"quant_method": METHOD, "source": source},
-        "keep_experts": keep_experts,
+        "experts_on": None if experts_on is None else str(experts_on),
     }
 
 
@@ -124,11 +125,11 @@ class QuantizerConfig(QuantizationConfigMixin):
         self,
         source: dict[str, Any],
         quant_method: str = METHOD,
-        keep_experts: bool = False,
+        experts_on: str | None = None,
         **_: Any,
     ) -> None:
         self.quant_method: Any = quant_method
-        self.source, self.keep_experts = source, keep_experts
+        self.source, self.experts_on = source, experts_on
 
 
 class StoredCodes(NamedTuple):
@@ -149,7 +150,7 @@ class Quantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.formats = read_formats(quantization_config.source)
         self.dtype = torch.float32  # of the model; set before weights are loaded
-        self._keep_experts = quantization_config.keep_experts
+        self._experts_on = quantization_config.experts_on
         self._places: dict[str, dict[str, TensorPlace]] = {}  # of the tensors of each module
         if self.formats.experts == "mxfp4":
             parts = ("gate_up_proj", "down_proj")
@@ -203,8 +204,10 @@ class Quantizer(HfQuantizer):
         layers = self._stored_layers(model, checkpoint_files)
         self._require_whole_experts(layers)
         dtype = self.dtype = model.dtype
-        experts = self._stored_experts(model, layers, TensorFiles()) if self._keep_experts else {}
-        count = _leave_experts(model, experts)
+        files, experts = TensorFiles(torch.device(self._experts_on or "cpu")), {}
+        if self._experts_on is not None:
+            experts = self._stored_experts(model, layers, files)
+        count = _leave_experts(model, experts, files.device)
         for name, module in list(model.named_modules()):
             if type(module) not in (nn.Linear, Conv1D) or name not in layers:
                 continue
@@ -394,11 +397,13 @@ class Quantizer(HfQuantizer):
         return layers
 
 
-def _leave_experts(model: PreTrainedModel, experts: Mapping[str, list[Expert]]) -> int:
+def _leave_experts(
+    model: PreTrainedModel, experts: Mapping[str, list[Expert]], device: torch.device
+) -> int:
     """Takes experts out of a model that is about to be loaded; returns the number of layers."""
     ignored = {UNREAD, *(model._keys_to_ignore_on_load_unexpected or ())}
     for path, module_experts in experts.items():
-        coded = coded_experts(model.get_submodule(path), module_experts, model.dtype)
+        coded = coded_experts(model.get_submodule(path), module_experts, model.dtype, device)
         owner, _, leaf = path.rpartition(".")
         setattr(model.get_submodule(owner), leaf, coded)
         ignored.add(rf"\.{re.escape(leaf)}\.")

@@ -6,6 +6,7 @@ import triton.language as tl
 SILU = tl.constexpr(0)
 GELU_TANH = tl.constexpr(1)
 GELU = tl.constexpr(2)
+CLAMPED_SWISH = tl.constexpr(3)
 
 ACTIVATIONS = {"silu": SILU.value, "gelu_tanh": GELU_TANH.value, "gelu": GELU.value}
 """The kernels' ``ACTIVATION`` by name."""
@@ -22,3 +23,22 @@ def activated(x, ACTIVATION: tl.constexpr):
     else:
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     return x
+
+
+@triton.jit
+def gated(
+    gate,
+    up,
+    ACTIVATION: tl.constexpr,
+    SLOPE: tl.constexpr,  # of CLAMPED_SWISH, as is the next
+    LIMIT: tl.constexpr,
+):
+    """act(gate) * up in float32; or gpt-oss' (1 + up) * gate * sigmoid(SLOPE * gate), clamped."""
+    if ACTIVATION == CLAMPED_SWISH:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        result = (1.0 + up) * gate / (1.0 + tl.exp(-SLOPE * gate))
+    else:
+        result = activated(gate, ACTIVATION) * up
+    return result

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from rayfin.kernels.triton.device.activation import activated
+from rayfin.kernels.triton.device.activation import gated
+from rayfin.kernels.triton.device.quant_kernels import add_block
 
 
 @triton.jit(do_not_specialize=["assignments", "max_tiles"])
@@ -63,16 +64,74 @@ def assignments_of(tile, order, ROWS: tl.constexpr):
 
 
 @triton.jit
+def write_inner(
+    gate,  # [ROWS, COLUMNS] fp32
+    up,
+    bias,  # [E, 2 F], any pointer without BIAS
+    inner,  # [A, F], written
+    expert,
+    assignment,
+    valid,
+    f,
+    INTERMEDIATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SLOPE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """The gated activation of one tile's rows, with biases."""
+    if BIAS:
+        of_gate, exists = bias + expert * 2 * INTERMEDIATE + f, f < INTERMEDIATE
+        gate += tl.load(of_gate, mask=exists, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(of_gate + INTERMEDIATE, mask=exists, other=0.0).to(tl.float32)[None, :]
+    result = gated(gate, up, ACTIVATION, SLOPE, LIMIT)
+    target = inner + assignment[:, None] * INTERMEDIATE + f[None, :]
+    written = valid[:, None] & (f < INTERMEDIATE)[None, :]
+    tl.store(target, result.to(inner.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def write_parts(
+    summed,  # [ROWS, COLUMNS] fp32
+    bias,  # [E, H], any pointer without BIAS
+    shares,
+    parts,  # [A, H], written
+    expert,
+    assignment,
+    valid,
+    h,
+    HIDDEN: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """share * (y + b) of one tile's rows."""
+    if BIAS:
+        added = tl.load(bias + expert * HIDDEN + h, mask=h < HIDDEN, other=0.0)
+        summed += added.to(tl.float32)[None, :]
+    share = tl.load(shares + assignment, mask=valid, other=0.0).to(tl.float32)
+    target = parts + assignment[:, None] * HIDDEN + h[None, :]
+    written = valid[:, None] & (h < HIDDEN)[None, :]
+    tl.store(target, (summed * share[:, None]).to(parts.dtype.element_ty), mask=written)
+
+
+@triton.jit
 def gate_up_tiles(
     x,  # [T, H]
-    weight,  # [E, 2 F, H], gate above up
+    weight,  # [E, 2, F, H] in strides of their own, gate before up
+    bias,  # [E, 2 F], any pointer without BIAS
     order,  # [A] int32
     tiles,  # [N, 3] int32
     inner,  # [A, F], written
     CHOICES: tl.constexpr,  # assignments of a row
     HIDDEN: tl.constexpr,
     INTERMEDIATE: tl.constexpr,
+    EXPERT_STRIDE: tl.constexpr,
+    UP_STRIDE: tl.constexpr,
+    OUTPUT_STRIDE: tl.constexpr,
+    INPUT_STRIDE: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    SLOPE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,  # of H at once
@@ -86,7 +145,7 @@ def gate_up_tiles(
     assignment, valid = assignments_of(tile, order, ROWS)
     f = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     rows = x + (assignment // CHOICES)[:, None] * HIDDEN
-    gates = weight + (expert * 2 * INTERMEDIATE + f)[None, :] * HIDDEN
+    gates = weight + expert * EXPERT_STRIDE + f[None, :] * OUTPUT_STRIDE
     gate = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, HIDDEN, DEPTH):
@@ -94,26 +153,43 @@ def gate_up_tiles(
         inside = k < HIDDEN
         a = tl.load(rows + k[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
         used = inside[:, None] & (f < INTERMEDIATE)[None, :]
-        b = tl.load(gates + k[:, None], mask=used, other=0.0)
-        c = tl.load(gates + INTERMEDIATE * HIDDEN + k[:, None], mask=used, other=0.0)
+        at = gates + k[:, None] * INPUT_STRIDE
+        b = tl.load(at, mask=used, other=0.0)
+        c = tl.load(at + UP_STRIDE, mask=used, other=0.0)
         gate = tl.dot(a, b, gate, input_precision="ieee")
         up = tl.dot(a, c, up, input_precision="ieee")
-    result = activated(gate, ACTIVATION) * up
-    target = inner + assignment[:, None] * INTERMEDIATE + f[None, :]
-    written = valid[:, None] & (f < INTERMEDIATE)[None, :]
-    tl.store(target, result.to(inner.dtype.element_ty), mask=written)
+    write_inner(
+        gate,
+        up,
+        bias,
+        inner,
+        expert,
+        assignment,
+        valid,
+        f,
+        INTERMEDIATE,
+        ACTIVATION,
+        SLOPE,
+        LIMIT,
+        BIAS,
+    )
 
 
 @triton.jit
 def down_tiles(
     inner,  # [A, F]
-    weight,  # [E, H, F]
+    weight,  # [E, H, F] in strides of their own
+    bias,  # [E, H], any pointer without BIAS
     shares,  # [A], what an assignment is multiplied by
     order,  # [A] int32
     tiles,  # [N, 3] int32
     parts,  # [A, H], written
     HIDDEN: tl.constexpr,
     INTERMEDIATE: tl.constexpr,
+    EXPERT_STRIDE: tl.constexpr,
+    OUTPUT_STRIDE: tl.constexpr,
+    INPUT_STRIDE: tl.constexpr,
+    BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,  # of F at once
@@ -127,19 +203,204 @@ def down_tiles(
     assignment, valid = assignments_of(tile, order, ROWS)
     h = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     rows = inner + assignment[:, None] * INTERMEDIATE
-    columns = weight + (expert * HIDDEN + h)[None, :] * INTERMEDIATE
+    columns = weight + expert * EXPERT_STRIDE + h[None, :] * OUTPUT_STRIDE
     summed = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, INTERMEDIATE, DEPTH):
         k = start + d
         inside = k < INTERMEDIATE
         a = tl.load(rows + k[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
         used = inside[:, None] & (h < HIDDEN)[None, :]
-        b = tl.load(columns + k[:, None], mask=used, other=0.0)
+        b = tl.load(columns + k[:, None] * INPUT_STRIDE, mask=used, other=0.0)
         summed = tl.dot(a, b, summed, input_precision="ieee")
-    share = tl.load(shares + assignment, mask=valid, other=0.0).to(tl.float32)
-    target = parts + assignment[:, None] * HIDDEN + h[None, :]
-    written = valid[:, None] & (h < HIDDEN)[None, :]
-    tl.store(target, (summed * share[:, None]).to(parts.dtype.element_ty), mask=written)
+    write_parts(summed, bias, shares, parts, expert, assignment, valid, h, HIDDEN, BIAS)
+
+
+@triton.jit
+def coded_gate_up_tiles(
+    x,  # [T, H] of 16 bits
+    codes,  # [E * 2 F, C] int16 as for `coded_columns`, gate above up of each expert
+    groups,  # [G, E * 2 F], as are zeros
+    zeros,
+    bias,  # [E, 2 F], any pointer without BIAS
+    order,  # [A] int32
+    tiles,  # [N, 3] int32
+    inner,  # [A, F], written
+    CHOICES: tl.constexpr,
+    INTERMEDIATE: tl.constexpr,
+    INPUTS: tl.constexpr,  # H
+    ROW_CODES: tl.constexpr,  # C
+    DEPTH: tl.constexpr,
+    SPANS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_STRIDE: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    FORM: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SLOPE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """`gate_up_tiles` of weights of codes, which stand on the left (`coded_columns`)."""
+    tile = tiles + tl.program_id(1) * 3
+    expert = tl.load(tile).to(tl.int64)
+    if expert < 0:
+        return
+    PART: tl.constexpr = DEPTH // (16 // BITS)
+    assignment, valid = assignments_of(tile, order, ROWS)
+    f = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    exists, there = f < INTERMEDIATE, valid[:, None]
+    k = tl.arange(0, PART)
+    rows = x + (assignment // CHOICES)[:, None] * INPUTS + k[None, :]
+    n = expert * 2 * INTERMEDIATE + f
+    gates = codes + n[:, None] * ROW_CODES + k[None, :]
+    gate = tl.zeros([COLUMNS, ROWS], tl.float32)
+    up = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for block in tl.range(0, (INPUTS + DEPTH - 1) // DEPTH, num_stages=STAGES):
+        at = gates + block * PART
+        of_gate = tl.load(at, mask=exists[:, None], other=0)
+        of_up = tl.load(at + INTERMEDIATE * ROW_CODES, mask=exists[:, None], other=0)
+        gate = add_block(
+            gate,
+            of_gate,
+            rows,
+            there,
+            groups,
+            zeros,
+            n,
+            exists,
+            block * DEPTH,
+            INPUTS,
+            DEPTH,
+            SPANS,
+            GROUP,
+            GROUPS,
+            GROUP_STRIDE,
+            KIND,
+            BITS,
+            FORM,
+            MIDDLE,
+            ZEROS,
+            PAIRS,
+        )
+        up = add_block(
+            up,
+            of_up,
+            rows,
+            there,
+            groups,
+            zeros,
+            n + INTERMEDIATE,
+            exists,
+            block * DEPTH,
+            INPUTS,
+            DEPTH,
+            SPANS,
+            GROUP,
+            GROUPS,
+            GROUP_STRIDE,
+            KIND,
+            BITS,
+            FORM,
+            MIDDLE,
+            ZEROS,
+            PAIRS,
+        )
+    write_inner(
+        tl.trans(gate),
+        tl.trans(up),
+        bias,
+        inner,
+        expert,
+        assignment,
+        valid,
+        f,
+        INTERMEDIATE,
+        ACTIVATION,
+        SLOPE,
+        LIMIT,
+        BIAS,
+    )
+
+
+@triton.jit
+def coded_down_tiles(
+    inner,  # [A, F] of 16 bits
+    codes,  # [E * H, C] int16 as for `coded_columns`
+    groups,  # [G, E * H], as are zeros
+    zeros,
+    bias,  # [E, H], any pointer without BIAS
+    shares,  # [A]
+    order,  # [A] int32
+    tiles,  # [N, 3] int32
+    parts,  # [A, H], written
+    HIDDEN: tl.constexpr,
+    INPUTS: tl.constexpr,  # F
+    ROW_CODES: tl.constexpr,  # C
+    DEPTH: tl.constexpr,
+    SPANS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_STRIDE: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    FORM: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """`down_tiles` of weights of codes, which stand on the left (`coded_columns`)."""
+    tile = tiles + tl.program_id(1) * 3
+    expert = tl.load(tile).to(tl.int64)
+    if expert < 0:
+        return
+    PART: tl.constexpr = DEPTH // (16 // BITS)
+    assignment, valid = assignments_of(tile, order, ROWS)
+    h = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    exists, there = h < HIDDEN, valid[:, None]
+    k = tl.arange(0, PART)
+    rows = inner + assignment[:, None] * INPUTS + k[None, :]
+    n = expert * HIDDEN + h
+    columns = codes + n[:, None] * ROW_CODES + k[None, :]
+    summed = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for block in tl.range(0, (INPUTS + DEPTH - 1) // DEPTH, num_stages=STAGES):
+        packed = tl.load(columns + block * PART, mask=exists[:, None], other=0)
+        summed = add_block(
+            summed,
+            packed,
+            rows,
+            there,
+            groups,
+            zeros,
+            n,
+            exists,
+            block * DEPTH,
+            INPUTS,
+            DEPTH,
+            SPANS,
+            GROUP,
+            GROUPS,
+            GROUP_STRIDE,
+            KIND,
+            BITS,
+            FORM,
+            MIDDLE,
+            ZEROS,
+            PAIRS,
+        )
+    y = tl.trans(summed)
+    write_parts(y, bias, shares, parts, expert, assignment, valid, h, HIDDEN, BIAS)
 
 
 @triton.jit

@@ -12,10 +12,12 @@ import triton.language as tl
 INTEGER = tl.constexpr(0)
 E4M3 = tl.constexpr(1)
 TABLE = tl.constexpr(2)
+E2M1 = tl.constexpr(3)
 
 WIDE = tl.constexpr(0)
 HALF = tl.constexpr(1)
 BRAIN = tl.constexpr(2)
+EXPONENT = tl.constexpr(3)
 
 # The float 2^23 + i has the integer i in its lowest bits.
 LARGE_BITS = tl.constexpr(0x4B000000)
@@ -53,12 +55,45 @@ FP16_OCTETS = tl.constexpr(
         for shift in (8, 0)
     )
 )
+# E2M1's three bits of magnitude become 2^-126 of the number in bf16, 2^-14 in fp16.
+BF16_FLOATS = tl.constexpr(
+    tuple(
+        f"{{ .reg .b32 t, s, up, zero; {sign}; and.b32 s, s, 0x80008000; {magnitude};"
+        " lop3.b32 t, t, 0x01c001c0, s, 0xea; mov.b32 up, 0x7e807e80;"
+        " mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, t, up, zero; }"
+        for sign, magnitude in (
+            ("shl.b32 s, $1, 12", "shl.b32 t, $1, 6"),
+            ("shl.b32 s, $1, 8", "shl.b32 t, $1, 2"),
+            ("shl.b32 s, $1, 4", "shr.b32 t, $1, 2"),
+            ("mov.b32 s, $1", "shr.b32 t, $1, 6"),
+        )
+    )
+)
+FP16_FLOATS = tl.constexpr(
+    tuple(
+        f"{{ .reg .b32 t, s, up; {sign}; and.b32 s, s, 0x80008000; {magnitude};"
+        " lop3.b32 t, t, 0x0e000e00, s, 0xea; mov.b32 up, 0x74007400;"
+        " mul.rn.f16x2 $0, t, up; }"
+        for sign, magnitude in (
+            ("shl.b32 s, $1, 12", "shl.b32 t, $1, 9"),
+            ("shl.b32 s, $1, 8", "shl.b32 t, $1, 5"),
+            ("shl.b32 s, $1, 4", "shl.b32 t, $1, 1"),
+            ("mov.b32 s, $1", "shr.b32 t, $1, 3"),
+        )
+    )
+)
 
 # Numbers of a tile whose parts a thread has room to read all at once.
 UNROLLED = tl.constexpr(4096)
 
 E4M3_PART = tl.constexpr(2.0**-120)
 """What is left on sums of e4m3, whose scales are for numbers of 2^-120 (`numbers_of`)."""
+
+E2M1_FACTOR = tl.constexpr(2.0**126)
+"""On the bits of E2M1 at the place of fp32's."""
+
+LEAST_EXPONENT = tl.constexpr(0x400000)
+"""The fp32 2^-127, for which e8m0 has a 0."""
 
 
 @triton.jit
@@ -72,6 +107,9 @@ def numbers_of(codes, zero, table, KIND: tl.constexpr):
     elif KIND == E4M3:
         moved = ((codes & 0x80) << 24) | ((codes & 0x7F) << 20)
         numbers = moved.to(tl.float32, bitcast=True)
+    elif KIND == E2M1:
+        moved = ((codes & 8) << 28) | ((codes & 7) << 22)
+        numbers = moved.to(tl.float32, bitcast=True) * E2M1_FACTOR
     else:
         numbers = (codes | LARGE_BITS).to(tl.float32, bitcast=True) - (LARGE + zero)
     return numbers
@@ -79,11 +117,17 @@ def numbers_of(codes, zero, table, KIND: tl.constexpr):
 
 @triton.jit
 def scale_of(group, FORM: tl.constexpr):
-    """The scale in fp32, of a number in ``FORM``: fp32, or fp16 or bf16 in the lower half of 32."""
+    """The scale in fp32, of a number in ``FORM``.
+
+    It is fp32, or fp16 or bf16 in the lower half of 32 bits, or an exponent in 8 (e8m0).
+    """
     if FORM == HALF:
         scale = (group & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     elif FORM == BRAIN:
         scale = (group << 16).to(tl.float32, bitcast=True)
+    elif FORM == EXPONENT:
+        bits = tl.maximum(group.to(tl.int32) << 23, LEAST_EXPONENT)
+        scale = bits.to(tl.float32, bitcast=True)
     else:
         scale = group
     return scale
@@ -262,6 +306,15 @@ def exact(
             code = ((packed >> (4 * PLACE)) & 15).to(tl.int16)
             ONE: tl.constexpr = 0x4300 if BRAIN_FLOAT else 0x6400
             numbers = (code | ONE).to(dtype, bitcast=True) + minus
+    elif KIND == E2M1 and PAIRS:
+        if BRAIN_FLOAT:
+            numbers = tl.inline_asm_elementwise(
+                BF16_FLOATS[PLACE], "=r,r", [packed], tl.bfloat16, True, pack=2
+            )
+        else:
+            numbers = tl.inline_asm_elementwise(
+                FP16_FLOATS[PLACE], "=r,r", [packed], tl.float16, True, pack=2
+            )
     elif KIND == E4M3 and PAIRS:
         if BRAIN_FLOAT:
             numbers = tl.inline_asm_elementwise(
@@ -272,7 +325,7 @@ def exact(
                 FP16_OCTETS[PLACE], "=r,r", [packed], tl.float16, True, pack=2
             )
     else:
-        codes = (packed.to(tl.int32) >> (BITS * PLACE)) & 255
+        codes = (packed.to(tl.int32) >> (BITS * PLACE)) & (15 if BITS == 4 else 255)
         numbers = numbers_of(codes, zero, packed, KIND)
         if KIND == E4M3:
             numbers *= 1.0 / E4M3_PART
@@ -285,11 +338,62 @@ def zero_of(group, zeros, at, there, FORM: tl.constexpr, MIDDLE: tl.constexpr, Z
     """Zero points of the loaded ``group`` at offsets, in fp32."""
     if ZEROS:
         zero = tl.load(zeros + at, mask=there, other=0.0)
-    elif FORM != WIDE:
+    elif FORM == HALF or FORM == BRAIN:
         zero = ((group >> 16) | LARGE_BITS).to(tl.float32, bitcast=True) - LARGE
     else:
         zero = tl.full(group.shape, MIDDLE, tl.float32)
     return zero
+
+
+@triton.jit
+def add_block(
+    summed,  # [COLUMNS, ROWS] fp32
+    packed,  # [COLUMNS, PART] int16, the codes of the block
+    rows,  # [ROWS, PART] pointers to the first inputs of the rows
+    there,  # [ROWS, 1], rows that exist
+    groups,  # as for `coded_columns`
+    zeros,
+    n,  # [COLUMNS] outputs
+    exists,  # [COLUMNS]
+    start,  # the block's first input
+    INPUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SPANS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_STRIDE: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    FORM: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    ZEROS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """The sums with a block of inputs: numbers are exact, and scales multiply their sums."""
+    EACH: tl.constexpr = 16 // BITS
+    PART: tl.constexpr = DEPTH // EACH
+    dtype: tl.constexpr = rows.dtype.element_ty
+    k = tl.arange(0, PART)
+    for span in tl.static_range(SPANS):
+        group = (start + span * (DEPTH // SPANS)) // GROUP
+        at, known = group * GROUP_STRIDE + n, exists & (group < GROUPS)
+        scales = tl.load(groups + at, mask=known, other=0)
+        zero = zero_of(scales, zeros, at, known, FORM, MIDDLE, ZEROS)[:, None]
+        part = tl.zeros(summed.shape, tl.float32)
+        for i in tl.static_range(EACH // SPANS):
+            place = span * (EACH // SPANS) + i
+            inside = there
+            if INPUTS % DEPTH != 0:
+                inside = there & (start + place * PART + k < INPUTS)[None, :]
+            a = tl.load(rows + start + place * PART, mask=inside, other=0.0)
+            # Not ``place``, which Triton takes for a tensor.
+            number = exact(packed, span * (EACH // SPANS) + i, zero, KIND, BITS, dtype, PAIRS)
+            part = tl.dot(number, tl.trans(a), part)
+        scale = scale_of(scales, FORM)
+        if KIND == E4M3:
+            scale *= E4M3_PART
+        summed += part * scale[:, None]
+    return summed
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -331,9 +435,7 @@ def coded_columns(
     and the tensor cores, and nothing is stored on the way. The numbers are exact, and scales
     multiply the sums of their inputs in fp32: weights are not rounded.
     """
-    dtype: tl.constexpr = x.dtype.element_ty
-    EACH: tl.constexpr = 16 // BITS
-    PART: tl.constexpr = DEPTH // EACH
+    PART: tl.constexpr = DEPTH // (16 // BITS)
     BLOCKS: tl.constexpr = (INPUTS + DEPTH - 1) // DEPTH
     PART_BLOCKS: tl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -348,25 +450,29 @@ def coded_columns(
     for block in tl.range(first, tl.minimum(first + PART_BLOCKS, BLOCKS), num_stages=STAGES):
         start = block * DEPTH
         packed = tl.load(row_codes + block * PART, mask=exists[:, None], other=0)
-        for span in tl.static_range(SPANS):
-            group = (start + span * (DEPTH // SPANS)) // GROUP
-            at, known = group * GROUP_STRIDE + n, exists & (group < GROUPS)
-            scales = tl.load(groups + at, mask=known, other=0)
-            zero = zero_of(scales, zeros, at, known, FORM, MIDDLE, ZEROS)[:, None]
-            part = tl.zeros([COLUMNS, ROWS], tl.float32)
-            for i in tl.static_range(EACH // SPANS):
-                place = span * (EACH // SPANS) + i
-                inside = there
-                if INPUTS % DEPTH != 0:
-                    inside = there & (start + place * PART + k < INPUTS)[None, :]
-                a = tl.load(own_rows + start + place * PART, mask=inside, other=0.0)
-                # Not ``place``, which Triton takes for a tensor.
-                number = exact(packed, span * (EACH // SPANS) + i, zero, KIND, BITS, dtype, PAIRS)
-                part = tl.dot(number, tl.trans(a), part)
-            scale = scale_of(scales, FORM)
-            if KIND == E4M3:
-                scale *= E4M3_PART
-            summed += part * scale[:, None]
+        summed = add_block(
+            summed,
+            packed,
+            own_rows,
+            there,
+            groups,
+            zeros,
+            n,
+            exists,
+            start,
+            INPUTS,
+            DEPTH,
+            SPANS,
+            GROUP,
+            GROUPS,
+            GROUP_STRIDE,
+            KIND,
+            BITS,
+            FORM,
+            MIDDLE,
+            ZEROS,
+            PAIRS,
+        )
     y = tl.trans(summed)
     written = there & exists[None, :]
     if SPLIT == 1:

@@ -30,6 +30,7 @@ from rayfin.kernels.attention.triton_backend import (
     TritonAttention,
     width,
 )
+from rayfin.kernels.cpu.experts import ClampedSwish
 from rayfin.kernels.triton import quantized
 from rayfin.kernels.triton.device import (
     adjust_kernels,
@@ -43,7 +44,16 @@ from rayfin.kernels.triton.device import (
     sample_kernels,
 )
 from rayfin.kernels.triton.device.attention_kernels import attend_tiles
-from rayfin.kernels.triton.experts import FEW, MANY, MAP_BLOCK
+from rayfin.kernels.triton.experts import (
+    CODED_FEW,
+    CODED_MANY,
+    FEW,
+    MANY,
+    MAP_BLOCK,
+    Experts,
+    gate_constants,
+    weight_constants,
+)
 from rayfin.kernels.triton.low_rank import INPUTS_AT_ONCE, OUTPUTS_AT_ONCE, RANKS_AT_ONCE
 from rayfin.kernels.triton.products import _programs
 
@@ -191,6 +201,10 @@ def coded(shared: int) -> Iterator[Kernel]:
         ("bf16", 64, 28672, 4, quantized.INTEGER, 128, quantized.HALF),
         ("bf16", 65, 28672, 4, quantized.INTEGER, 128, quantized.HALF),
         ("bf16", 64, 4096, 4, quantized.TABLE, 64, quantized.WIDE),
+        ("bf16", 1, 4096, 4, quantized.E2M1, 32, quantized.EXPONENT),
+        ("fp16", 64, 28672, 4, quantized.E2M1, 32, quantized.EXPONENT),
+        ("bf16", 65, 28672, 4, quantized.E2M1, 32, quantized.EXPONENT),
+        ("bf16", 64, 28672, 4, quantized.INTEGER, 32, quantized.HALF),
         ("bf16", 1, 4096, 8, quantized.E4M3, 128, quantized.WIDE),
         ("bf16", 64, 28672, 8, quantized.E4M3, 128, quantized.WIDE),
         ("fp16", 65, 4096, 8, quantized.E4M3, 128, quantized.WIDE),
@@ -208,7 +222,8 @@ def coded(shared: int) -> Iterator[Kernel]:
         shape = quantized.shape_for(rows, weight, torchs, shared)
         shape = quantized.EIGHT if rows == 8 else shape
         more = types | dict.fromkeys(("x", "bias", "out"), f"*{dtype}")
-        more |= {"groups": "*i32" if form else "*fp32", "codes": "*i16" if parted else "*i32"}
+        groups = "*u8" if form == quantized.EXPONENT else "*i32" if form else "*fp32"
+        more |= {"groups": groups, "codes": "*i16" if parted else "*i32"}
         whole = {
             **{"INPUTS": 4096, "OUTPUTS": outputs, "ROW_CODES": 4096 * bits // 16},
             **{"GROUP": group, "GROUP_STRIDE": outputs, "KIND": kind},
@@ -224,7 +239,7 @@ def coded(shared: int) -> Iterator[Kernel]:
         of = f"{dtype} {rows} x {outputs}, {bits} bits, kind {kind}, groups of {group}"
         yield f"coded product {of}", kernel, more, used(kernel, constants), options
         more = whole | {"PART": part if parted else 1, "ROWS": 4, "COUNT": 256}
-        types_whole = types | {"groups": "*i32" if form else "*fp32", "out": f"*{dtype}"}
+        types_whole = types | {"groups": groups, "out": f"*{dtype}"}
         types_whole["codes"] = "*i16" if parted else "*i32"
         kernel = quant_kernels.widen_codes
         yield f"widen {of}", kernel, types_whole, used(kernel, more), {"num_warps": 4}
@@ -241,20 +256,62 @@ def experts() -> Iterator[Kernel]:
     for count, bins in ((8, 16), (128, 256)):
         constants = {"EXPERTS": count, "BINS": bins, "ROWS": 16, "BLOCK": MAP_BLOCK}
         yield f"map {count} experts", expert_kernels.map_tiles, types, constants, {"num_warps": 4}
-    sizes = {"HIDDEN": 2048, "INTERMEDIATE": 768}
+    sizes = {"HIDDEN": 2048, "INTERMEDIATE": 768, "BIAS": False}
     types = dict.fromkeys(("order", "tiles"), "*i32")
     for dtype, shape in (("bf16", FEW), ("bf16", MANY), ("fp32", FEW), ("fp32", MANY)):
-        names = ("x", "weight", "inner", "parts", "shares")
+        names = ("x", "weight", "bias", "inner", "parts", "shares")
         types = types | dict.fromkeys(names, f"*{dtype}")  # each kernel has its own
         how = {"ROWS": shape.rows, "COLUMNS": shape.columns, "DEPTH": shape.depth}
         options = {"num_warps": shape.warps, "num_stages": shape.stages}
         name, constants = f"{dtype} {shape.rows}", {**sizes, **how}
-        gates = {"CHOICES": 8, "ACTIVATION": 0}
+        gates = {"CHOICES": 8, "ACTIVATION": 0, "SLOPE": 1.0, "LIMIT": 0.0}
+        gates |= weight_constants(torch.empty(128, 2, 768, 2048, device="meta"))
         yield f"gate up {name}", expert_kernels.gate_up_tiles, types, constants | gates, options
-        yield f"down {name}", expert_kernels.down_tiles, types, constants, options
+        strides = weight_constants(torch.empty(128, 2048, 768, device="meta"))
+        yield f"down {name}", expert_kernels.down_tiles, types, constants | strides, options
+    yield from coded_experts()
     types = {"parts": "*bf16", "chosen": "*i64", "out": "*bf16"}
     constants = {"CHOICES": 8, "EXPERTS": 128, "HIDDEN": 2048, "BLOCK": 1024}
     yield "add choices", expert_kernels.add_choices, types, constants, {"num_warps": 4}
+
+
+def coded_experts() -> Iterator[Kernel]:
+    """Experts of Qwen3-30B-A3B in FP8 and 4 bits, and of gpt-oss."""
+    types = {"codes": "*i16", "zeros": "*fp32", "order": "*i32", "tiles": "*i32"}
+    forms = {quantized.WIDE: "*fp32", quantized.HALF: "*i32", quantized.EXPONENT: "*u8"}
+    integer, e4m3, e2m1 = quantized.INTEGER, quantized.E4M3, quantized.E2M1
+    for dtype, bits, kind, form, group, hidden, inner in (
+        ("bf16", 8, e4m3, quantized.WIDE, 128, 2048, 768),
+        ("bf16", 4, integer, quantized.HALF, 128, 2048, 768),
+        ("fp16", 4, integer, quantized.HALF, 32, 2048, 768),
+        ("bf16", 4, e2m1, quantized.EXPONENT, 32, 2880, 2880),
+        ("fp16", 4, e2m1, quantized.EXPONENT, 32, 2880, 2880),
+    ):
+        types |= dict.fromkeys(("x", "bias", "inner", "parts", "shares"), f"*{dtype}")
+        types |= {"groups": forms[form]}
+        clamped = ClampedSwish(1.702, 7.0) if kind == e2m1 else "silu"
+        first, last = (
+            weight_constants(
+                quantized.CodedWeight(
+                    torch.empty(outputs, -(-inputs // 128) * bits * 4, device="meta"),
+                    torch.empty(-(-inputs // group), outputs, device="meta"),
+                    *(torch.empty(0), inputs, group, bits, kind, form),
+                    parted=True,
+                )
+            )
+            for outputs, inputs in ((128 * 2 * inner, hidden), (128 * hidden, inner))
+        )
+        gates = gate_constants(Experts(torch.empty(0), torch.empty(0), clamped))
+        for shape in (CODED_FEW, CODED_MANY):
+            how: dict[str, Any] = {"ROWS": shape.rows, "COLUMNS": shape.columns, "PAIRS": True}
+            how |= {"STAGES": shape.stages, "BIAS": kind == e2m1}
+            options = {"num_warps": shape.warps}
+            of = f"{dtype} {shape.rows}, {bits} bits, kind {kind}, groups of {group}"
+            more = how | gates | first | {"CHOICES": 8, "INTERMEDIATE": inner}
+            kernel = expert_kernels.coded_gate_up_tiles
+            yield f"coded gate up {of}", kernel, dict(types), more, options
+            more = how | last | {"HIDDEN": hidden}
+            yield f"coded down {of}", expert_kernels.coded_down_tiles, dict(types), more, options
 
 
 def sampling() -> Iterator[Kernel]:

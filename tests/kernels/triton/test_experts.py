@@ -1,15 +1,26 @@
 """A mixture of experts by grouped products against the reference, a row and an expert at a time."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from rayfin.kernels import reference
+from rayfin.kernels.cpu.experts import ClampedSwish, ExpertBiases
+from rayfin.kernels.grouped import E2M1, Grouped
 
 pytest.importorskip("triton")
 from rayfin.kernels.triton import experts as module
-from rayfin.kernels.triton.experts import ExpertTileShape, max_tiles_for, run_experts
+from rayfin.kernels.triton.experts import (
+    CODED_FEW,
+    CODED_MANY,
+    Experts,
+    ExpertTileShape,
+    max_tiles_for,
+    run_experts,
+)
+from rayfin.kernels.triton.quantized import EXPONENT, CodedWeight, pack_weight, stack_weights
 
 Close = Callable[[torch.Tensor, torch.Tensor], None]
 Run = Callable[..., torch.Tensor]
@@ -19,7 +30,7 @@ SMALL = ExpertTileShape(rows=16, columns=16, depth=16, warps=1, stages=1)
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny shapes then take several tiles of each kind, and the interpreter little time."""
-    monkeypatch.setattr(module, "shape_for", lambda *_: SMALL)
+    monkeypatch.setattr(module, "shape_for", lambda *_, coded: SMALL)
     monkeypatch.setattr(module, "MAP_BLOCK", 16)
     monkeypatch.setattr(module, "SUM_BLOCK", 16)
 
@@ -39,7 +50,9 @@ def routing(rows: int, count: int, top_k: int, seed: int) -> tuple[torch.Tensor,
 @pytest.fixture(scope="session")
 def run(device: torch.device) -> Run:
     def on_device(*tensors: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-        return run_experts(*(tensor.to(device) for tensor in tensors), activation).cpu()
+        x, gate_up, down, chosen, weights = (tensor.to(device) for tensor in tensors)
+        experts = Experts(gate_up.unflatten(1, (2, -1)), down, activation)
+        return run_experts(x, experts, chosen, weights).cpu()
 
     return on_device
 
@@ -99,3 +112,122 @@ def test_other_activations(run: Run, close: Close) -> None:
 def test_no_choice_takes_more_tiles(counts: list[int]) -> None:
     needed = sum(-(-count // 16) for count in counts)
     assert needed <= max_tiles_for(sum(counts), len(counts), 16)
+
+
+CLAMPED = ClampedSwish(1.7, 0.6)
+
+
+def clamped(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2)
+    low, within = gate.clamp(max=CLAMPED.limit), up.clamp(-CLAMPED.limit, CLAMPED.limit)
+    return (1 + within) * low * torch.sigmoid(CLAMPED.slope * low)
+
+
+def test_gate_and_up_in_turn_with_biases_and_a_clamp(device: torch.device, close: Close) -> None:
+    """Weights as gpt-oss has them are read in their own strides."""
+    gate_up, down, x = normal(3, 40, 24), normal(3, 24, 20), 3 * normal(19, 24, seed=1)
+    biases = ExpertBiases(normal(3, 40, seed=4), normal(3, 24, seed=5))
+    chosen, weights = routing(19, 3, 2, seed=2)
+    expected = reference.experts(
+        *(x, gate_up, down, chosen, weights),
+        gated=clamped,
+        gate_up_bias=biases.gate_up,
+        down_bias=biases.down,
+    )
+    in_turn = torch.stack([gate_up[:, :20], gate_up[:, 20:]], dim=2).flatten(1, 2).mT.contiguous()
+    turned, own = (
+        in_turn.to(device),
+        ExpertBiases(biases.gate_up.to(device), biases.down.to(device)),
+    )
+    experts = Experts(
+        turned.unflatten(2, (-1, 2)).permute(0, 3, 2, 1),
+        down.mT.contiguous().to(device).mT,
+        CLAMPED,
+        own,
+    )
+    close(run_experts(x.to(device), experts, chosen.to(device), weights.to(device)), expected)
+
+
+def drawn(kind: str, outputs: int, inputs: int, group: int, seed: int) -> Grouped:
+    """A weight of about unit outputs."""
+    random = torch.Generator().manual_seed(seed)
+    groups = -(-inputs // group)
+    scale = (0.5 + torch.rand(outputs, groups, generator=random)) / inputs**0.5
+    if kind == "e4m3":
+        numbers = torch.randn(outputs, inputs, generator=random) * 60
+        return Grouped(numbers.to(torch.float8_e4m3fn), scale / 60, group, 8)
+    bits = 8 if kind == "8 bits" else 4
+    values = torch.randint(0, 2**bits, (outputs, inputs), generator=random).to(torch.uint8)
+    if kind == "e2m1":
+        scale = 2.0 ** torch.randint(-6, -3, (outputs, groups), generator=random)
+        return Grouped(values, scale, group, 4, table=torch.tensor(E2M1))
+    zero = torch.randint(1, 2**bits, scale.shape, generator=random).int()
+    return Grouped(values, (scale / 2 ** (bits - 2)).half().float(), group, bits, zero)
+
+
+def packed(weights: list[Grouped], device: torch.device) -> CodedWeight:
+    codes = [pack_weight(weight, torch.float16) for weight in weights]
+    whole = stack_weights([one for one in codes if one is not None])
+    assert whole is not None and len(codes) == len(weights) and whole.parted
+    moved = {name: getattr(whole, name).to(device) for name in ("words", "groups", "arrived")}
+    zeros = None if whole.zeros is None else whole.zeros.to(device)
+    return replace(whole, **moved, zeros=zeros)
+
+
+@pytest.mark.parametrize("shape", [CODED_FEW, CODED_MANY])
+@pytest.mark.parametrize(
+    ("kind", "group"),
+    [("4 bits", 32), ("4 bits", 128), ("8 bits", 64), ("e4m3", 128), ("e2m1", 32)],
+)
+@pytest.mark.parametrize(("rows", "hidden", "inner"), [(3, 256, 96), (40, 160, 128)])
+def test_codes(
+    device: torch.device,
+    close: Close,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: ExpertTileShape,
+    kind: str,
+    group: int,
+    rows: int,
+    hidden: int,
+    inner: int,
+) -> None:
+    """Those of plain weights of the same numbers; tiles and blocks that are not full."""
+    monkeypatch.setattr(module, "shape_for", lambda *_, coded: shape)
+    gate_up = [drawn(kind, inner, hidden, group, seed) for seed in range(6)]  # gate, up, gate ...
+    down = [drawn(kind, hidden, inner, group, seed) for seed in range(6, 9)]
+    x, (chosen, weights) = normal(rows, hidden, seed=1) * hidden**0.5, routing(rows, 3, 2, seed=2)
+    x = x.half()
+    biases = ExpertBiases(normal(3, 2 * inner, seed=4), normal(3, hidden, seed=5))
+    plain = torch.stack([one.dense() for one in gate_up]).view(3, 2 * inner, hidden)
+    first, last = packed(gate_up, device), packed(down, device)
+    assert (first.form == EXPONENT) == (kind == "e2m1")
+    routed = (chosen.to(device), weights.to(device).half())
+    for act, gated, own in (("silu", reference.silu_mul, None), (CLAMPED, clamped, biases)):
+        expected = reference.experts(
+            *(x.float(), plain, torch.stack([one.dense() for one in down]), chosen),
+            weights.half().float(),
+            gated=gated,
+            gate_up_bias=None if own is None else own.gate_up,
+            down_bias=None if own is None else own.down,
+        )
+        moved = None if own is None else ExpertBiases(own.gate_up.to(device), own.down.to(device))
+        given = run_experts(x.to(device), Experts(first, last, act, moved), *routed)
+        torch.testing.assert_close(given.float().cpu(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_codes_of_scales_in_several_forms(device: torch.device, close: Close) -> None:
+    """Experts whose exponents, or whose scales in 16 bits, are not those of the others."""
+    for kind, factor in (("e2m1", 1.5), ("4 bits", 1.001)):
+        weights = [drawn(kind, 32, 128, 32, seed) for seed in range(8)]
+        weights[5] = replace(weights[5], scale=weights[5].scale * factor)
+        down = [drawn(kind, 128, 32, 32, seed) for seed in range(8, 12)]
+        x, (chosen, shares) = normal(5, 128, seed=1).half() * 11, routing(5, 4, 2, seed=2)
+        expected = reference.experts(
+            x.float(),
+            torch.stack([one.dense() for one in weights]).view(4, 64, 128),
+            torch.stack([one.dense() for one in down]),
+            *(chosen, shares),
+        )
+        experts = Experts(packed(weights, device), packed(down, device), "silu")
+        given = run_experts(x.to(device), experts, chosen.to(device), shares.to(device))
+        torch.testing.assert_close(given.float().cpu(), expected, rtol=1e-2, atol=1e-2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rayfin.kernels.grouped import Grouped
+from rayfin.kernels.grouped import E2M1, Grouped
 
 pytest.importorskip("triton")
 from rayfin.kernels.triton import quantized
@@ -31,7 +31,7 @@ from rayfin.kernels.triton.quantized import (
 
 Close = Callable[[torch.Tensor, torch.Tensor], None]
 DTYPES = [torch.float32, torch.float16]
-KINDS = ["4 bits", "8 bits", "int8", "e4m3", "table"]
+KINDS = ["4 bits", "8 bits", "int8", "e4m3", "e2m1", "table"]
 
 
 def drawn(
@@ -46,7 +46,7 @@ def drawn(
 ) -> Grouped:
     """A weight of about unit outputs. ``zeros``: "any", the ends "0" or "15", or "none"."""
     random = torch.Generator().manual_seed(seed)
-    groups, bits = -(-inputs // group), 4 if kind in ("4 bits", "table") else 8
+    groups, bits = -(-inputs // group), 4 if kind in ("4 bits", "e2m1", "table") else 8
     scale = (0.5 + torch.rand(outputs, groups, generator=random)).half().float()
     scale = scale / (2.0 ** (bits - 2) * inputs**0.5)
     scale = scale.half().float()
@@ -65,6 +65,8 @@ def drawn(
         values = numbers.clamp(-448, 448).to(torch.float8_e4m3fn)
         values[0, :4] = torch.tensor([0.0, 2.0**-9, -3 * 2.0**-9, 448.0]).to(torch.float8_e4m3fn)
     table = torch.linspace(-8, 8, 16) ** 3 / 64 if kind == "table" else None
+    if kind == "e2m1":
+        scale, table = 2.0 ** scale.log2().round(), torch.tensor(E2M1)
     return Grouped(values, scale, group, bits, zero, table, places)
 
 
@@ -171,7 +173,7 @@ def test_shapes_of_tiles_with_weights_on_the_left(
     close(product(x.to(device), coded, None, shape=shape), wanted(x, weight))
 
 
-@pytest.mark.parametrize("kind", ["4 bits", "8 bits", "e4m3"])
+@pytest.mark.parametrize("kind", ["4 bits", "8 bits", "e4m3", "e2m1"])
 @pytest.mark.parametrize(
     "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 )
@@ -238,6 +240,26 @@ def test_added_to_the_stream(device: torch.device, close: Close) -> None:
         coded = packed(weight, device, dtype)
         add_product(x.to(device), coded, bias.to(device), stream, residual_scale=0.7)
         close(stream, hidden.float() + 0.7 * wanted(x, weight, bias))
+
+
+def test_exponents_of_scales(device: torch.device, close: Close) -> None:
+    """A byte each, down to 2^-127; scales that are no powers of two are fp32."""
+    weight = drawn("e2m1", 40, 128, 32)
+    coded, x = packed(weight, device, torch.float16), rows_of(3, 128, torch.float16)
+    assert coded.form == quantized.EXPONENT and coded.groups.dtype == torch.uint8
+    assert coded.kind == quantized.E2M1 and coded.table is None
+    ends = torch.tensor([2.0**-127, 2.0**-126, 2.0**127, 2.0**-12]).expand(40, 4)
+    least = packed(replace(weight, scale=ends), device, torch.float16)
+    assert least.groups[:, 0].tolist() == [0, 1, 254, 115]
+    assert torch.equal(widened(least, torch.float32).cpu(), replace(weight, scale=ends).dense())
+    for scale in (weight.scale * 1.5, weight.scale * 0, weight.scale * -1):
+        other = replace(weight, scale=scale)
+        wide = packed(other, device, torch.float16)
+        assert (wide.kind, wide.form) == (quantized.E2M1, quantized.WIDE)
+        close(product(x.to(device), wide, None), wanted(x, other))
+        both = stack_weights([coded, wide])
+        assert both is not None and both.form == quantized.WIDE
+        close(product(x.to(device), both, None)[:, :40], wanted(x, weight))
 
 
 def test_an_order_of_inputs(device: torch.device, close: Close) -> None:

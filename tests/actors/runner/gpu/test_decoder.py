@@ -146,9 +146,12 @@ def test_what_is_not_recognised_or_differs_stays(
     assert build_gpu_decoder(paged, TritonAttention(DEVICE)) is None
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_experts_are_grouped(family: str, tiny_model: Make) -> None:
-    """In a decoder that is fused as a whole, and in one whose attention is not recognised."""
+    """In a decoder that is fused as a whole, and in one whose attention is not recognised.
+
+    Those of gpt-oss have gate and up outputs in turn, biases and a clamp.
+    """
     paged = load(tiny_model(family).folder)
     wanted = probe_logits(paged, paged)
     assert group_experts(paged)

@@ -171,7 +171,7 @@ def test_states(
     [("gptq", "llama"), ("awq", "qwen3"), ("fp8 blocks", "qwen2"), ("fp8", "mixtral")],
 )
 def test_few_bits(kind: str, family: str, served: Make, request_of: Make, tmp_path: Path) -> None:
-    """The model is recognised, and its layers stay small; experts are made whole at the load."""
+    """The model is recognised, and its layers stay small; experts in float32 are made whole."""
     from quantised import QuantisedModel
     from rayfin.actors.runner.gpu.decoder import GpuDecoder
     from rayfin.kernels.triton.quantized import CodedWeight

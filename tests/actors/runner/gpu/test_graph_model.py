@@ -64,7 +64,7 @@ def test_what_waits_for_the_device_is_refused(name: str) -> None:
 def test_recorded_steps_give_the_logits_of_eager_ones(
     family: str, tiny_model: Make, few_programs: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Families that no `GpuDecoder` is built of: other norms, latent attention, sinks."""
+    """Other norms, latent attention, sinks."""
     paged = load(tiny_model(family).folder)
     caplog.set_level(logging.INFO)
     assert build_graph_model(paged, TritonAttention(DEVICE)) is not None

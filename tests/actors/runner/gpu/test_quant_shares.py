@@ -72,7 +72,7 @@ def test_layers_of_every_format(kind: str, tmp_path: Path, engine_args: Make) ->
 
 
 @pytest.mark.parametrize(("kind", "family"), [("gptq desc_act", "qwen3_moe"), ("mxfp4", "gpt_oss")])
-def test_experts_are_plain_on_the_device(
+def test_experts_made_plain_are_on_the_device(
     kind: str, family: str, tmp_path: Path, engine_args: Make
 ) -> None:
     is_mxfp4 = kind == "mxfp4"
