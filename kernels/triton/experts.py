@@ -58,6 +58,7 @@ def run_experts(
     experts: Experts,
     chosen: torch.Tensor,  # [T, K] int64; ids that do not exist are ignored
     weights: torch.Tensor,  # [T, K]
+    slots: torch.Tensor | None = None,  # [T] int64, negative in rows that choose nothing
 ) -> torch.Tensor:
     """The weighted sum of the chosen experts' outputs [T, H], in the order of ``chosen``.
 
@@ -76,10 +77,13 @@ def run_experts(
     tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=x.device)
     kernels.map_tiles[(count,)](
         chosen,
+        chosen if slots is None else slots,
         order,
         tiles,
         assignments,
         max_tiles,
+        CHOICES=choices,
+        MASKED=slots is not None,
         EXPERTS=count,
         BINS=triton.next_power_of_2(count + 1),
         ROWS=shape.rows,
@@ -120,8 +124,9 @@ def run_experts(
             **(shared | weight_constants(down)),
         )
     kernels.add_choices[(tokens, triton.cdiv(hidden, SUM_BLOCK))](
-        *(parts, chosen, out),
+        *(parts, chosen, chosen if slots is None else slots, out),
         CHOICES=choices,
+        MASKED=slots is not None,
         EXPERTS=count,
         HIDDEN=hidden,
         BLOCK=SUM_BLOCK,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rayfin.actors.runner.batch import ADAPTERS, SHIFTS, StepInputs
-from rayfin.actors.runner.gpu.experts import NAMES, TOLERANCE, GroupedExperts
+from rayfin.actors.runner.gpu.experts import NAMES, TOLERANCE, GroupedExperts, padding_of
 from rayfin.actors.runner.gpu.weights import (
     GatedMlp,
     GpuLayer,
@@ -27,7 +27,7 @@ from rayfin.actors.runner.models.replace import PROBE_PAGE_SIZE, verified_replac
 from rayfin.actors.runner.models.step_model import Tables
 from rayfin.actors.runner.state_tensors import StateTensors
 from rayfin.cache.kv_tensors import KVTensors
-from rayfin.kernels.attention.triton_backend import Sizes
+from rayfin.kernels.attention.triton_backend import LAUNCHES, Sizes
 from rayfin.kernels.cpu.decoder import DecoderShape
 from rayfin.kernels.shapes import PagedAttention, PagedBatch
 from rayfin.kernels.triton import quantized
@@ -98,6 +98,7 @@ class GpuDecoder:
         self._shape: DecoderShape = parts.shape
         self.attention = attention
         self._paged = paged
+        self._padding = padding_of(paged.transformer)
         self._embedding = parts.embedding.weight
         self._head, self._head_bias = weight_of(parts.head), parts.head.bias
         self._final_norm = parts.final_norm
@@ -211,7 +212,7 @@ class GpuDecoder:
         out, out_bias = layer.attention_out, layer.attention_out_bias
         self._add(heads, out, out_bias, layer.attention_out_norm, hidden)
         if not isinstance(mlp, GatedMlp):
-            self._add_mixed(layer, mlp, hidden)
+            self._add_mixed(layer, mlp, hidden, batch)
             return
         both, activation = mlp.gate_up, NAMES[self._shape.activation]
         assert isinstance(both.weight, torch.Tensor)
@@ -232,7 +233,7 @@ class GpuDecoder:
         out, out_bias = layer.attention_out, layer.attention_out_bias
         self._add_many(heads, out, out_bias, layer.attention_out_norm, hidden)
         if not isinstance(mlp, GatedMlp):
-            self._add_mixed(layer, mlp, hidden)
+            self._add_mixed(layer, mlp, hidden, batch)
             return
         gate_up, behind = self._project(mlp.gate_up, hidden)
         x = gate(gate_up, NAMES[self._shape.activation], eps=eps, behind=behind)
@@ -307,9 +308,13 @@ class GpuDecoder:
         else:
             self._add_normed(multiply(x, weight, bias), out_norm, hidden)
 
-    def _add_mixed(self, layer: GpuLayer, mixture: nn.Module, hidden: torch.Tensor) -> None:
+    def _add_mixed(
+        self, layer: GpuLayer, mixture: nn.Module, hidden: torch.Tensor, batch: PagedBatch
+    ) -> None:
+        self._padding.slots = batch.slots if LAUNCHES in batch.scratch else None  # of graphs
         x = self._normed(layer.mlp_norm, hidden)
         given: torch.Tensor | tuple[torch.Tensor, ...] = mixture(x.unsqueeze(0))
+        self._padding.slots = None
         mixed = given if isinstance(given, torch.Tensor) else given[0]  # gpt-oss: scores too
         self._add_normed(mixed.squeeze(0), layer.mlp_out_norm, hidden)
 

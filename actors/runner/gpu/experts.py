@@ -9,7 +9,7 @@ never holds plain ones.
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -42,6 +42,13 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 PROBE_ROWS = 4
 
 
+@dataclass(slots=True)
+class Padding:
+    """Which rows of a step are padding, for all mixtures of a model."""
+
+    slots: torch.Tensor | None = None  # [T] int64, negative where they are; None: there is none
+
+
 class GroupedExperts(nn.Module):
     """Replaces transformers' experts: same arguments, no wait for the device.
 
@@ -53,6 +60,7 @@ class GroupedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.experts = experts
+        self.padding = Padding()
         for name, parameter in (parameters or {}).items():
             self.register_parameter(name, parameter)
 
@@ -69,7 +77,17 @@ class GroupedExperts(nn.Module):
         top_k_weights: torch.Tensor,  # [T, K]
     ) -> torch.Tensor:
         """[T, H]."""
-        return run_experts(hidden_states, self.experts, top_k_index, top_k_weights)
+        routed = (top_k_index, top_k_weights, self.padding.slots)
+        return run_experts(hidden_states, self.experts, *routed)
+
+
+def padding_of(model: nn.Module) -> Padding:
+    """What all mixtures of a model read from now on, which is the same however often one asks."""
+    mixtures = [module for module in model.modules() if isinstance(module, GroupedExperts)]
+    padding = mixtures[0].padding if mixtures else Padding()
+    for mixture in mixtures:
+        mixture.padding = padding
+    return padding
 
 
 @torch.no_grad()

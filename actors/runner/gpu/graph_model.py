@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from rayfin.actors.errors import UnrecognizedModule
 from rayfin.actors.runner.batch import STATES, StepInputs
-from rayfin.actors.runner.gpu.experts import TOLERANCE
+from rayfin.actors.runner.gpu.experts import TOLERANCE, padding_of
 from rayfin.actors.runner.gpu.graphs import CudaRecorder
 from rayfin.actors.runner.gpu.prompt_graphs import PromptGraphs, Record
 from rayfin.actors.runner.models.paged_model import PagedModel
@@ -88,6 +88,7 @@ class GraphModel:
 
     def __init__(self, paged: PagedModel, attention: PagedAttention) -> None:
         self._paged = paged
+        self._padding = padding_of(paged.transformer)
         self.attention = attention
         self.replay: Callable[[StepInputs], torch.Tensor | None] | None = None
         """What the layers of a step give by a graph, or None if none holds it."""
@@ -146,7 +147,9 @@ class GraphModel:
 
     def stream(self, input_ids: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """Returns hidden states [T, hidden] behind the layers; the cache gets all T tokens."""
+        self._padding.slots = batch.slots if LAUNCHES in batch.scratch else None  # of graphs
         states = self._paged.run_layers(input_ids, batch)
+        self._padding.slots = None
         if self.hooked:
             self._states[states] = [dict(hooked.kept) for hooked in self.hooked]
         return states

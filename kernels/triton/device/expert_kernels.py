@@ -10,10 +10,13 @@ from rayfin.kernels.triton.device.quant_kernels import add_block
 @triton.jit(do_not_specialize=["assignments", "max_tiles"])
 def map_tiles(
     chosen,  # [A] int64, the expert of each assignment; ids that do not exist are ignored
+    slots,  # [T] int64, negative in rows to ignore; any pointer without MASKED
     order,  # [A] int32, written: assignments, stably sorted by expert
     tiles,  # [N, 3] int32, written: expert (-1: none), first place in ``order``, assignments
     assignments,
     max_tiles,
+    CHOICES: tl.constexpr,  # assignments of a row
+    MASKED: tl.constexpr,
     EXPERTS: tl.constexpr,
     BINS: tl.constexpr,  # a power of two over EXPERTS
     ROWS: tl.constexpr,  # of a tile
@@ -31,6 +34,8 @@ def map_tiles(
         known = start + i < assignments
         expert_ids = tl.load(chosen + start + i, mask=known, other=EXPERTS)
         exists = (expert_ids >= 0) & (expert_ids < EXPERTS)
+        if MASKED:
+            exists &= tl.load(slots + (start + i) // CHOICES, mask=known, other=-1) >= 0
         counts += tl.histogram(tl.where(exists, expert_ids, EXPERTS).to(tl.int32), BINS)
     counts = tl.where(bins < EXPERTS, counts, 0)
     filled = (counts + ROWS - 1) // ROWS
@@ -50,6 +55,8 @@ def map_tiles(
     for start in range(0, assignments, BLOCK):
         known = start + i < assignments
         is_chosen = tl.load(chosen + start + i, mask=known, other=-1) == expert
+        if MASKED:
+            is_chosen &= tl.load(slots + (start + i) // CHOICES, mask=known, other=-1) >= 0
         rank = tl.cumsum(is_chosen.to(tl.int32), 0)
         tl.store(order + place + rank - 1, start + i, mask=is_chosen)
         place += tl.sum(is_chosen.to(tl.int32))
@@ -407,8 +414,10 @@ def coded_down_tiles(
 def add_choices(
     parts,  # [T, K, H]
     chosen,  # [T, K] int64
+    slots,  # [T] int64, as for `map_tiles`
     out,  # [T, H], written
     CHOICES: tl.constexpr,
+    MASKED: tl.constexpr,
     EXPERTS: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -416,10 +425,13 @@ def add_choices(
     """The sum of a row's choices, in their order. Program (row, block of columns)."""
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    used = h < HIDDEN
+    if MASKED:
+        used &= tl.load(slots + row) >= 0
     total = tl.zeros([BLOCK], tl.float32)
     for choice in range(CHOICES):
         place = row * CHOICES + choice
         expert = tl.load(chosen + place)
-        there = (h < HIDDEN) & (expert >= 0) & (expert < EXPERTS)
+        there = used & (expert >= 0) & (expert < EXPERTS)
         total += tl.load(parts + place * HIDDEN + h, mask=there, other=0.0).to(tl.float32)
     tl.store(out + row * HIDDEN + h, total.to(out.dtype.element_ty), mask=h < HIDDEN)

@@ -251,10 +251,11 @@ def used(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def experts() -> Iterator[Kernel]:
-    types = {"chosen": "*i64", "order": "*i32", "tiles": "*i32"}
+    types = {"chosen": "*i64", "slots": "*i64", "order": "*i32", "tiles": "*i32"}
+    masked = {"CHOICES": 8, "MASKED": True}
     types |= {"assignments": "i32", "max_tiles": "i32"}
     for count, bins in ((8, 16), (128, 256)):
-        constants = {"EXPERTS": count, "BINS": bins, "ROWS": 16, "BLOCK": MAP_BLOCK}
+        constants = {"EXPERTS": count, "BINS": bins, "ROWS": 16, "BLOCK": MAP_BLOCK, **masked}
         yield f"map {count} experts", expert_kernels.map_tiles, types, constants, {"num_warps": 4}
     sizes = {"HIDDEN": 2048, "INTERMEDIATE": 768, "BIAS": False}
     types = dict.fromkeys(("order", "tiles"), "*i32")
@@ -270,8 +271,8 @@ def experts() -> Iterator[Kernel]:
         strides = weight_constants(torch.empty(128, 2048, 768, device="meta"))
         yield f"down {name}", expert_kernels.down_tiles, types, constants | strides, options
     yield from coded_experts()
-    types = {"parts": "*bf16", "chosen": "*i64", "out": "*bf16"}
-    constants = {"CHOICES": 8, "EXPERTS": 128, "HIDDEN": 2048, "BLOCK": 1024}
+    types = {"parts": "*bf16", "chosen": "*i64", "slots": "*i64", "out": "*bf16"}
+    constants = {**masked, "EXPERTS": 128, "HIDDEN": 2048, "BLOCK": 1024}
     yield "add choices", expert_kernels.add_choices, types, constants, {"num_warps": 4}
 
 

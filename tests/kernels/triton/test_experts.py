@@ -101,6 +101,28 @@ def test_a_row_is_the_same_in_any_company(run: Run) -> None:
     assert torch.equal(run(x[:5], gate_up, down, chosen[:5], weights[:5]), every[:5])
 
 
+def test_rows_that_are_padding_choose_nothing(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are the same to the bit, and no tile is of an expert that padding alone chose."""
+    gate_up, down, x = normal(3, 20, 16), normal(3, 16, 10), normal(9, 16, seed=1)
+    x[2::3] = float("nan")
+    experts = Experts(gate_up.unflatten(1, (2, -1)).to(device), down.to(device), "silu")
+    chosen, slots = torch.tensor([[0], [1], [2]] * 3), torch.tensor([7, 0, -1] * 3)
+    routed = (chosen.to(device), torch.ones(9, 1, device=device))
+    tiles: list[torch.Tensor] = []
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *shape, **kind: tiles.append(empty(*shape, **kind)) or tiles[-1]
+    )
+    given = run_experts(x.to(device), experts, *routed, slots.to(device)).cpu()
+    wanted = run_experts(x.to(device), experts, *routed).cpu()
+    assert torch.equal(given[slots >= 0], wanted[slots >= 0]) and wanted.isnan().any()
+    assert not given[slots < 0].any()
+    first = next(each for each in tiles if each.dim() == 2)
+    assert set(first[:, 0].tolist()) == {0, 1, -1}
+
+
 def test_other_activations(run: Run, close: Close) -> None:
     gate_up, down, x = normal(1, 20, 16), normal(1, 16, 10), normal(3, 16, seed=1)
     chosen, weights = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)

@@ -29,6 +29,7 @@ from rayfin.kernels.sampling import select as sampling_select
 from rayfin.kernels.shapes import PagedBatch
 
 pytest.importorskip("triton")
+from rayfin.actors.runner.gpu import experts
 from rayfin.actors.runner.gpu import prompt_graphs as module
 from rayfin.actors.runner.gpu.decoder import GpuDecoder, build_gpu_decoder
 from rayfin.actors.runner.gpu.experts import group_experts
@@ -191,12 +192,25 @@ class Steps:
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "mixtral"])
 def test_what_eager_layers_compute(
-    family: str, two_layers: Any, tiny_model: Make, row: Make, step_of: Make
+    family: str,
+    two_layers: Any,
+    tiny_model: Make,
+    row: Make,
+    step_of: Make,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prompts, chunks, decodes, drafts; windows and experts; a larger step leaves nothing behind.
 
-    All pages that no row may see hold no number.
+    All pages that no row may see hold no number. Padding is routed to no expert.
     """
+    padded: set[int | None] = set()
+
+    def run_experts(*given: Any) -> torch.Tensor:
+        padded.add(None if given[-1] is None else int((given[-1] < 0).sum()))
+        return run(*given)
+
+    run = experts.run_experts
+    monkeypatch.setattr(experts, "run_experts", run_experts)
     tiny = two_layers if family == "qwen3" else tiny_model(family)
     model: Any = AutoModelForCausalLM.from_pretrained(tiny.folder, attn_implementation=ATTENTION)
     paged = PagedModel(model.to(DEVICE).eval().requires_grad_(False), paged_attention)
@@ -219,6 +233,7 @@ def test_what_eager_layers_compute(
         steps.compare(wide, None)
         steps.compare(steps.inputs({2: [4] * (MAX_TOKENS + 1)}), None)
     steps.compare(steps.inputs({0: [12, 13]}), 2)
+    assert padded == ({None, 0, 1, 2, 3, 11} if family == "mixtral" else set())
     decoder.bind(steps.cache)
     assert decoder.replay is None, "the graphs hold addresses of other pages"
 
