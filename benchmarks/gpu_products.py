@@ -275,12 +275,13 @@ def _add_moved(table: Table, name: str, tokens: int, took: float, moved: int, be
 
 
 def _experts(bench: Bench) -> None:
-    from rayfin.kernels.triton.experts import run_experts
+    from rayfin.kernels.triton.experts import Experts, run_experts
 
     experts, hidden, inner, choices = 128, 2048, 768, 8
     where = {"dtype": bench.dtype, "device": bench.device}
-    gate_up = torch.randn(experts, 2 * inner, hidden, **where)  # type: ignore[arg-type]
+    gate_up = torch.randn(experts, 2, inner, hidden, **where)  # type: ignore[arg-type]
     down = torch.randn(experts, hidden, inner, **where)  # type: ignore[arg-type]
+    mixture = Experts(gate_up, down, "silu")
     columns = ("tokens", "us", "share of bandwidth, of the experts read")
     table = bench.table("kernels", "128 experts of 768, 8 a token", columns)
     for tokens in (1, 16, 64, 256, 2048):
@@ -288,7 +289,7 @@ def _experts(bench: Bench) -> None:
         chosen = torch.rand(tokens, experts, device=bench.device).topk(choices).indices
         weights = torch.full((tokens, choices), 1 / choices, **where)  # type: ignore[arg-type]
         took = bench.seconds(
-            lambda x=x, c=chosen, w=weights: run_experts(x, gate_up, down, c, w, "silu")  # type: ignore[misc]
+            lambda x=x, c=chosen, w=weights: run_experts(x, mixture, c, w)  # type: ignore[misc]
         )
         read = int(chosen.unique().numel()) * 3 * inner * hidden * bench.dtype.itemsize
         table.add(tokens, f"{took * 1e6:.1f}", f"{read / took / bench.bandwidth:.2f}")
