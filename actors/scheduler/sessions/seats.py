@@ -33,6 +33,7 @@ from rayfin.actors.timing import (
     PAGES_HELD_SECONDS,
     PARKED_IDLE_SECONDS,
     PARKED_SECONDS,
+    RANKED_SECONDS,
 )
 
 MARGIN = 0.03
@@ -41,11 +42,6 @@ MARGIN = 0.03
 ROTATION = 8.0
 """A seat goes to who has waited for long after so many times its pages' seconds, so that swaps take
 a ninth of the time at most."""
-
-
-RANKED_SECONDS = 1e-3
-"""A ranking of paused sessions is kept so long for each of them. It takes some 3 microseconds for
-each, so 0.3 % of the time at most."""
 
 
 class Seats:
