@@ -165,8 +165,9 @@ class EngineArgs:
     )
     activations: Activations = _flag(
         "exact",
-        "what the rows of products are rounded to, on a CPU; int8: of those with a checkpoint's "
-        "integers; bfloat16: of those with 16-bit weights, as vLLM and transformers do",
+        "what the rows of products are rounded to; on a CPU int8: of those with a checkpoint's "
+        "integers; bfloat16: of those with 16-bit weights, as vLLM and transformers do; on a GPU "
+        "fp8: of those with a checkpoint's fp8, in steps of many rows",
     )
     load_format: LoadFormat = _flag("auto", "auto: safetensors; dummy: random weights")
     weights_cache: str | None = _flag(

@@ -58,6 +58,15 @@ EXACT_ROWS = (
 """For the log, of a GGUF file: who has one may compare."""
 
 
+ROUNDED = {
+    "int8": "integers, on the compiled CPU kernels, and {} has no such layer; plain "
+    "weights: quantization 'int4'",
+    "fp8": "fp8 with a scale for each output, layer or block of 128 x 128, on the Triton kernels "
+    "of a GPU in 16 bits, and {} has no such layer, or the GPU no such product",
+}
+"""What layers round their rows, by ``activations``."""
+
+
 def load_checkpoint(
     args: EngineArgs,
     config: PretrainedConfig,
@@ -83,7 +92,7 @@ def load_checkpoint(
             _pack_codes(args, model, kernels)
     on_triton = _uses_triton(args, device) and all(part.samples for part in parts)
     if on_triton and not parts:
-        _pack_for_triton(model, rounded)
+        _pack_for_triton(model, rounded, round_rows=args.activations == "fp8")
     if not kernels:
         widen(model)
     dequantize(weights.whole)  # what has no kernel
@@ -196,13 +205,15 @@ def _uses_triton(args: EngineArgs, device: torch.device) -> bool:
     return args.attention in ("auto", "triton") and can_use_triton(device)
 
 
-def _pack_for_triton(model: PreTrainedModel, rounded: Quantization | None) -> None:
+def _pack_for_triton(
+    model: PreTrainedModel, rounded: Quantization | None, *, round_rows: bool
+) -> None:
     """Puts quantised layers and experts on Triton's kernels, or rounds plain layers."""
     from rayfin.actors.runner.gpu.experts import pack_experts
     from rayfin.actors.runner.gpu.quant_linear import pack_quantized as pack
     from rayfin.actors.runner.gpu.quant_linear import round_linears
 
-    pack(model)
+    pack(model, round_rows=round_rows)
     pack_experts(model)
     if rounded and not round_linears(model, 4 if rounded == "int4" else 8):
         raise UnsupportedModel(
@@ -286,12 +297,11 @@ def _parameters(model: PreTrainedModel) -> int:
 
 
 def _require_rounding(args: EngineArgs, model: PreTrainedModel) -> None:
-    """Refuses ``activations`` "int8" where no layer rounds its rows."""
+    """Refuses ``activations`` that round rows where no layer does."""
     rounds = rounds_rows(model) or experts_round_rows(model)
-    if args.activations == "int8" and not rounds:
+    if args.activations in ROUNDED and not rounds:
         raise InvalidConfig(
-            "activations 'int8' is for weights of a quantized checkpoint that are integers, on the "
-            f"compiled CPU kernels, and {args.model} has no such layer; plain weights: "
-            "quantization 'int4'",
+            f"activations {args.activations!r} is for weights of a quantized checkpoint that are "
+            f"{ROUNDED[args.activations].format(args.model)}",
             "activations",
         )

@@ -286,6 +286,8 @@ def _load(args: EngineArgs, place: ParallelRank | None) -> LoadedModel:
     rounded = None if args.quantization == "dequantize" else args.quantization
     if rounded:
         _require_quantisable(args, device)
+    if args.activations == "fp8" and not can_use_triton(device):
+        raise InvalidConfig("activations 'fp8' is for a GPU", "activations")
     recipe = read_recipe(args)
     cache = _cache_of(args, device) if recipe is None and ranks == 1 else None
     cached = None if cache is None else _find(args, device, cache)

@@ -118,11 +118,10 @@ def _check_settings(args: EngineArgs, folder: str) -> None:
             f"quantized ones ({source.get('quant_method')}); leave it out, or 'dequantize' them",
             "quantization",
         )
-    if (
-        args.kv_cache_dtype.startswith("fp8")
-        and args.attention in ("auto", "cpu")
-        and (args.device == "cpu" or not _may_have_gpu())
-    ):
+    on_cpu = args.device == "cpu" or not _may_have_gpu()
+    if args.activations == "fp8" and on_cpu:
+        raise InvalidConfig("activations 'fp8' is for a GPU", "activations")
+    if args.kv_cache_dtype.startswith("fp8") and args.attention in ("auto", "cpu") and on_cpu:
         raise InvalidConfig(
             f"kv_cache_dtype {args.kv_cache_dtype!r} needs a GPU, or attention 'torch', which is "
             "slow: the pages of the compiled attention are float32 or bfloat16",

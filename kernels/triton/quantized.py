@@ -8,7 +8,7 @@ fp32. Three ways lead to a product:
 * Codes that it does not read (tables, groups of odd sizes), and fp32, take `coded_product`, which
   rounds each weight once to the dtype of the rows (as `Grouped.dense`, rounded).
 * More rows are bound by computation. For them the whole weight is made, rounded once, and torch
-  multiplies by it.
+  multiplies by it. If they are to be rounded (`with_rounded_rows`), torch multiplies them in fp8.
 """
 
 import math
@@ -23,6 +23,7 @@ import triton
 from rayfin.kernels.grouped import E2M1 as E2M1_TABLE
 from rayfin.kernels.grouped import Grouped
 from rayfin.kernels.triton.device import quant_kernels as kernels
+from rayfin.kernels.triton.scaled import ScaledWeight, scaled_product, scales_of
 from rayfin.kernels.triton.trials import EIGHT_ROWS, MORE_PARTS, trials
 
 INTEGER, E4M3, TABLE = (kind.value for kind in (kernels.INTEGER, kernels.E4M3, kernels.TABLE))
@@ -58,6 +59,9 @@ weight, those of down 132 and 100.
 
 MOST_TABLE_ROWS = 64
 """The same of `coded_product`."""
+
+SCALED_ROWS = 65
+"""Rows from which on they are rounded if at all (`with_rounded_rows`). No GPU has timed it yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,7 @@ class CodedWeight:
     table: torch.Tensor | None = None  # [16] fp32
     order: torch.Tensor | None = None  # [K] int64: input i of the kernel is x[:, order[i]]
     parted: bool = False  # codes are in the order of `coded_columns` (`_in_parts`)
+    scaled: ScaledWeight | None = None  # for products of many rows that are rounded to fp8
 
     @property
     def outputs(self) -> int:
@@ -147,13 +152,15 @@ class CodedWeight:
         """Some of the outputs, without a copy."""
         end = start + count
         zeros = None if self.zeros is None else self.zeros[:, start:end]
-        return replace(
+        some = replace(
             self,
             words=self.words[start:end],
             groups=self.groups[:, start:end],
             arrived=self.arrived[start:end],
             zeros=zeros,
+            scaled=None,
         )
+        return some if self.scaled is None else with_rounded_rows(some)
 
 
 def pack_weight(weight: Grouped, dtype: torch.dtype = torch.float32) -> CodedWeight | None:
@@ -208,6 +215,19 @@ def _in_parts(codes: torch.Tensor, part: int) -> torch.Tensor:
     return parts.transpose(2, 3).reshape(codes.shape)
 
 
+def with_rounded_rows(weight: CodedWeight) -> CodedWeight:
+    """Makes a weight round many rows, if it is of e4m3 with scales that torch's product takes."""
+    blocks = weight.words.shape[1] * 4 // DEPTH
+    fits = weight.group == DEPTH or len(weight.groups) == 1
+    if weight.kind != E4M3 or not weight.parted or weight.order is not None or not fits:
+        return weight
+    scales = scales_of(weight.groups / E4M3_FACTOR)
+    if scales is None or len(weight.groups) not in (1, blocks):
+        return weight
+    numbers = weight.words.view(torch.float8_e4m3fn)
+    return replace(weight, scaled=ScaledWeight(numbers, *scales))
+
+
 def stack_weights(weights: list[CodedWeight]) -> CodedWeight | None:
     """One weight of the outputs of several, or None if they are not alike."""
     first = weights[0]
@@ -221,14 +241,16 @@ def stack_weights(weights: list[CodedWeight]) -> CodedWeight | None:
         zeros = _unusual(torch.cat([zero_points for _, zero_points in parts], dim=1), first.bits)
     else:
         groups = torch.cat([weight.groups for weight in weights], dim=1)
-    return replace(
+    whole = replace(
         first,
         words=torch.cat([weight.words for weight in weights]),
         groups=groups,
         arrived=torch.cat([weight.arrived for weight in weights]),
         form=form,
         zeros=zeros,
+        scaled=None,
     )
+    return whole if first.scaled is None else with_rounded_rows(whole)
 
 
 def product(
@@ -246,6 +268,9 @@ def product(
         split: programs that share the inputs of an output; None fills the device.
     """
     x = _ordered(x, weight)
+    if shape is None and (scaled := scaled_for(weight, len(x))) is not None:
+        y = scaled_product(x, scaled)
+        return y if bias is None else y + bias
     if shape is None and len(x) > most_rows(weight, x):
         return F.linear(x, widened(weight, x.dtype), bias)
     out = x.new_empty(len(x), weight.outputs)
@@ -265,7 +290,10 @@ def add_product(
 ) -> None:
     """hidden += residual_scale * (x W^T + b), in place. ``shape`` and ``split`` as in `product`."""
     x = _ordered(x, weight)
-    if shape is not None or len(x) <= most_rows(weight, x):
+    if shape is None and (scaled := scaled_for(weight, len(x))) is not None:
+        y = scaled_product(x, scaled)
+        hidden.add_(y if bias is None else y + bias, alpha=residual_scale)
+    elif shape is not None or len(x) <= most_rows(weight, x):
         _launch(x, weight, bias, hidden, residual_scale, add=True, shape=shape, split=split)
     elif bias is None:
         hidden.addmm_(x, widened(weight, x.dtype).T, alpha=residual_scale)
@@ -294,6 +322,11 @@ def widened(weight: CodedWeight, dtype: torch.dtype) -> torch.Tensor:
         num_warps=4,
     )
     return out
+
+
+def scaled_for(weight: CodedWeight, rows: int) -> ScaledWeight | None:
+    """Returns what multiplies so many rows if they are rounded; None if they are not."""
+    return weight.scaled if rows >= SCALED_ROWS else None
 
 
 def most_rows(weight: CodedWeight, x: torch.Tensor) -> int:

@@ -16,12 +16,16 @@ from rayfin.actors.runner.quantized.linear import SmallLinear, inside_head
 from rayfin.actors.runner.quantized.loader import quant_linears
 from rayfin.kernels.grouped import Grouped, round_weight
 from rayfin.kernels.triton.quantized import (
+    SCALED_ROWS,
     CodedWeight,
     pack_weight,
     product,
+    scaled_for,
     stack_weights,
     widened,
+    with_rounded_rows,
 )
+from rayfin.kernels.triton.scaled import rounded_rows
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,9 @@ GATES = ("gate", "router")
 
 READ = ("dt_proj",)
 """How names of layers end whose weight the model multiplies by itself (Mamba): these are plain."""
+
+UNLIKE = "other codes, or scales of other blocks"
+"""Why rows of a layer stay exact that were to be rounded."""
 
 CHECKED_ROWS = (1, 17, 33, 65, 129)
 """Rows of a step of each tile, and of one that makes the weight whole."""
@@ -54,6 +61,10 @@ class TritonLinear(SmallLinear):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.weight = torch.empty(codes.outputs, codes.inputs, dtype=dtype, device="meta")
 
+    @property
+    def rounds_rows(self) -> bool:
+        return self.codes.scaled is not None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., N]."""
         y = product(x.reshape(-1, x.shape[-1]), self.codes, self.bias)
@@ -74,24 +85,42 @@ class CheckedKernel:
     """Packs weights for the kernel, which it compares with the plain product.
 
     The first weight of each kind is compared: of a size, a type of codes and scales. So a device
-    that has no room for the kernel, or computes something else, serves plain weights.
+    that has no room for the kernel, or computes something else, serves plain weights. Products of
+    rows that are rounded are compared with those of rounded rows, and else rows stay exact.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, round_rows: bool = False) -> None:
+        self._round_rows = round_rows
         self._why: dict[tuple[object, ...], str] = {}  # by kinds; "": they agree
         self.refused = 0  # weights that pack_weight read
+        self.rounded = 0  # those that round their rows
+        self.exact = 0  # and those that were to, and do not
+        self._why_exact = self._why_plain = ""
 
     def pack(self, weight: Grouped, dtype: torch.dtype) -> CodedWeight | None:
         """The weight for rows of ``dtype``, or None if the kernel has to leave it."""
         codes = pack_weight(weight, dtype)
         if codes is None:
             return None
-        absent = [part is None for part in (codes.zeros, codes.table, codes.order)]
+        if self._round_rows:
+            rounded, why = with_rounded_rows(codes), UNLIKE
+            if rounded.scaled is not None and not (why := self._fault(rounded, weight, dtype)):
+                self.rounded += 1
+                return rounded
+            self.exact, self._why_exact = self.exact + 1, why
+        fault = self._fault(codes, weight, dtype)
+        if not fault:
+            return codes
+        self.refused, self._why_plain = self.refused + 1, self._why_plain or fault
+        return None
+
+    def _fault(self, codes: CodedWeight, weight: Grouped, dtype: torch.dtype) -> str:
+        parts = (codes.zeros, codes.table, codes.order, codes.scaled)
+        absent = [part is None for part in parts]
         kind = (*weight.shape, codes.kind, codes.bits, codes.form, codes.group, *absent, dtype)
         if kind not in self._why:
             self._why[kind] = fault_of(codes, last_outputs(weight, CHECKED_OUTPUTS).to(dtype))
-        self.refused += bool(self._why[kind])
-        return None if self._why[kind] else codes
+        return self._why[kind]
 
     def warn(self) -> None:
         """Says what stays plain, if anything does."""
@@ -100,7 +129,14 @@ class CheckedKernel:
                 "%d layers of few bits are plain, as with --quantization dequantize: their kernel "
                 "does not work on this device (%s)",
                 self.refused,
-                next(filter(None, self._why.values())),
+                self._why_plain,
+            )
+        if self._round_rows:
+            kept = f"; those of {self.exact} are exact ({self._why_exact})" if self.exact else ""
+            logger.log(
+                logging.WARNING if kept else logging.INFO,
+                "rows of %d layers are rounded to fp8 in steps of at least %d of them%s",
+                *(self.rounded, SCALED_ROWS, kept),
             )
 
 
@@ -121,7 +157,9 @@ def fault_of(codes: CodedWeight, weight: torch.Tensor) -> str:
         # Outputs are about as large as weights, which float16 holds.
         x = torch.randn(rows, codes.inputs, generator=random) / codes.inputs**0.5
         x = x.to(device=weight.device, dtype=weight.dtype)
-        wanted = nn.functional.linear(x, weight).float()
+        scaled = scaled_for(codes, rows)
+        shown = x if scaled is None else rounded_rows(x, scaled.by_block).to(x.dtype)
+        wanted = nn.functional.linear(shown, weight).float()
         try:
             given = product(x, codes, None)[:, -len(weight) :].float()
             difference = (given - wanted).abs().max()
@@ -137,13 +175,14 @@ def fault_of(codes: CodedWeight, weight: torch.Tensor) -> str:
 
 
 @torch.no_grad()
-def pack_quantized(model: nn.Module) -> int:
+def pack_quantized(model: nn.Module, *, round_rows: bool = False) -> int:
     """Replaces the quantised layers, one after the other, and returns the bytes of their weights.
 
-    So the device holds one layer's numbers at most beside the codes. Layers of codes that the
-    kernels do not read become plain, and so do those whose products would differ.
+    With ``round_rows`` those of fp8 round their rows to fp8 where there are many. The device holds
+    one layer's numbers at most beside the codes. Layers of codes that the kernels do not read
+    become plain, and so do those whose products would differ.
     """
-    layers, plain, size, kernel = quant_linears(model), 0, 0, CheckedKernel()
+    layers, plain, size, kernel = quant_linears(model), 0, 0, CheckedKernel(round_rows)
     while layers:
         owner, name, layer = layers.pop()
         if name.endswith(READ):

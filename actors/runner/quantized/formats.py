@@ -535,7 +535,7 @@ def mxfp4_groups(blocks: torch.Tensor, scales: torch.Tensor) -> Grouped:
 
 
 def nibbles(octets: torch.Tensor) -> torch.Tensor:
-    """Codes of 4 bits, two of each byte, the lower half first: [N, ..., B] -> [N, 2 * ... * B]."""
+    """Takes 4-bit codes out of bytes, the lower half first: [N, ..., B] -> [N, 2 * ... * B]."""
     return torch.stack([octets & 15, octets >> 4], dim=-1).flatten(1)
 
 

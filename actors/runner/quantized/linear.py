@@ -38,6 +38,11 @@ class SmallLinear(nn.Module):
     weight: torch.Tensor  # of no memory (meta): some models ask for its type
     bias: nn.Parameter | None
 
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether some products round their rows to 8 bits."""
+        return False
+
 
 class SmallEmbedding(nn.Module, ABC):
     """An embedding whose table is of few bits, and perhaps a factor on what it gives."""

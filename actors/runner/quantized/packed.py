@@ -63,7 +63,6 @@ class CodedLinear(SmallLinear):
 
     @property
     def rounds_rows(self) -> bool:
-        """Whether a product rounds its rows to 8 bits."""
         matrix = self._merged[0] if self._own is None and self._merged else self._own
         return matrix is not None and matrix.rounds_rows
 
@@ -156,7 +155,7 @@ def _packed_embedding(
 
 def rounds_rows(model: nn.Module) -> bool:
     """Whether some layer rounds the rows that it multiplies."""
-    layers = (layer for layer in model.modules() if isinstance(layer, CodedLinear))
+    layers = (layer for layer in model.modules() if isinstance(layer, SmallLinear))
     return any(layer.rounds_rows for layer in layers)
 
 

@@ -9,6 +9,8 @@ at once. `widen_codes` makes the weight whole.
 import triton
 import triton.language as tl
 
+from rayfin.kernels.triton.device.layer_kernels import to_page
+
 INTEGER = tl.constexpr(0)
 E4M3 = tl.constexpr(1)
 TABLE = tl.constexpr(2)
@@ -518,3 +520,42 @@ def widen_codes(
         numbers = numbers_of((packed >> (i * BITS)) & MASK, zero, table, KIND)
         weights = numbers * scale_of(scales, FORM)
         tl.store(out + row * INPUTS + k, weights.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "padded_rows"])
+def round_rows(
+    x,  # [T, K]
+    out,  # [R, BLOCKS * DEPTH] e4m3, written
+    scales,  # [BLOCKS or 1, R] fp32, written
+    rows,  # T
+    padded_rows,  # R
+    INPUTS: tl.constexpr,  # K
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,  # a power of two of blocks
+    DEPTH: tl.constexpr,  # inputs of a block
+    BY_BLOCK: tl.constexpr,  # each block of a row has a scale; else each row
+):
+    """Divides rows by a scale that makes their largest number 448. Program (row).
+
+    A scale is NaN where a number is. Inputs of a block are in the order of `coded_columns`: two by
+    two, half a block apart.
+    """
+    row = tl.program_id(0)
+    block, place = tl.arange(0, WIDTH)[:, None], tl.arange(0, DEPTH)[None, :]
+    k = block * DEPTH + place % 2 * (DEPTH // 2) + place // 2
+    known = (k < INPUTS) & (row < rows)
+    numbers = tl.load(x + row.to(tl.int64) * INPUTS + k, mask=known, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(numbers), axis=1)
+    spoiled = tl.max((numbers != numbers).to(tl.int32), axis=1)
+    if not BY_BLOCK:
+        largest = tl.zeros_like(largest) + tl.max(largest, axis=0)
+        spoiled = tl.zeros_like(spoiled) + tl.max(spoiled, axis=0)
+    largest = tl.maximum(largest, 1e-30)
+    target = out + row.to(tl.int64) * (BLOCKS * DEPTH) + block * DEPTH + place
+    factor = tl.div_rn(tl.full(largest.shape, 448.0, tl.float32), largest)
+    rounded = to_page(numbers * factor[:, None], out)
+    tl.store(target, rounded, mask=(block < BLOCKS) & (place < DEPTH))
+    each = tl.arange(0, WIDTH)
+    stored = each < (BLOCKS if BY_BLOCK else 1)
+    scale = tl.where(spoiled > 0, float("nan"), largest / 448.0)
+    tl.store(scales + each.to(tl.int64) * padded_rows + row, scale, mask=stored)

@@ -309,6 +309,7 @@ def test_a_model_that_only_hears_without_the_packages(
             {"quantization": "int8"},
             "",
         ),
+        (LLAMA, {"activations": "fp8"}, "activations"),
         (LLAMA, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
         (LLAMA, {"kv_cache_dtype": "fp8_e4m3", "attention": "cpu"}, "kv_cache_dtype"),
     ],

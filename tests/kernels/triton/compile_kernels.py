@@ -31,7 +31,7 @@ from rayfin.kernels.attention.triton_backend import (
     width,
 )
 from rayfin.kernels.cpu.experts import ClampedSwish
-from rayfin.kernels.triton import quantized
+from rayfin.kernels.triton import quantized, scaled
 from rayfin.kernels.triton.device import (
     adjust_kernels,
     decode_kernels,
@@ -245,6 +245,17 @@ def coded(shared: int) -> Iterator[Kernel]:
         yield f"widen {of}", kernel, types_whole, used(kernel, more), {"num_warps": 4}
 
 
+def rounds() -> Iterator[Kernel]:
+    types = {"x": "*bf16", "out": f"*{FP8}", "scales": "*fp32", "rows": "i32", "padded_rows": "i32"}
+    for inputs, by_block in ((4096, True), (14336, True), (14336, False)):
+        blocks = inputs // scaled.DEPTH
+        width = triton.next_power_of_2(blocks)
+        constants = {"INPUTS": inputs, "BLOCKS": blocks, "WIDTH": width, "DEPTH": scaled.DEPTH}
+        name = f"round {inputs}, {'a block' if by_block else 'a row'}"
+        options = {"num_warps": scaled.warps_for(width)}
+        yield name, quant_kernels.round_rows, types, constants | {"BY_BLOCK": by_block}, options
+
+
 def used(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
     """Those constants that the kernel has."""
     return {name: value for name, value in constants.items() if name in kernel.arg_names}
@@ -451,6 +462,7 @@ def main() -> None:
         *adapters(),
         *products(),
         *coded(SHARED_BYTES[args.arch]),
+        *(rounds() if args.arch >= 89 else ()),
         *experts(),
         *sampling(),
         *decoding(),

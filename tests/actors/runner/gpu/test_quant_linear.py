@@ -11,11 +11,14 @@ import torch
 from torch import nn
 
 from quantised import KINDS, QuantisedModel
+from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.runner.checkpoint import _require_rounding
 from rayfin.actors.runner.models.config import load_config
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel
 from rayfin.actors.runner.models.replace import probe_logits
 from rayfin.actors.runner.models.weights import load_model
 from rayfin.actors.runner.quantized.loader import quant_linears
+from rayfin.actors.runner.quantized.packed import rounds_rows
 from rayfin.kernels.attention.torch_backend import paged_attention
 from rayfin.kernels.grouped import Grouped, round_weight
 from tiers import few
@@ -33,6 +36,7 @@ from rayfin.actors.runner.gpu.quant_linear import (
 )
 from rayfin.actors.runner.gpu.weights import GatedMlp
 from rayfin.kernels.attention.triton_backend import TritonAttention
+from rayfin.kernels.triton import quantized
 from rayfin.kernels.triton.quantized import (
     DEPTH,
     CodedWeight,
@@ -172,6 +176,39 @@ def test_a_kernel_that_fails_leaves_layers_plain(
     paged = PagedModel(model, paged_attention)
     wanted = plain_logits(plain)
     torch.testing.assert_close(probe_logits(paged, paged), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_rows_rounded_to_fp8(
+    fault: bool, engine_args: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """In steps of many rows, of weights of fp8 in 16 bits; exact where the product fails."""
+    written = QuantisedModel("fp8", "llama", tmp_path)
+    args = engine_args(written.folder, dtype="float16", activations="fp8")
+    model = load_model(args, load_config(args), DEVICE, ATTENTION, keep_quantized=True)
+    for _, _, one in quant_linears(model):
+        one.dtype = torch.float16  # a load on a CPU widens it
+    if fault:
+        monkeypatch.setattr(quantized, "scaled_product", lambda x, weight: 1 / 0)
+    with caplog.at_level("INFO"):
+        assert pack_quantized(model, round_rows=True) > 0
+    layers, up = layers_of(model), model.model.layers[0].mlp.up_proj
+    assert len(layers) == 14 and not quant_linears(model)
+    assert all(layer.rounds_rows != fault for layer in layers) and rounds_rows(model) != fault
+    x = torch.randn(quantized.SCALED_ROWS, 64, device=DEVICE).half()
+    wanted = nn.functional.linear(x, up.dequantized().weight).float()
+    error = (up(x).float() - wanted).norm() / wanted.norm()
+    assert error < 2e-3 if fault else 0.01 < error < 0.05
+    few_rows = (up(x[1:]).float() - wanted[1:]).norm() / wanted.norm()
+    assert few_rows < 2e-3
+    if fault:
+        assert "those of 14 are exact (ZeroDivisionError" in caplog.text
+        with pytest.raises(InvalidConfig, match="has no such layer") as caught:
+            _require_rounding(args, model)
+        assert caught.value.param == "activations"
+    else:
+        assert "rows of 14 layers are rounded to fp8" in caplog.text
+        _require_rounding(args, model)
 
 
 @pytest.mark.parametrize("kind", few(["nf4 nested", "awq"], 1))

@@ -203,6 +203,13 @@ def test_rows_that_are_not_rounded(
     assert caught.value.param == "activations"
 
 
+def test_rows_in_fp8_on_a_cpu(tmp_path: Path, engine_args: Make) -> None:
+    written = QuantisedModel("fp8", "llama", tmp_path)
+    with pytest.raises(InvalidConfig, match="activations 'fp8' is for a GPU") as caught:
+        load(engine_args(written.folder, activations="fp8", device="cpu"))
+    assert caught.value.param == "activations"
+
+
 def test_rounding_what_is_quantised(tmp_path: Path, engine_args: Make) -> None:
     written = QuantisedModel("gptq", "llama", tmp_path)
     with pytest.raises(InvalidConfig, match=r"holds quantized ones \(gptq\)") as caught:
