@@ -26,6 +26,7 @@ from new_weights import (
     kill_runner_after_updates,
     update_amid,
     update_in_turn,
+    update_while_pages_move,
 )
 
 ONE = Layout()
@@ -588,6 +589,11 @@ CASES = [
     *map(with_new_weights, FAILPOINTS),
     *map(with_new_weights_alone, FAILPOINTS),
     with_many_weights("in-turn", "new weights of one engine after the other", update_in_turn),
+    with_many_weights(
+        "moving",
+        "new weights again and again while engines drain in turn and pages move",
+        update_while_pages_move,
+    ),
     with_many_weights("after", "a runner killed after 3 updates", kill_runner_after_updates),
     with_many_weights(
         "joiner",

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 import httpx
+from faults import drain_in_turn
 from nemesis import Nemesis
 
 from rayfin.deployments.serve.preflight import DEMO_FOLDER
@@ -46,6 +47,19 @@ async def update_in_turn(nemesis: Nemesis) -> None:
             await _update(nemesis, http, order="in_turn")
         nemesis.plant_once("weights.current=exit")
         label = await _update(nemesis, http, order="in_turn")
+        nemesis.plant("")
+        await _agree(nemesis, http, label)
+
+
+async def update_while_pages_move(nemesis: Nemesis) -> None:
+    """Updates engines again and again while they drain in turn, and their pages come slowly."""
+    nemesis.plant("runner.record=sleep:0.05")
+    async with _operator(nemesis) as http:
+        moving = asyncio.create_task(drain_in_turn(nemesis))
+        while not moving.done():
+            label = await _update(nemesis, http)
+            await asyncio.sleep(nemesis.random.uniform(0.0, 1.0))
+        await moving
         nemesis.plant("")
         await _agree(nemesis, http, label)
 
