@@ -6,7 +6,7 @@ page only if everything that its keys and values depend on is equal. This is vLL
 the fixes of its advisories: no weak hash, and the page's tokens are compared on a hit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -30,11 +30,20 @@ class PageName(NamedTuple):
     keys: tuple[str, ...] = ()  # the extra keys of its chain
 
 
+_Row: TypeAlias = tuple[bytes, bytes, bytes | None, tuple[str, ...]]
+"""The values of a ``PageName``: the scheduler has better to do than to make objects."""
+
+
 class NameChanges(NamedTuple):
     """Pages that have become known, and pages that are known no longer."""
 
-    named: dict[int, PageName]
+    rows: Mapping[int, _Row]  # by page
     dropped: list[int]
+
+    @property
+    def named(self) -> dict[int, PageName]:
+        """Names by page."""
+        return {page: PageName(*row) for page, row in self.rows.items()}
 
 
 class HashChain:
@@ -95,7 +104,9 @@ class PrefixIndex:
         self._hash_of: list[bytes | None] = [None] * num_pages
         self._tokens_of: Tokens = np.zeros((num_pages, page_size), np.int32)
         self._before: list[tuple[bytes | None, tuple[str, ...]]] = [(None, ())] * num_pages
-        self._changed: dict[int, None] = {}  # pages, since ``changes`` was last called
+        # Pages since ``changes`` was last called: those that are known, and those that are not.
+        self._named: dict[int, _Row] = {}
+        self._dropped: dict[int, None] = {}
         self.observer: IndexObserver | None = None
 
     def __contains__(self, page: int) -> bool:
@@ -163,7 +174,9 @@ class PrefixIndex:
         self._hash_of[page] = page_hash
         self._tokens_of[page] = tokens
         self._before[page] = parent, keys
-        self._changed[page] = None
+        # Here, where its tokens are at hand.
+        self._named[page] = page_hash, self._tokens_of[page].tobytes(), parent, keys
+        self._dropped.pop(page, None)
         if self.observer is not None:
             self.observer.stored(page_hash, parent, tokens, keys)
         return True
@@ -186,25 +199,19 @@ class PrefixIndex:
             return False
         del self._page_of[page_hash]
         self._hash_of[page] = None
-        if not keeps or page in self._changed:
-            self._changed[page] = None
+        if self._named.pop(page, None) is not None or not keeps:
+            self._dropped[page] = None
         if self.observer is not None:
             self.observer.removed(page_hash)
         return True
 
     def changes(self) -> NameChanges | None:
         """What has changed since the last call; None: nothing."""
-        if not self._changed:
+        if not (self._named or self._dropped):
             return None
-        named: dict[int, PageName] = {}
-        dropped = []
-        for page in self._changed:
-            if (name := self.name(page)) is None:
-                dropped.append(page)
-            else:
-                named[page] = name
-        self._changed.clear()
-        return NameChanges(named, dropped)
+        changes = NameChanges(self._named, list(self._dropped))
+        self._named, self._dropped = {}, {}
+        return changes
 
     def clear(self) -> None:
         """Removes all pages, whose memory is gone."""

@@ -127,10 +127,11 @@ class PageNames:
             self._states[page_hash] = (snapshot,)
 
     def before(self, info: SchedulerInfo) -> None:
-        changes = info.names or NameChanges({}, [])
+        changes = info.names
+        named, dropped = ({}, []) if changes is None else (changes.named, changes.dropped)
         with self._lock:
-            self._drop([*changes.dropped, *changes.named, *self._written(info)])
-            self._coming.append(dict(changes.named))
+            self._drop([*dropped, *named, *self._written(info)])
+            self._coming.append(named)
             # A state that no move saves is not there.
             targets = set(info.moves[info.moves[:, 0] == STATE_SAVE, 2].tolist())
             states = (info.states or {}).items()
@@ -142,7 +143,7 @@ class PageNames:
         with self._lock:
             self._drop(changes.dropped)
             if self._begun == after and not self._coming and after[1] + 1 >= self._blind_until:
-                self._drop([*changes.named])
+                self._drop([*changes.rows])
                 self._know(changes.named)
 
     def forwarded(self, info: SchedulerInfo, rows: Int64Array, logits: object) -> None:
