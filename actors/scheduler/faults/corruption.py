@@ -5,6 +5,8 @@ step, or in the next one, which is in flight already. If that chunk's row fails,
 valid, and all that was computed from them must be computed again.
 """
 
+from collections.abc import Callable
+
 from rayfin.actors.messages import StepResult
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.scheduler_state import SchedulerState
@@ -12,14 +14,14 @@ from rayfin.actors.scheduler.step_builder import StepRecord
 
 
 def requests_sharing_failed_pages(
-    state: SchedulerState, record: StepRecord, result: StepResult
+    state: SchedulerState, record: StepRecord, result: StepResult, forget: Callable[[], None]
 ) -> list[Request]:
     """Returns running requests that share pages of failed rows, without the failed ones themselves.
 
-    If a failed chunk's request has left its slot, its pages are not known any more. Then the prefix
-    index is emptied, for they may be in it, and all running requests are returned, once for all
-    rows of that time: requests admitted since share none of those pages. Decoding rows share only
-    pages whose tokens were returned, so those were written.
+    If a failed chunk's request has left its slot, its pages are not known any more. Then ``forget``
+    is called, for they may be in the prefix index, and all running requests are returned, once
+    for all rows of that time: requests admitted since share none of those pages. Decoding rows
+    share only pages whose tokens were returned, so those were written.
     """
     running, tables = state.running, state.tables
     failed: dict[Request, None] = {}
@@ -31,7 +33,7 @@ def requests_sharing_failed_pages(
             if record.info.is_decoding[row] or requeued:
                 continue
             state.requeued_admission = running.last_admission
-            tables.reset_prefix_cache()
+            forget()
             return running.holders()
         first = int(record.info.kv_len[row]) // tables.page_size
         if running.request(slot) not in failed and bad.isdisjoint(tables.pages_since(slot, 0)):

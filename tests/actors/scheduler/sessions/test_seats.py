@@ -455,3 +455,20 @@ def test_with_ample_memory_nothing_changes(
         logs.append([(info.ids.tolist(), info.merge_prompt.tolist()) for info in h.executor.log])
         assert h.engine.stats().session_lapses.get("price", 0) == 0
     assert logs[0] == logs[1]
+
+
+def test_after_a_failed_step_none_has_a_seat(agents: Agents) -> None:
+    """Of a request that has left its slot meanwhile: what others have claimed may be wrong."""
+    agents.turn(0)
+    h = agents.h
+    h.add([7] * 9, 12)
+    h.step()
+    failing = h.add(9, 3)
+    h.executor.errors.add((failing.seed, 0))
+    h.step()
+    h.abort(failing)
+    assert _names(agents) == ["s0"]
+    h.step()
+    assert _names(agents) == []
+    h.run()
+    h.check()
