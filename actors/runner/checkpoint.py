@@ -76,6 +76,7 @@ def load_checkpoint(
 ) -> LoadedModel:
     """Reads the checkpoint, and puts the model on its kernels."""
     if (loaded := load_whole(args, config, device, recipe)) is not None:
+        _require_rounding(args, None)
         return loaded
     ranks = 1 if place is None else place.size
     rounded = None if args.quantization == "dequantize" else args.quantization
@@ -296,9 +297,9 @@ def _parameters(model: PreTrainedModel) -> int:
     return int(model.num_parameters()) + quantized_parameters(model)
 
 
-def _require_rounding(args: EngineArgs, model: PreTrainedModel) -> None:
-    """Refuses ``activations`` that round rows where no layer does."""
-    rounds = rounds_rows(model) or experts_round_rows(model)
+def _require_rounding(args: EngineArgs, model: PreTrainedModel | None) -> None:
+    """Refuses ``activations`` that round rows where no layer does; None has no such layers."""
+    rounds = model is not None and (rounds_rows(model) or experts_round_rows(model))
     if args.activations in ROUNDED and not rounds:
         raise InvalidConfig(
             f"activations {args.activations!r} is for weights of a quantized checkpoint that are "

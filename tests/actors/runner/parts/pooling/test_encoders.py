@@ -10,7 +10,7 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from pooling_models import TEXTS, add_modules, make_decoder, make_encoder
 from rayfin import LLM
-from rayfin.actors.errors import UnsupportedModel
+from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.deployments.offline.pooling import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -122,3 +122,10 @@ def test_what_attends_in_its_own_way_is_refused(tmp_path: Path) -> None:
     folder = make_encoder(tmp_path, "mpnet")
     with pytest.raises(UnsupportedModel, match="registry"):
         LLM(str(folder), **SETTINGS)
+
+
+def test_no_row_of_an_encoder_is_rounded(tmp_path: Path) -> None:
+    folder = make_encoder(tmp_path, "bert")
+    with pytest.raises(InvalidConfig, match="has no such layer") as caught:
+        LLM(str(folder), activations="int8", **SETTINGS)
+    assert caught.value.param == "activations"
