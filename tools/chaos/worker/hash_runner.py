@@ -143,6 +143,10 @@ class ModelRunner:
         """Its pages are no tensors, so no file keeps them."""
 
     @property
+    def mover(self) -> None:
+        """No host memory holds its pages."""
+
+    @property
     def states(self) -> None:
         """It keeps no state beside its pages."""
 
