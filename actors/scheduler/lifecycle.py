@@ -163,11 +163,6 @@ class Lifecycle:
         if self.seats is not None:
             self.seats.forget()
 
-    def forget_computed(self) -> None:
-        """Resets the prefix cache, and copies of its pages, after an error in computing some."""
-        self.forget_prefixes()
-        self.tier.forget_computed()
-
     def forget_states(self) -> None:
         """Resets the snapshots of states, after an error in computing one."""
         if self.state.snapshots is not None:

@@ -91,10 +91,6 @@ class PageTier(Beside, Protocol):
         """An operator resets the prefix cache."""
         ...
 
-    def forget_computed(self) -> None:
-        """A step has failed, so pages that left the cache may be wrong; those of files are not."""
-        ...
-
     def seconds_to_read(self, pages: Sequence[int]) -> float | None:
         """Seconds in which files of all ``pages`` of the index are read; None if some have none."""
         ...
@@ -140,8 +136,6 @@ class NoTier:
     def store(self, slot: int) -> None: ...
 
     def forget(self) -> None: ...
-
-    def forget_computed(self) -> None: ...
 
     def turn(self, digest: str) -> None: ...
 
@@ -588,11 +582,6 @@ class SourcesTier:
         self._forget_host()
         if self._folder is not None:
             self._tell(write=True, forget=True)
-
-    def forget_computed(self) -> None:
-        for transfer in self._reading:
-            transfer.valid = transfer.valid and transfer.what.source != HOST
-        self._forget_host()
 
     def _forget_host(self) -> None:
         if self._host is not None:

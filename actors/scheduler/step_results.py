@@ -53,7 +53,7 @@ class StepResults:
         if (result.epoch, result.step) != (record.info.epoch, record.info.step):
             raise RunnerGroupFailed(f"step {record.info.step} was answered by step {result.step}")
         if result.errors:
-            state, forget = self._lifecycle.state, self._lifecycle.forget_computed
+            state, forget = self._lifecycle.state, self._lifecycle.forget_prefixes
             for request in requests_sharing_failed_pages(state, record, result, forget):
                 self._lifecycle.requeue(request)
             self._lifecycle.preemption.clear()

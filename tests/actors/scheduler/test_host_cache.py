@@ -187,21 +187,3 @@ def test_swapped_requests_share_the_memory(harness: Make) -> None:
     stats = h.engine.stats()
     assert stats.preemptions_by_swap > 0 and stats.host_pages_held == 0
     _host(h).check_integrity()
-
-
-def test_after_a_failed_step_none_comes_back(harness: Make) -> None:
-    """Of a request that has left its slot meanwhile, so that its pages are not known any more."""
-    h = _evicted(harness, steps_in_flight=2)
-    h.add([7] * 9, 12)
-    h.step()
-    failing = h.add(9, 3)
-    h.executor.errors.add((failing.seed, 0))
-    h.step()
-    h.abort(failing)
-    assert len(_host(h).index) > 0
-    h.step()
-    assert len(_host(h).index) == 0
-    stream = h.add(PROMPT, 6)
-    h.run()
-    h.check()
-    assert stream.ended.cached_tokens == 0
