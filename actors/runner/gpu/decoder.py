@@ -27,7 +27,7 @@ from rayfin.actors.runner.models.replace import PROBE_PAGE_SIZE, verified_replac
 from rayfin.actors.runner.models.step_model import Tables
 from rayfin.actors.runner.state_tensors import StateTensors
 from rayfin.cache.kv_tensors import KVTensors
-from rayfin.kernels.attention.triton_backend import LAUNCHES, Sizes
+from rayfin.kernels.attention.triton_backend import Sizes
 from rayfin.kernels.cpu.decoder import DecoderShape
 from rayfin.kernels.shapes import PagedAttention, PagedBatch
 from rayfin.kernels.triton import quantized
@@ -311,10 +311,9 @@ class GpuDecoder:
     def _add_mixed(
         self, layer: GpuLayer, mixture: nn.Module, hidden: torch.Tensor, batch: PagedBatch
     ) -> None:
-        self._padding.slots = batch.slots if LAUNCHES in batch.scratch else None  # of graphs
         x = self._normed(layer.mlp_norm, hidden)
-        given: torch.Tensor | tuple[torch.Tensor, ...] = mixture(x.unsqueeze(0))
-        self._padding.slots = None
+        with self._padding.of(batch):
+            given: torch.Tensor | tuple[torch.Tensor, ...] = mixture(x.unsqueeze(0))
         mixed = given if isinstance(given, torch.Tensor) else given[0]  # gpt-oss: scores too
         self._add_normed(mixed.squeeze(0), layer.mlp_out_norm, hidden)
 

@@ -9,6 +9,7 @@ never holds plain ones.
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,8 +23,10 @@ from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.replace import PROBE_PAGE_SIZE, verified_replacement
 from rayfin.actors.runner.quantized.experts import QuantExperts, quant_experts
 from rayfin.actors.timing import LOAD_LOG_SECONDS
+from rayfin.kernels.attention.triton_backend import LAUNCHES
 from rayfin.kernels.cpu.experts import ClampedSwish, ExpertBiases
 from rayfin.kernels.cpu.kernels import Activation
+from rayfin.kernels.shapes import PagedBatch
 from rayfin.kernels.triton.experts import MOST_FEW_ROWS, Experts, run_experts
 from rayfin.kernels.triton.quantized import CodedWeight, pack_weight, stack_weights
 
@@ -47,6 +50,15 @@ class Padding:
     """Which rows of a step are padding, for all mixtures of a model."""
 
     slots: torch.Tensor | None = None  # [T] int64, negative where they are; None: there is none
+
+    @contextmanager
+    def of(self, batch: PagedBatch) -> Iterator[None]:
+        """Within it, mixtures compute the rows of ``batch``: only those of graphs have padding."""
+        self.slots = batch.slots if LAUNCHES in batch.scratch else None
+        try:
+            yield
+        finally:
+            self.slots = None
 
 
 class GroupedExperts(nn.Module):
@@ -82,7 +94,7 @@ class GroupedExperts(nn.Module):
 
 
 def padding_of(model: nn.Module) -> Padding:
-    """What all mixtures of a model read from now on, which is the same however often one asks."""
+    """Returns what all mixtures of a model read from now on; the same at each call."""
     mixtures = [module for module in model.modules() if isinstance(module, GroupedExperts)]
     padding = mixtures[0].padding if mixtures else Padding()
     for mixture in mixtures:
@@ -120,7 +132,7 @@ def pack_experts(model: PreTrainedModel) -> int:
 
 
 def _packed(quant: QuantExperts, config: PretrainedConfig) -> GroupedExperts | str:
-    """The experts on kernels, or why they have none."""
+    """Returns the experts on kernels, or why they have none."""
     activation = _activation(quant.original, config)
     if activation is None:
         return "no kernel has their activation"
@@ -142,9 +154,9 @@ def _packed(quant: QuantExperts, config: PretrainedConfig) -> GroupedExperts | s
 
 
 def _fault_of(packed: GroupedExperts, quant: QuantExperts) -> str:
-    """Why the first and the last expert do not give what transformers' loop gives; "" if they do.
+    """Compares the first and the last expert with transformers' loop; returns "" if they agree.
 
-    Once in tiles of few rows, and once in tiles of many.
+    It does so once in tiles of few rows, and once in tiles of many. Else it returns the reason.
     """
     random = torch.Generator().manual_seed(7)
     device, last = packed.experts.down.words.device, len(quant.experts) - 1  # type: ignore[union-attr]
@@ -191,7 +203,7 @@ def group_experts(paged: PagedModel, page_size: int = PROBE_PAGE_SIZE) -> bool:
 
 
 def _grouped(module: nn.Module, config: PretrainedConfig) -> GroupedExperts | None:
-    """The same weights on kernels, or None if it is not a mixture that they compute."""
+    """Returns the same weights on kernels; None if it is no mixture that they compute."""
     activation, weights = _activation(module, config), module._parameters
     if activation is None:
         return None
@@ -206,7 +218,7 @@ def _grouped(module: nn.Module, config: PretrainedConfig) -> GroupedExperts | No
 
 
 def _activation(module: nn.Module, config: PretrainedConfig) -> str | ClampedSwish | None:
-    """What experts in a form that the kernels have compute of gate and up; None of others."""
+    """Returns what experts in a form of the kernels compute of gate and up; None of others."""
     if (clamped := clamped_gate(module)) is not None:
         return clamped
     name: str = getattr(config, "hidden_activation", "") or getattr(config, "hidden_act", "")

@@ -147,9 +147,8 @@ class GraphModel:
 
     def stream(self, input_ids: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """Returns hidden states [T, hidden] behind the layers; the cache gets all T tokens."""
-        self._padding.slots = batch.slots if LAUNCHES in batch.scratch else None  # of graphs
-        states = self._paged.run_layers(input_ids, batch)
-        self._padding.slots = None
+        with self._padding.of(batch):
+            states = self._paged.run_layers(input_ids, batch)
         if self.hooked:
             self._states[states] = [dict(hooked.kept) for hooked in self.hooked]
         return states
