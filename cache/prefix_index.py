@@ -182,7 +182,7 @@ class PrefixIndex:
         return True
 
     def name(self, page: int) -> PageName | None:
-        """What a page holds; None if it is not in the index."""
+        """Returns what a page holds; None if it is not in the index."""
         page_hash = self._hash_of[page]
         if page_hash is None:
             return None

@@ -79,7 +79,7 @@ class SampledRows:
 def token_places(
     info: SchedulerInfo, page_size: int
 ) -> tuple[Int32Array, Int64Array, Int64Array, Int64Array]:
-    """(slot, position, page of its request, place in the page) of a step's tokens, [T] each."""
+    """Returns (slot, position, page of its request, place there) of a step's tokens, [T] each."""
     tokens = len(info.merge_prompt)
     # The row of each of the T tokens.
     row = ALL if tokens == len(info.ids) else np.repeat(np.arange(len(info.ids)), info.chunk_len)

@@ -136,7 +136,7 @@ def run_experts(
 
 
 def _sizes(experts: Experts, hidden: int) -> tuple[int, int]:
-    """The number of experts and their inner width."""
+    """Returns the number of experts and their inner width."""
     gate_up, down = experts.gate_up, experts.down
     if isinstance(gate_up, CodedWeight) and isinstance(down, CodedWeight):
         count, intermediate = down.outputs // hidden, down.inputs
@@ -150,7 +150,7 @@ def _sizes(experts: Experts, hidden: int) -> tuple[int, int]:
 
 
 def gate_constants(experts: Experts) -> dict[str, Any]:
-    """What the kernels know of the activation."""
+    """Returns what the kernels know of the activation."""
     act = experts.activation
     if isinstance(act, ClampedSwish):
         return {"ACTIVATION": CLAMPED_SWISH.value, "SLOPE": act.slope, "LIMIT": act.limit}
@@ -158,7 +158,7 @@ def gate_constants(experts: Experts) -> dict[str, Any]:
 
 
 def weight_constants(weight: torch.Tensor | CodedWeight) -> dict[str, Any]:
-    """What the kernels know of a weight."""
+    """Returns what the kernels know of a weight."""
     if isinstance(weight, CodedWeight):
         return {**block_constants(weight), "ROW_CODES": 2 * weight.words.shape[1]}
     expert, *up, outputs, inputs = weight.stride()

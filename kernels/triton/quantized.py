@@ -457,7 +457,7 @@ def _constants(weight: CodedWeight) -> dict[str, Any]:
 
 
 def block_constants(weight: CodedWeight) -> dict[str, Any]:
-    """What kernels that multiply blocks of inputs know of a weight."""
+    """Returns what kernels that multiply blocks of inputs know of a weight."""
     return {
         **_constants(weight),
         "GROUPS": len(weight.groups),
@@ -467,7 +467,7 @@ def block_constants(weight: CodedWeight) -> dict[str, Any]:
 
 
 def has_ptx(device: torch.device) -> bool:
-    """Whether kernels on the device may have NVIDIA's instructions."""
+    """Returns whether kernels on the device may have NVIDIA's instructions."""
     return device.type == "cuda" and torch.version.hip is None
 
 
@@ -525,7 +525,7 @@ def _groups_of(
 
 
 def _exponents_of(scales: torch.Tensor) -> torch.Tensor | None:
-    """Powers of two as exponents of 8 bits (e8m0), or None if some are none."""
+    """Returns powers of two as exponents of 8 bits (e8m0); None if some are none."""
     bits = scales.view(torch.int32)
     exponents = (bits >> 23).clamp(min=0)
     wanted = torch.where(exponents > 0, exponents << 23, kernels.LEAST_EXPONENT.value)

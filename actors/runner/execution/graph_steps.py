@@ -36,7 +36,7 @@ class GraphSteps:
         return self._sampler.needs_host(info) | self.graphs.left_out(info.ids)
 
     def replay(self, info: SchedulerInfo) -> "MultiStepOutput | None":
-        """The steps of the call, or None if graphs cannot run it."""
+        """Runs the steps of the call; None if graphs cannot."""
         return self.collect() if self.queue(info) else None
 
     def queue(self, info: SchedulerInfo) -> bool:

@@ -193,7 +193,7 @@ class DecodeGraphs:
         self._unread[:] = False
 
     def still_ends(self, slots: Sequence[int]) -> bool:
-        """Whether a queued call has rows in ``slots`` of which it is looked up where they end.
+        """Returns whether rows of a queued call are in ``slots`` whose ends are looked up later.
 
         Until it is collected the slots' next requests, which have other ends, may not enter.
         """
@@ -208,8 +208,8 @@ class DecodeGraphs:
         return len(self.queued) == MAX_QUEUED
 
     def supports(self, info: SchedulerInfo, rules: RowTokenRules | None) -> bool:
-        """Whether graphs can run the step: not too many rows, supported rules; no rules and no log
-        probabilities beside prompts."""
+        """Returns whether graphs can run the step: not too many rows, and rules that they have;
+        beside prompts no rules and no log probabilities."""
         rows = len(info.ids)
         if rows > info.decoding_batch:
             return rules is None and self._supports_prompts(info)

@@ -208,12 +208,12 @@ class StepLaunches:
 
 
 def _parts(batch: PagedBatch) -> tuple[slice, slice]:
-    """The rows of a launch of decodes, and of one of prompts."""
+    """Returns the rows of a launch of decodes, and of one of prompts."""
     return slice(0, batch.decoding), slice(batch.decoding, batch.rows)
 
 
 def _tiles(shape: TileShape, batch: PagedBatch, rows: slice) -> int:
-    """Tiles of some rows of a step."""
+    """Counts the tiles of some rows of a step."""
     chunks = np.diff(np.asarray(batch.query_start_cpu)[rows.start : rows.stop + 1])
     return int((-(-chunks // shape.queries)).sum())
 
@@ -292,7 +292,7 @@ class PromptGraphs:
         return self._run(bucket)
 
     def holds(self, info: SchedulerInfo) -> bool:
-        """Whether a graph holds the layers of a step without drafts."""
+        """Returns whether a graph holds the layers of a step; none does beside drafts."""
         bucket = bucket_of(len(info.merge_prompt), self.sizes)
         if bucket is None or info.num_guessed or len(info.ids) > len(self.tables):
             return False
@@ -305,7 +305,7 @@ class PromptGraphs:
         unread: BoolArray,
         last_tokens: torch.Tensor,
     ) -> torch.Tensor:
-        """As ``replay``, of a step that it ``holds`` and whose page tables are in ``tables``.
+        """Replays a step that it ``holds``, and whose page tables are in ``tables``.
 
         Args:
             unread: by slot, whether its last token is in ``last_tokens`` [slots] alone.

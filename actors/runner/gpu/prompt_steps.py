@@ -17,7 +17,7 @@ from rayfin.kernels.triton.sample import sample
 
 
 def row_buckets(max_rows: int) -> list[int]:
-    """Numbers of rows that get a graph of the head, ascending: each twice the one before."""
+    """Returns how many rows get a graph of the head, ascending: each twice the one before."""
     doubled = (1 << power for power in range(max_rows.bit_length()))
     return [*(size for size in doubled if size < max_rows), max_rows]
 
@@ -46,7 +46,7 @@ class PromptSteps:
         self._heads = {size: record(self._head(size)) for size in reversed(self._sizes)}
 
     def holds(self, info: SchedulerInfo) -> bool:
-        """Whether graphs hold the step."""
+        """Returns whether graphs hold the step."""
         return len(info.ids) <= self._sizes[-1] and self._layers.holds(info)
 
     def run(self, info: SchedulerInfo, slots: RequestSlots, unread: BoolArray) -> torch.Tensor:

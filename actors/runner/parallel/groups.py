@@ -216,7 +216,7 @@ class TransportLog:
 
 
 def channels(text: str) -> dict[tuple[int, int], Counter[str]]:
-    """Channels by transport, of each pair of ranks in a log of NCCL."""
+    """Counts channels by transport, of each pair of ranks in a log of NCCL."""
     pairs: dict[tuple[int, int], Counter[str]] = {}
     for first, second, way in CHANNEL.findall(text):
         pairs.setdefault((int(first), int(second)), Counter())[way] += 1
