@@ -114,7 +114,7 @@ def load_checkpoint(
     step_model: StepModel = paged
     gpu_model: Recordable | None = None
     if on_triton:
-        gpu_model = _on_triton(paged, causal, args, parts, whole=not peers)
+        gpu_model = _on_triton(paged, causal, args, parts, peers)
         step_model = gpu_model or paged
     if kernels and model.dtype in TOLERANCE:
         step_model = on_cpu_kernels(paged, kernels, rounded, parts, whole=not peers)
@@ -227,28 +227,28 @@ def _on_triton(
     attention: PagedAttention,
     args: EngineArgs,
     parts: Sequence[ModelPart],
-    *,
-    whole: bool,
+    peers: ProcessGroups | None,
 ) -> "Recordable | None":
-    """Puts the experts on Triton's kernels, and all of a ``whole`` model if it is recognized.
+    """Puts the experts on Triton's kernels, and all of the model, or a rank's share of its layers,
+    if it is recognized.
 
     Returns:
-        What CUDA graphs can record; None if it is not ``whole``, or cannot be recorded.
+        What CUDA graphs can record; None of a stage of a pipeline, and if it cannot be recorded.
     """
     from rayfin.actors.runner.gpu.decoder import build_gpu_decoder  # Triton is not everywhere
     from rayfin.actors.runner.gpu.experts import group_experts
     from rayfin.actors.runner.gpu.graph_model import build_graph_model
 
-    group_experts(paged, args.page_size)
-    if not whole:
+    group_experts(paged, args.page_size, bool if peers is None else peers.all_agree)
+    if peers is not None and peers.place.stages > 1:
         return None
     fold = not any(part.hooks_layers for part in parts)
     decoder = None
     if not reads_states(args):  # whose hooks see modules
-        decoder = build_gpu_decoder(paged, attention, args.page_size, fold=fold)
+        decoder = build_gpu_decoder(paged, attention, args.page_size, fold=fold, peers=peers)
     if decoder is not None or args.enforce_eager:
         return decoder
-    return build_graph_model(paged, attention, args.page_size)
+    return build_graph_model(paged, attention, args.page_size, peers)
 
 
 def on_cpu_kernels(

@@ -190,7 +190,7 @@ class ModelRunner:
         """Allocates the pages; steps of ``epoch`` may come.
 
         Pages of an earlier start with the same ``config`` stay, and so do the CUDA graphs, which
-        hold their addresses.
+        hold their addresses. Ranks connect anew, and record anew.
 
         Raises:
             PeerLost: another rank of the group does not start.
@@ -203,6 +203,10 @@ class ModelRunner:
         cache = self._allocate(config)
         if self._execution is None:  # else steps have run, and these would write over pages
             self._warm_up(config)
+        if loaded.peers:
+            self._drop_graphs()  # which hold the connections of the start before
+            loaded.peers.connect(str(epoch))
+        if self._execution is None or loaded.peers:
             self._graphs = self._make_graphs(self._slots, config.limits, pages)
         if self._graphs is not None:
             self._graphs.use(self._slots)
@@ -211,13 +215,13 @@ class ModelRunner:
         self._observers = self._make_observers(cache)
         relay = None
         if loaded.peers:
-            loaded.peers.connect(str(epoch))
             relay = PipelineTokenChannel(loaded.peers, self._slots, self._sampler, config)
         self._forward.start(self._slots, self._sampler, self._observers, relay)
         of_start = self._slots, self._sampler
         graphs = None
         if self._graphs is not None:
-            graphs = GraphSteps(self._graphs, self._sampler, loaded.device)
+            grouped = loaded.peers is not None
+            graphs = GraphSteps(self._graphs, self._sampler, loaded.device, grouped=grouped)
         self._execution = StepExecution(self._forward, *of_start, graphs, speculator)
         self._next = (epoch, 0)
 
@@ -459,6 +463,11 @@ class ModelRunner:
         if self._plugins.wrap_model:
             return None
         return make_graphs(self._loaded, self._args, slots, limits, pages)
+
+    def _drop_graphs(self) -> None:
+        if self._graphs is not None:
+            self._graphs.close()
+        self._graphs = None
 
     def _bytes_of_graphs(self, limits: BatchLimits, model_len: int) -> int:
         """Memory that recorded steps take beside the pages; records them once to measure it."""

@@ -94,6 +94,8 @@ class RowFaults(Observer):
 class RankAgreement(Observer):
     """Checks that all ranks of a group are at the same step."""
 
+    in_turn = False  # a step that is queued ahead is recorded: its sums are not counted
+
     def __init__(self, peers: ProcessGroups) -> None:
         self._peers = peers
 

@@ -22,10 +22,17 @@ logger = logging.getLogger(__name__)
 
 
 class GraphSteps:
-    """Queues calls that CUDA graphs can run, and collects what they have sampled."""
+    """Queues calls that CUDA graphs can run, and collects what they have sampled.
 
-    def __init__(self, graphs: "DecodeGraphs", sampler: StepSampler, device: torch.device) -> None:
+    Args:
+        grouped: other ranks compute the same steps, so that none can repeat one alone.
+    """
+
+    def __init__(
+        self, graphs: "DecodeGraphs", sampler: StepSampler, device: torch.device, *, grouped: bool
+    ) -> None:
         self.graphs = graphs
+        self._grouped = grouped
         self._sampler = sampler
         self._device = device
 
@@ -63,6 +70,8 @@ class GraphSteps:
 
     def _report(self, error: RuntimeError) -> None:
         leave_broken_device(self._device, error)
+        if self._grouped:
+            raise error
         logger.exception("a multi-step call failed as a CUDA graph: it runs step by step")
 
 

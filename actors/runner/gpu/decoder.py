@@ -1,6 +1,7 @@
 """A recognized decoder on the Triton kernels: merged projections, fused kernels between them."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -21,13 +22,15 @@ from rayfin.actors.runner.gpu.weights import (
     weight_of,
 )
 from rayfin.actors.runner.models.inspect_decoder import DecoderSpec, inspect_decoder
-from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, Linear
+from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, Linear, itself
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.replace import PROBE_PAGE_SIZE, verified_replacement
 from rayfin.actors.runner.models.step_model import Tables
+from rayfin.actors.runner.parallel.groups import ProcessGroups
+from rayfin.actors.runner.parallel.shard_model import bare_share
 from rayfin.actors.runner.state_tensors import StateTensors
 from rayfin.cache.kv_tensors import KVTensors
-from rayfin.kernels.attention.triton_backend import Sizes
+from rayfin.kernels.attention.triton_backend import LAUNCHES, Sizes
 from rayfin.kernels.cpu.decoder import DecoderShape
 from rayfin.kernels.shapes import PagedAttention, PagedBatch
 from rayfin.kernels.triton import quantized
@@ -92,12 +95,23 @@ class GpuDecoder:
     Steps with embeddings of images, other rotary positions or tokens that see later ones run on the
     modules of ``paged``, which share the weights. Steps of some adapters have ten launches more in
     each layer, and norms that are not folded.
+
+    A rank that shares the model with ``peers`` has a part of the heads, of the MLP and of the head.
+    What 4 and 6 give is summed over the ranks before it is added, which takes two launches more for
+    each. Its kernels do not start early: the sums between them are NCCL's.
     """
 
-    def __init__(self, parts: DecoderSpec, attention: PagedAttention, paged: PagedModel) -> None:
+    def __init__(
+        self,
+        parts: DecoderSpec,
+        attention: PagedAttention,
+        paged: PagedModel,
+        peers: ProcessGroups | None = None,
+    ) -> None:
         self._shape: DecoderShape = parts.shape
         self.attention = attention
         self._paged = paged
+        self._peers = peers
         self._padding = padding_of(paged.transformer)
         self._embedding = parts.embedding.weight
         self._head, self._head_bias = weight_of(parts.head), parts.head.bias
@@ -174,8 +188,9 @@ class GpuDecoder:
                 self._run_adapted(number, hidden, batch)
             return hidden
         run_layer = self._run_few if len(hidden) <= self.few_rows else self._run_many
-        for layer, pages in zip(self._layers, self._pages, strict=True):
-            run_layer(layer, pages, hidden, batch)
+        with recorded_sums(self._peers, batch):
+            for layer, pages in zip(self._layers, self._pages, strict=True):
+                run_layer(layer, pages, hidden, batch)
         return hidden
 
     def logits(self, stream: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
@@ -183,6 +198,8 @@ class GpuDecoder:
         shape = self._shape
         x = rms_norm(stream.index_select(0, sampled), self._final_norm, shape.eps)
         logits = multiply(x, self._head, self._head_bias)
+        if self._peers is not None:
+            logits = self._peers.concatenate(logits)[:, : shape.vocabulary]
         if shape.logit_scale != 1.0:
             logits = logits * shape.logit_scale
         if shape.logit_softcap:
@@ -285,6 +302,8 @@ class GpuDecoder:
         """Adds few rows' product to the residual stream; an ``out_norm`` takes another launch."""
         if x.shape[1] > WIDEST_ROW or isinstance(weight, CodedWeight):
             self._add_many(x, weight, bias, out_norm, hidden)
+        elif self._peers is not None:
+            self._add_normed(self._peers.sum(product(x, weight, bias)), out_norm, hidden)
         elif out_norm is None:
             scale = self._shape.residual_scale
             add_product(x, weight, bias, hidden, residual_scale=scale, pdl=self.pdl)
@@ -301,7 +320,9 @@ class GpuDecoder:
     ) -> None:
         """Adds many rows' product to the residual stream."""
         scale = self._shape.residual_scale
-        if out_norm is None and isinstance(weight, CodedWeight):
+        if self._peers is not None:
+            self._add_normed(self._peers.sum(multiply(x, weight, bias)), out_norm, hidden)
+        elif out_norm is None and isinstance(weight, CodedWeight):
             quantized.add_product(x, weight, bias, hidden, residual_scale=scale)
         elif out_norm is None and bias is None and isinstance(weight, torch.Tensor):
             hidden.addmm_(x, weight.t(), alpha=scale)
@@ -396,6 +417,11 @@ def _places(layers: list[LayerParts], model: nn.Module) -> list[tuple[ProductPla
     ]
 
 
+def recorded_sums(peers: ProcessGroups | None, batch: PagedBatch) -> AbstractContextManager[None]:
+    """Leaves sums over ranks uncounted within it, if a graph repeats the layers of ``batch``."""
+    return peers.uncounted() if peers is not None and LAUNCHES in batch.scratch else nullcontext()
+
+
 def multiply(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """x W^T + b: [T, N]."""
     if isinstance(weight, CodedWeight):
@@ -410,6 +436,7 @@ def build_gpu_decoder(
     page_size: int = PROBE_PAGE_SIZE,
     *,
     fold: bool = True,
+    peers: ProcessGroups | None = None,
 ) -> "GpuDecoder | None":
     """The model on Triton kernels, or None if it is not recognized or its results differ.
 
@@ -419,15 +446,18 @@ def build_gpu_decoder(
 
     Args:
         fold: False if something reads what norms give to the layers behind them.
+        peers: of a rank that shares the layers; all of them build a decoder, or none does.
     """
     if paged.dtype not in TOLERANCE:
         return None
+    bare = itself if peers is None else bare_share
+    all_agree = bool if peers is None else peers.all_agree
 
     def build() -> Iterator[GpuDecoder]:
-        parts = inspect_decoder(paged, GroupedExperts)
+        parts = inspect_decoder(paged, GroupedExperts, bare)
         if make_alike(paged.transformer, parts.layers):
-            parts = inspect_decoder(paged, GroupedExperts)
-        decoder = GpuDecoder(parts, attention, paged)
+            parts = inspect_decoder(paged, GroupedExperts, bare)
+        decoder = GpuDecoder(parts, attention, paged, peers)
         few, decoder.few_rows = decoder.few_rows, 0
         yield decoder  # before norms are folded: until then the transformers model is unchanged
         if fold:
@@ -435,8 +465,8 @@ def build_gpu_decoder(
             yield decoder
         decoder.few_rows = few
         yield decoder
-        if can_use_pdl(paged.device):
+        if peers is None and can_use_pdl(paged.device):
             decoder.pdl = True
             yield decoder
 
-    return verified_replacement(paged, build, TOLERANCE[paged.dtype], page_size)
+    return verified_replacement(paged, build, TOLERANCE[paged.dtype], page_size, all_agree)

@@ -8,7 +8,7 @@ never holds plain ones.
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -179,8 +179,12 @@ def _fault_of(packed: GroupedExperts, quant: QuantExperts) -> str:
 
 
 @torch.inference_mode()
-def group_experts(paged: PagedModel, page_size: int = PROBE_PAGE_SIZE) -> bool:
-    """Replaces the plain experts of a model in place.
+def group_experts(
+    paged: PagedModel,
+    page_size: int = PROBE_PAGE_SIZE,
+    all_agree: Callable[[bool], bool] = bool,
+) -> bool:
+    """Replaces the plain experts of a model in place; of ranks, where they ``all_agree``.
 
     Returns False if there are none, or if logits would differ; then the model is unchanged.
     """
@@ -199,7 +203,8 @@ def group_experts(paged: PagedModel, page_size: int = PROBE_PAGE_SIZE) -> bool:
             setattr(owner, name, grouped)
         yield paged
 
-    return verified_replacement(paged, build, TOLERANCE[paged.dtype], page_size) is not None
+    tolerance = TOLERANCE[paged.dtype]
+    return verified_replacement(paged, build, tolerance, page_size, all_agree) is not None
 
 
 def _grouped(module: nn.Module, config: PretrainedConfig) -> GroupedExperts | None:

@@ -17,14 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
-from rayfin.actors.errors import UnrecognizedModule
+from rayfin.actors.errors import PeerLost, UnrecognizedModule
 from rayfin.actors.runner.batch import STATES, StepInputs
+from rayfin.actors.runner.gpu.decoder import recorded_sums
 from rayfin.actors.runner.gpu.experts import TOLERANCE, padding_of
 from rayfin.actors.runner.gpu.graphs import CudaRecorder
 from rayfin.actors.runner.gpu.prompt_graphs import PromptGraphs, Record
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.replace import PROBE_PAGE_SIZE, PROBE_TOKENS, verified_replacement
 from rayfin.actors.runner.models.step_model import HookedStates
+from rayfin.actors.runner.parallel.groups import ProcessGroups
 from rayfin.actors.runner.state_tensors import StateTensors
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.attention.triton_backend import LAUNCHES, Launch, Sizes
@@ -84,10 +86,14 @@ class GraphModel:
 
     Args:
         attention: that of ``paged``, or what that asks for rows which see no later ones.
+        peers: of a rank, whose modules sum over all of them.
     """
 
-    def __init__(self, paged: PagedModel, attention: PagedAttention) -> None:
+    def __init__(
+        self, paged: PagedModel, attention: PagedAttention, peers: ProcessGroups | None = None
+    ) -> None:
         self._paged = paged
+        self._peers = peers
         self._padding = padding_of(paged.transformer)
         self.attention = attention
         self.replay: Callable[[StepInputs], torch.Tensor | None] | None = None
@@ -147,7 +153,7 @@ class GraphModel:
 
     def stream(self, input_ids: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """Returns hidden states [T, hidden] behind the layers; the cache gets all T tokens."""
-        with self._padding.of(batch):
+        with self._padding.of(batch), recorded_sums(self._peers, batch):
             states = self._paged.run_layers(input_ids, batch)
         if self.hooked:
             self._states[states] = [dict(hooked.kept) for hooked in self.hooked]
@@ -233,10 +239,14 @@ class _Recorded:
 
 @torch.inference_mode()
 def build_graph_model(
-    paged: PagedModel, attention: PagedAttention, page_size: int = PROBE_PAGE_SIZE
+    paged: PagedModel,
+    attention: PagedAttention,
+    page_size: int = PROBE_PAGE_SIZE,
+    peers: ProcessGroups | None = None,
 ) -> GraphModel | None:
     """Returns the model for graphs; None, with a line in the log, if no step can be recorded."""
-    model = GraphModel(paged, attention)
+    model = GraphModel(paged, attention, peers)
+    all_agree = bool if peers is None else peers.all_agree
     name = type(paged.transformer).__name__
 
     def build() -> Iterator[_Recorded]:
@@ -248,8 +258,8 @@ def build_graph_model(
 
     try:
         tolerance = TOLERANCE.get(paged.dtype, 0.0)
-        recorded = verified_replacement(paged, build, tolerance, page_size)
-    except torch.OutOfMemoryError:
+        recorded = verified_replacement(paged, build, tolerance, page_size, all_agree)
+    except (torch.OutOfMemoryError, PeerLost):
         raise
     except Exception as error:  # whatever a model's own code raises while it is recorded
         lines = str(error).strip().splitlines() or [""]

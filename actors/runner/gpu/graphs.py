@@ -192,6 +192,11 @@ class DecodeGraphs:
         self.queued.clear()
         self._unread[:] = False
 
+    def close(self) -> None:
+        """Frees what was recorded of the models' layers; no step may come."""
+        for layers in self._layers:
+            layers.model.replay = None
+
     def still_ends(self, slots: Sequence[int]) -> bool:
         """Returns whether rows of a queued call are in ``slots`` whose ends are looked up later.
 

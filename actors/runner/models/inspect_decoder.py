@@ -11,11 +11,13 @@ from torch import nn
 from rayfin.actors.errors import UnrecognizedModule
 from rayfin.actors.runner.models.config import max_position
 from rayfin.actors.runner.models.inspect_layers import (
+    Bare,
     GatedParts,
     LayerParts,
     Linear,
     inspect_layer,
     is_linear,
+    itself,
     norm_weight,
 )
 from rayfin.actors.runner.models.paged_model import LAYER, PagedModel
@@ -101,8 +103,13 @@ class DecoderSpec:
 
 
 @torch.inference_mode()
-def inspect_decoder(paged: PagedModel, experts: type[nn.Module] | None = None) -> DecoderSpec:
+def inspect_decoder(
+    paged: PagedModel, experts: type[nn.Module] | None = None, bare: Bare = itself
+) -> DecoderSpec:
     """The parts of the model. MLPs may be mixtures whose experts are of the type ``experts``.
+
+    Of a rank's share these are its ``bare`` layers, whose outputs are still to be summed behind
+    attention and MLP, and gathered behind the head. A mixture sums its own.
 
     Raises:
         UnrecognizedModule: The model has other parts, or uses them in another way.
@@ -111,10 +118,10 @@ def inspect_decoder(paged: PagedModel, experts: type[nn.Module] | None = None) -
     if paged.is_limited_by_mask:
         raise UnrecognizedModule("its mask limits what layers see")
     config = model.config.get_text_config(decoder=True)
-    decoder, layers, embedding = _backbone(model)
+    decoder, layers, embedding = _backbone(model, bare)
     if model.lm_head.out_features < config.vocab_size:
         raise UnrecognizedModule("its head has fewer rows than there are tokens")
-    parts = [inspect_layer(layer, experts) for layer in layers]
+    parts = [inspect_layer(layer, experts, bare) for layer in layers]
     observed, embedding_scale = _observe(paged, layers[0], embedding)
     attending = [observed[part.attention] for part in parts]
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "")
@@ -144,12 +151,13 @@ def inspect_decoder(paged: PagedModel, experts: type[nn.Module] | None = None) -
         logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
     )
     _require_alike(parts, attending, shape)
+    head = bare(model.lm_head)
     return DecoderSpec(
-        shape, parts, attending, kinds, rotate, rotate_at, embedding, model.lm_head, final_norm[0]
+        shape, parts, attending, kinds, rotate, rotate_at, embedding, head, final_norm[0]
     )
 
 
-def _backbone(model: Any) -> tuple[Any, list[nn.Module], Embedding]:
+def _backbone(model: Any, bare: Bare) -> tuple[Any, list[nn.Module], Embedding]:
     """The decoder, its layers and its token embedding."""
     decoder = getattr(model, "model", None)
     expected = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -157,7 +165,7 @@ def _backbone(model: Any) -> tuple[Any, list[nn.Module], Embedding]:
     if children != expected or {name for name, _ in model.named_children()} != {"model", "lm_head"}:
         raise UnrecognizedModule(f"its parts are {', '.join(sorted(children)) or 'others'}")
     assert decoder is not None
-    if not is_linear(model.lm_head) or not isinstance(decoder.embed_tokens, Embedding):
+    if not is_linear(bare(model.lm_head)) or not isinstance(decoder.embed_tokens, Embedding):
         raise UnrecognizedModule(f"its head is a {type(model.lm_head).__name__}")
     return decoder, list(decoder.layers), decoder.embed_tokens
 

@@ -4,6 +4,7 @@ Layers are recognized by structure, not by the model's name. A module with an un
 rejected, since its effect is unknown.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,9 @@ from rayfin.actors.runner.quantized.linear import SmallLinear
 from rayfin.kernels.cpu.experts import ClampedSwish
 
 Linear = nn.Linear | SmallLinear
+
+Bare = Callable[[Any], Any]
+"""A module -> the share of a rank in it, which the module sums or gathers; else the module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,14 @@ _NORMS = {
 _IDLE = (nn.Dropout, nn.Identity)
 
 
-def inspect_layer(layer: nn.Module, experts: type[nn.Module] | None = None) -> LayerParts:
+def itself(module: Any) -> Any:
+    """Returns the module: it is ``Bare`` for a model that no ranks share."""
+    return module
+
+
+def inspect_layer(
+    layer: nn.Module, experts: type[nn.Module] | None = None, bare: Bare = itself
+) -> LayerParts:
     """The parts of a decoder layer. The MLP may be a mixture whose experts are of type ``experts``.
 
     Raises:
@@ -89,13 +100,13 @@ def inspect_layer(layer: nn.Module, experts: type[nn.Module] | None = None) -> L
             f"{type(layer).__name__} has {', '.join(_children(layer))}"
         ) from None
     norms = [None if name is None else children[name] for name in names]
-    projections = _children(attention)
+    projections = _children(attention, bare)
     query_norm, key_norm = projections.pop("q_norm", None), projections.pop("k_norm", None)
     return LayerParts(
         attention,
         _pop_linears(attention, projections, ("qkv_proj",), ("q_proj", "k_proj", "v_proj")),
         _pop_linears(attention, projections, ("o_proj",))[0],
-        _read_mlp(mlp, experts),
+        _read_mlp(mlp, experts, bare),
         attention_norm=norms[0],
         attention_out_norm=norms[1],
         mlp_norm=norms[2],
@@ -105,10 +116,13 @@ def inspect_layer(layer: nn.Module, experts: type[nn.Module] | None = None) -> L
     )
 
 
-def _read_mlp(mlp: nn.Module, experts: type[nn.Module] | None) -> GatedParts | nn.Module:
-    if experts is not None and isinstance(getattr(mlp, "experts", None), experts):
+def _read_mlp(
+    mlp: nn.Module, experts: type[nn.Module] | None, bare: Bare
+) -> GatedParts | nn.Module:
+    inner = bare(mlp)
+    if experts is not None and isinstance(bare(getattr(inner, "experts", None)), experts):
         return mlp
-    gates = _children(mlp)
+    gates = _children(inner, bare)
     for idle in ("act_fn", "activation_fn"):
         gates.pop(idle, None)
     gate_up = _pop_linears(mlp, gates, ("gate_up_proj",), ("gate_proj", "up_proj"))
@@ -173,8 +187,9 @@ def _number(value: object) -> float | None:
     return float(value) if type(value) in (int, float) else None  # type: ignore[arg-type]
 
 
-def _children(module: nn.Module) -> dict[str, nn.Module]:
-    return {name: child for name, child in module.named_children() if not isinstance(child, _IDLE)}
+def _children(module: nn.Module, bare: Bare = itself) -> dict[str, nn.Module]:
+    children = module.named_children()
+    return {name: bare(child) for name, child in children if not isinstance(child, _IDLE)}
 
 
 def _pop_linears(

@@ -63,6 +63,7 @@ def verified_replacement(
     build: Callable[[], Iterable[Model]],
     tolerance: float,
     page_size: int = PROBE_PAGE_SIZE,
+    all_agree: Callable[[bool], bool] = bool,
 ) -> Model | None:
     """Returns the last model that ``build`` yields, or None if ``paged`` has to stay as it is.
 
@@ -70,6 +71,9 @@ def verified_replacement(
     compared. A build may replace modules of ``paged`` in place and yield ``paged``. The modules
     are put back if logits differ by more than ``tolerance`` (a share of the largest logit), if
     ``build`` raises UnrecognizedModule, or if the model then needs a weight that is gone.
+
+    Args:
+        all_agree: of ranks that share the model, which go one way: each says whether logits agree.
     """
     name = type(paged.transformer).__name__
     originals = [
@@ -82,7 +86,7 @@ def verified_replacement(
     try:
         for model in build():
             difference = logit_difference(model, paged, expected, page_size)
-            if not difference <= tolerance:
+            if not all_agree(difference <= tolerance):
                 logger.warning("%s is not replaced: logits would differ by %.1e", name, difference)
                 break
         else:

@@ -11,7 +11,8 @@ import os
 import re
 import tempfile
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -107,6 +108,28 @@ class ProcessGroups:
             x = x.contiguous()
             _or_lost(lambda: self._tensor.allreduce([x]).wait())
         return x
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Within it sums are recorded: a graph repeats them, and their number is fixed."""
+        before = self._messages["sums"]
+        try:
+            yield
+        finally:
+            self._messages["sums"] = before
+
+    def all_agree(self, yes: bool) -> bool:
+        """Returns whether all ranks of this stage say yes; each of them asks.
+
+        Raises:
+            PeerLost: A peer is gone.
+        """
+        if self._agreed is None:
+            return yes
+        said = torch.tensor([int(yes)])
+        parts = [torch.empty_like(said) for _ in range(self.place.tensor_size)]
+        _or_lost(lambda: self._agreed.allgather([parts], [said]).wait())
+        return all(bool(part) for part in parts)
 
     def begin_agreement(self, step: int) -> None:
         """Sends this rank's step and number of sums, once all sums of a step are queued.

@@ -105,12 +105,20 @@ class GatheredHead(nn.Module):
     def __init__(self, shard: nn.Linear, vocab_size: int, peers: ProcessGroups) -> None:
         super().__init__()
         self.shard = shard
-        self._vocab_size = vocab_size
+        self.out_features = vocab_size
         self._peers = peers
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., V]."""
-        return self._peers.concatenate(self.shard(x))[..., : self._vocab_size]
+        return self._peers.concatenate(self.shard(x))[..., : self.out_features]
+
+
+def bare_share(module: Any) -> Any:
+    """The share in a module that sums or gathers and does nothing else; another module itself."""
+    biased = isinstance(module, RowParallel) and module.bias is not None
+    if biased or not isinstance(module, Summed | RowParallel | GatheredHead):
+        return module
+    return module.shard
 
 
 class NoEmbedding(nn.Module):
