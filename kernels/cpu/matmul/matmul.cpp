@@ -13,13 +13,12 @@ namespace rayfin {
 
 namespace {
 
-// Depth of a block: its part of a panel (256 x 16 floats = 16 KiB with AVX2) stays in the first-level
-// cache while all rows of a chunk use it.
-constexpr int64_t kDepth = 256;
+// Depth of a block: its part of a panel (16 KiB of floats) stays in the first-level cache while all rows of a chunk use
+// it.
+constexpr int64_t kDepth = 4096 / kPanel;
 // A chunk's rows of x should stay in the second-level cache (512 KiB on Zen 3) for all panels.
 constexpr int64_t kChunkBytes = 256 << 10;
 constexpr int64_t kMinChunk = 48, kMaxChunk = 192;
-constexpr int64_t kFetchedRows = 64;
 // The target time of a tile: far longer than handing it out, far shorter than a time slice.
 constexpr double kTileSeconds = 15e-6, kBytesPerSecond = 12e9, kFlopsPerSecond = 80e9;
 
@@ -43,8 +42,8 @@ void few_rows(const Matrix& weight, const Row* x, int64_t x_stride, int64_t pane
   if constexpr (kP > 1) few_rows<kM, kP / 2, Weight>(weight, x, x_stride, panel, last, y, y_stride, epilogue);
 }
 
-// Multiplies rows of x by panels first .. last - 1; all rows use each block of a panel. Up to kFetchedRows rows would
-// wait for weights, so each block of rows prefetches a share of the next block of weights.
+// Multiplies rows of x by panels first .. last - 1; all rows use each block of a panel. So that rows do not wait for
+// weights, each block of them prefetches a share of the next block of weights.
 template <class Weight, class Row>
 void many_rows(int64_t rows, const Matrix& weight, const Row* x, int64_t x_stride, int64_t first, int64_t last,
                float* out, float* y, int64_t y_stride, const Epilogue& epilogue) {
@@ -58,12 +57,8 @@ void many_rows(int64_t rows, const Matrix& weight, const Row* x, int64_t x_strid
       for (int64_t block = 0; block < blocks; ++block) {
         const int64_t row = rows * block / blocks, count = rows * (block + 1) / blocks - row;  // 8 rows are 4 + 4
         const Row* block_x = x + row * x_stride + k;
-        if (rows <= kFetchedRows) {
-          rows_by_panel<true>(count, block_x, x_stride, weights, depth, out + row * kPanel, kPanel, k > 0,
-                              {next + block * share, share * 16 / kDepth});
-        } else {
-          rows_by_panel<false>(count, block_x, x_stride, weights, depth, out + row * kPanel, kPanel, k > 0);
-        }
+        rows_by_panel<true>(count, block_x, x_stride, weights, depth, out + row * kPanel, kPanel, k > 0,
+                            {next + block * share, share * 16 / kDepth});
       }
     }
     finish_panel(weight, panel, out, kPanel, rows, y, y_stride, epilogue);
