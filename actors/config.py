@@ -339,7 +339,7 @@ class EngineArgs:
     )
     log_format: LogFormat = _flag("text", "text or JSON lines")
     log_level: LogLevel = _flag("info", "minimum level of log messages")
-    attention: str = _flag("auto", "attention backend: auto, cpu, triton, torch or reference")
+    attention: str = _flag("auto", "attention backend: auto, cpu, triton, fa3, torch or reference")
     enforce_eager: bool = _flag(False, "disable CUDA graphs")
     language_model_only: bool = _flag(False, "serve a model of images or audio for text only")
     mm_processor_kwargs: dict[str, Any] | None = _flag(

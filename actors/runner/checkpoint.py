@@ -41,7 +41,13 @@ from rayfin.actors.runner.quantized.packed import (
 )
 from rayfin.actors.settings.choices import Quantization
 from rayfin.actors.timing import MODEL_LOAD_SECONDS
-from rayfin.kernels.attention.select import SeeingAhead, page_types, select_attention
+from rayfin.kernels.attention.select import (
+    ON_TRITON,
+    SeeingAhead,
+    page_types,
+    select_attention,
+    why_refused,
+)
 from rayfin.kernels.cpu.kernels import CpuKernels
 from rayfin.kernels.shapes import PagedAttention
 from rayfin.kernels.triton.available import can_use_triton
@@ -85,8 +91,7 @@ def load_checkpoint(
     stored = config.dtype
     weights = _load_weights(args, config, device, peers, recipe)
     model, parts = weights.model, list(weights.parts)
-    kernels: CpuKernels | None = None
-    parameters = _parameters(model)
+    kernels, parameters = None, _parameters(model)
     if device.type == "cpu":
         kernels = cpu_kernels(args, parameters, ranks)
         if kernels and model.dtype in TOLERANCE:
@@ -105,6 +110,7 @@ def load_checkpoint(
     pages = page_type(args.kv_cache_dtype, model.dtype, kernel)
     parts += parts_around(args, model, rounds)
     paged = _page(weights, kernel, args.page_size)
+    _require_prefill(args, causal, pages)
     if peers is not None and paged.recurrent is not None:
         name = type(model).__name__
         raise UnsupportedModel(f"{name} cannot be shared: its layers keep states", "model")
@@ -203,7 +209,16 @@ def _page(weights: Weights, kernel: PagedAttention, page_size: int) -> PagedMode
 
 
 def _uses_triton(args: EngineArgs, device: torch.device) -> bool:
-    return args.attention in ("auto", "triton") and can_use_triton(device)
+    return args.attention in ON_TRITON and can_use_triton(device)
+
+
+def _require_prefill(args: EngineArgs, attention: PagedAttention, pages: torch.dtype) -> None:
+    """Refuses a kernel for prompts that was asked for by name and takes no layer of the model."""
+    why = why_refused(attention)
+    if pages.itemsize != 2:  # the comparison at load has pages of the model's own dtype
+        why = why or f"it does not read pages of {pages}"
+    if args.attention == "fa3" and why:
+        raise InvalidConfig(f"attention 'fa3' cannot be used: {why}", "attention")
 
 
 def _pack_for_triton(

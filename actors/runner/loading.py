@@ -35,7 +35,7 @@ from rayfin.actors.runner.window_pages import frees_windows
 from rayfin.actors.settings.state_snapshots import draft_states
 from rayfin.actors.weights.version import WeightVersion
 from rayfin.cache.kv_tensors import KVLayout, KVTensors, LayerGroups, group_layers, page_bytes
-from rayfin.kernels.attention.select import page_types, select_attention
+from rayfin.kernels.attention.select import ON_TRITON, page_types, select_attention
 from rayfin.kernels.cpu.kernels import CpuKernels, try_kernels
 from rayfin.kernels.cpu.library import try_load
 from rayfin.kernels.triton.available import can_use_triton
@@ -446,7 +446,7 @@ def _round_rows(kernels: CpuKernels | None) -> None:
 def _require_quantisable(args: EngineArgs, device: torch.device) -> None:
     """Refuses quantization where its kernels do not run; says why."""
     why = None
-    if can_use_triton(device) and args.attention in ("auto", "triton"):
+    if can_use_triton(device) and args.attention in ON_TRITON:
         why = None
     elif device.type != "cpu":
         why = f"runs on the Triton kernels of a GPU, not with attention {args.attention!r}"

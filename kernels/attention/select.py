@@ -1,5 +1,6 @@
 """Selects the attention backend of a device and a dtype."""
 
+import logging
 from typing import Any
 
 import torch
@@ -12,7 +13,11 @@ from rayfin.kernels.cpu.kernels import CpuKernels
 from rayfin.kernels.shapes import PagedAttention, PagedBatch
 from rayfin.kernels.triton.available import can_use_triton
 
-NAMES = ("auto", "cpu", "triton", "torch", "reference")
+logger = logging.getLogger(__name__)
+
+NAMES = ("auto", "cpu", "triton", "fa3", "torch", "reference")
+ON_TRITON = ("auto", "triton", "fa3")
+"""Those that use Triton's kernels on a GPU that has them."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
@@ -25,7 +30,8 @@ def select_attention(
     """The backend called `name`, or for "auto" the fastest one for this device and dtype.
 
     "cpu" is the compiled backend with the threads of `kernels`; without `kernels` "auto" selects
-    torch. "triton" needs a GPU.
+    torch. "triton" needs a GPU. "fa3" is the same with FlashAttention 3 for prompts; "auto" takes
+    that if it is installed and the GPU is one of Hopper's.
 
     Raises:
         ValueError: The backend does not exist, or does not support this device and dtype.
@@ -40,19 +46,41 @@ def select_attention(
     if name in ("auto", "cpu") and compiled and kernels:
         return CpuAttention(kernels)
     on_gpu = can_use_triton(device)
-    if name == "triton" and not on_gpu:
-        raise ValueError(f"attention backend 'triton' needs a GPU and Triton, not {device.type!r}")
-    if name in ("auto", "triton") and on_gpu:
-        from rayfin.kernels.attention.triton_backend import (
-            TritonAttention,  # not installed everywhere
-        )
-
-        return TritonAttention(device)
+    if name in ("triton", "fa3") and not on_gpu:
+        raise ValueError(f"attention backend {name!r} needs a GPU and Triton, not {device.type!r}")
+    if name in ON_TRITON and on_gpu:
+        return _on_triton(device, name)
     if name in ("auto", "torch"):  # the torch backend takes every device and float dtype
         return torch_paged_attention
     if name == "reference":
         return reference.paged_attention
     raise ValueError(f"unknown attention backend {name!r}: choose one of {', '.join(NAMES)}")
+
+
+def _on_triton(device: torch.device, name: str) -> PagedAttention:
+    # Triton is not installed everywhere.
+    from rayfin.kernels.attention.fa3 import load_fa3
+    from rayfin.kernels.attention.triton_backend import TritonAttention
+
+    prefill = None
+    try:
+        prefill = None if name == "triton" else load_fa3(device)
+    except ValueError as error:
+        if name == "fa3":
+            raise
+        logger.info("Triton attends in prompts too: %s", error)
+    if name == "fa3" and prefill is None:
+        raise ValueError(
+            "attention backend 'fa3' needs a Hopper GPU (H100, H200) and FlashAttention 3, as of "
+            "PyPI's package 'tokenspeed-fa3'"
+        )
+    return TritonAttention(device, prefill)
+
+
+def why_refused(attention: PagedAttention) -> str:
+    """Why a backend's kernel for prompts takes no layer that has asked; empty if it takes some."""
+    refused: str = getattr(getattr(attention, "prefill", None), "refused", "")
+    return refused
 
 
 class SeeingAhead:

@@ -1,6 +1,7 @@
 """Paged attention by the Triton kernels (kernels/triton/device/attention_kernels.py)."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ PROGRAMS_PER_CORE = 2  # target of each launch; four take a fifth longer for 8 r
 DECODE_ROWS = 16  # the smallest number that a tensor core multiplies
 DECODE_KEYS = 32  # a block of keys; narrow ones leave room for more of them in flight
 MERGED_AHEAD = 4
+PREFILL_TILE = 128  # queries times heads of a tile of another prefill kernel
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CAST, PAIRS, OCTETS, PTX = (
     form.value
@@ -88,6 +90,35 @@ class Sizes:
         return self.heads // self.kv_heads
 
 
+class PrefillKernel(Protocol):
+    """Attention of prompts by another kernel, in steps that no graph holds."""
+
+    def takes(
+        self,
+        sizes: Sizes,
+        k_pages: torch.Tensor,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> bool:
+        """Whether it computes layers of these sizes and settings over such pages."""
+        ...
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        batch: PagedBatch,
+        rows: slice,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`PagedAttention` of some rows of ``batch``, whose queries are all of ``query``."""
+        ...
+
+
 class TritonAttention:
     """`PagedAttention` in float32, float16 or bfloat16, accumulated in float32.
 
@@ -96,9 +127,13 @@ class TritonAttention:
     Decode rows and prefill chunks are a launch each. Its tiles are queries with all heads of a
     group; the launch merges the parts of long rows. A step's launches are computed once and shared
     by all layers of the same sizes (`PagedBatch.scratch`).
+
+    Chunks of prompts are left to ``prefill``, if it takes them, in steps without given launches
+    that have a tile of queries for each core: it does not split rows, as small steps need.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, prefill: PrefillKernel | None = None) -> None:
+        self.prefill = prefill
         on_gpu = device.type == "cuda"
         converts = not on_gpu or torch.cuda.get_device_capability(device) >= (8, 9)
         self.page_types = (*DTYPES, torch.float8_e4m3fn) if converts else DTYPES
@@ -125,11 +160,19 @@ class TritonAttention:
         tokens, heads, key_dim = query.shape
         kv_heads, value_dim = v_pages.shape[2:]
         sizes = Sizes(heads, kv_heads, key_dim, value_dim, query.dtype, window)
+        out, rows, prefill = query.new_empty(tokens, heads, value_dim), batch.rows, self.prefill
+        if prefill and self._leaves_prompts(prefill, batch, sizes, k_pages, softcap, sinks):
+            rows = batch.decoding
+            first, prompts = int(batch.query_start_cpu[rows]), slice(rows, batch.rows)
+            asked, pages = (batch, prompts), (k_pages, v_pages)
+            attended = prefill(query[first:], *pages, *asked, scale, window, softcap, sinks)
+            if not rows:
+                return attended
+            out[first:] = attended
         form = self._form_of(k_pages.dtype, sizes)
         if form in (OCTETS, PTX):
             k_pages, v_pages = k_pages.view(torch.int32), v_pages.view(torch.int32)
-        out = query.new_empty(tokens, heads, value_dim)
-        for launch in self._launches(batch, sizes):
+        for launch in self._launches(batch, sizes, rows):
             shape = launch.shape
             attend_tiles[(kv_heads, len(launch.items))](
                 query,
@@ -217,23 +260,42 @@ class TritonAttention:
             window=sizes.window,
         )
 
-    def _launches(self, batch: PagedBatch, sizes: Sizes) -> list[Launch]:
+    def _leaves_prompts(
+        self,
+        prefill: PrefillKernel,
+        batch: PagedBatch,
+        sizes: Sizes,
+        k_pages: torch.Tensor,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> bool:
+        if LAUNCHES in batch.scratch or batch.decoding == batch.rows:
+            return False
+        # Asked of small steps too: the model's comparison at load is one.
+        if not prefill.takes(sizes, k_pages, softcap, sinks):
+            return False
+        starts = batch.query_start_cpu
+        queries = int(starts[batch.rows]) - int(starts[batch.decoding])
+        return queries * sizes.heads >= PREFILL_TILE * self.cores
+
+    def _launches(self, batch: PagedBatch, sizes: Sizes, rows: int) -> list[Launch]:
+        """Those of the first ``rows`` of the step."""
         if LAUNCHES in batch.scratch:  # CUDA graphs reuse them in every step
             kept: list[Launch] = batch.scratch[LAUNCHES](self, batch, sizes)
             return kept
-        if sizes not in batch.scratch:
+        if (sizes, rows) not in batch.scratch:
             parts = [
                 (self.decode_shape(sizes), slice(0, batch.decoding)),
-                (self.prefill_shape(sizes), slice(batch.decoding, batch.rows)),
+                (self.prefill_shape(sizes), slice(batch.decoding, rows)),
             ]
-            batch.scratch[sizes] = [
+            batch.scratch[sizes, rows] = [
                 make_launch(
-                    shape, sizes, self.tile_map(shape, sizes, batch, rows), batch.kv_len.device
+                    shape, sizes, self.tile_map(shape, sizes, batch, part), batch.kv_len.device
                 )
-                for shape, rows in parts
-                if rows.start < rows.stop
+                for shape, part in parts
+                if part.start < part.stop
             ]
-        launches: list[Launch] = batch.scratch[sizes]
+        launches: list[Launch] = batch.scratch[sizes, rows]
         return launches
 
 

@@ -33,7 +33,7 @@ def select_sample(
 
     It is the Triton one on a GPU, the compiled one with ``kernels``, else torch's `sample`.
     """
-    if name in ("auto", "triton") and can_use_triton(device):
+    if name in ("auto", "triton", "fa3") and can_use_triton(device):
         from rayfin.kernels.triton.sample import sample as triton_sample  # not installed everywhere
 
         return partial(sample_allowed, triton_sample)

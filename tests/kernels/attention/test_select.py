@@ -20,7 +20,7 @@ def test_names() -> None:
 
 
 def test_unknown_name_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'cuda'.*auto, cpu, triton, torch, reference"):
+    with pytest.raises(ValueError, match="'cuda'.*auto, cpu, triton, fa3, torch, reference"):
         select_attention(CPU, torch.float32, name="cuda")
 
 
@@ -32,8 +32,9 @@ def test_cpu_needs_its_kernels_and_a_dtype_of_theirs() -> None:
 
 
 def test_triton_is_for_a_gpu() -> None:
-    with pytest.raises(ValueError, match="'triton' needs a GPU"):
-        select_attention(CPU, torch.float32, name="triton")
+    for name in ("triton", "fa3"):
+        with pytest.raises(ValueError, match=f"'{name}' needs a GPU"):
+            select_attention(CPU, torch.float32, name=name)
     pytest.importorskip("triton")
     from rayfin.kernels.attention.triton_backend import TritonAttention
 

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from fake_fa3 import Package
 from rayfin import LLM
+from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.runner import checkpoint, loading
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.sampling.sampler import Sampler
@@ -47,6 +49,30 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         warming.warm_up(self._model, sampler, *sizes, self._loaded.device)
 
     monkeypatch.setattr(ModelRunner, "_warm_up", warm_up)
+
+
+@pytest.mark.skipif(ON_GPU, reason="stands for what a GPU may have installed")
+def test_another_kernel_for_prompts(
+    two_layers: Any, served: Make, request_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried when the model is compared at load; ``--attention fa3`` insists on it."""
+    from rayfin.kernels.attention import fa3
+
+    package = Package()
+    kernel = fa3.FlashAttention3(package.flash_attn_with_kvcache)
+    monkeypatch.setattr(fa3, "load_fa3", lambda device: kernel)
+    changes = {"attention": "fa3", "enforce_eager": True, "max_batch_tokens": 128}
+    settings = SETTINGS | changes
+    with pytest.raises(InvalidConfig, match="'fa3' cannot be used: it computes in 16 bits") as bad:
+        served(two_layers.folder, **settings)
+    assert bad.value.param == "attention"
+    kernel = fa3.FlashAttention3(package.flash_attn_with_kvcache)
+    monkeypatch.setitem(fa3.TOLERANCE, torch.float32, 1e-5)  # the interpreter lacks bfloat16
+    engine = served(two_layers.folder, **settings)
+    tried, prompts = len(package.queries), [list(range(3, 43)), list(range(7, 60))]
+    tokens = engine.run(*(request_of(key, each, 3) for key, each in enumerate(prompts)))
+    assert tokens == {key: two_layers.greedy(each, 3) for key, each in enumerate(prompts)}
+    assert package.queries[tried:] == [93, 93], "of each layer"
 
 
 def has_graphs(engine: Any) -> bool:
