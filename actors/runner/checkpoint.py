@@ -64,6 +64,11 @@ EXACT_ROWS = (
 """For the log, of a GGUF file: who has one may compare."""
 
 
+NO_FLA = (
+    "prompts of layers that keep states run on torch's operations: pip install 'rayfin[hybrid]' "
+    "brings Triton kernels for them"
+)
+
 ROUNDED = {
     "int8": "integers, on the compiled CPU kernels, and {} has no such layer; plain "
     "weights: quantization 'int4'",
@@ -194,6 +199,7 @@ def _page(weights: Weights, kernel: PagedAttention, page_size: int) -> PagedMode
         paged = PagedModel(model, kernel, weights.layers)
         if weights.layers is None and weights.compared:
             require_equal(paged, page_size)
+        _suggest_kernels(paged, paged.device)
         return paged
     except (RayfinError, torch.OutOfMemoryError, MemoryError):
         raise
@@ -208,6 +214,11 @@ def _page(weights: Weights, kernel: PagedAttention, page_size: int) -> PagedMode
         ) from error
 
 
+def _suggest_kernels(paged: PagedModel, device: torch.device) -> None:
+    if device.type == "cuda" and paged.recurrent is not None and paged.recurrent.lacks_kernels:
+        logger.info(NO_FLA)
+
+
 def _uses_triton(args: EngineArgs, device: torch.device) -> bool:
     return args.attention in ON_TRITON and can_use_triton(device)
 
@@ -215,7 +226,7 @@ def _uses_triton(args: EngineArgs, device: torch.device) -> bool:
 def _require_prefill(args: EngineArgs, attention: PagedAttention, pages: torch.dtype) -> None:
     """Refuses a kernel for prompts that was asked for by name and takes no layer of the model."""
     why = why_refused(attention)
-    if pages.itemsize != 2:  # the comparison at load has pages of the model's own dtype
+    if pages.itemsize == 1:  # the comparison at load has pages of the model's own dtype
         why = why or f"it does not read pages of {pages}"
     if args.attention == "fa3" and why:
         raise InvalidConfig(f"attention 'fa3' cannot be used: {why}", "attention")

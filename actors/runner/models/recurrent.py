@@ -7,7 +7,9 @@ apart and a small cache object in place of transformers' own: rows of one token 
 for states in a forward; their names do not matter.
 """
 
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -32,6 +34,10 @@ _CALLS = {
     "get_linear_cache": "linear",
     "set_linear_cache": "linear",
 }
+
+
+_BY_FLA = ("chunk_gated_delta_rule", "chunk_kda")
+"""What transformers takes from flash-linear-attention (the package ``fla``) where it finds it."""
 
 
 @dataclass(slots=True)
@@ -217,6 +223,13 @@ class RecurrentLayers:
     def is_fused(self) -> bool:
         """Whether all modules compute by fused forwards."""
         return all(layer.fused is not None for layer in self.modules)
+
+    @property
+    def lacks_kernels(self) -> bool:
+        """Whether there are Triton kernels for the layers, in a package that is not installed."""
+        files = [sys.modules[type(layer.own.module).__module__] for layer in self.modules]
+        by_fla = any(hasattr(file, name) for file in files for name in _BY_FLA)
+        return by_fla and importlib.util.find_spec("fla") is None
 
     @property
     def states(self) -> StateTensors:

@@ -1,5 +1,7 @@
 """Decoders whose layers keep a state per request give transformers' own tokens."""
 
+import importlib.util
+import logging
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +13,7 @@ import torch
 
 from rayfin.actors.config import resolve
 from rayfin.actors.messages import BeamParams, Command, Sampling
+from rayfin.actors.runner import checkpoint
 from rayfin.actors.runner.loading import load
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.models.replace import chunked_logits
@@ -146,6 +149,29 @@ def test_states_are_off_the_page_budget(tiny_model: Make, engine_args: Make) -> 
     facts, limits = ModelRunner(args).profile()
     assert facts.page_bytes == 0
     assert resolve(args, facts, limits).num_pages == 10 * limits.max_decoding_batch
+
+
+def test_kernels_that_are_not_installed_are_named_on_a_gpu(
+    tiny_model: Make,
+    engine_args: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Those of layers that have some."""
+    caplog.set_level(logging.INFO)
+    cuda, lacks = torch.device("cuda"), {}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for family in ("qwen3_next", "mamba2", "llama"):
+        paged: Any = load(engine_args(tiny_model(family).folder, attention="torch")).decoder
+        caplog.clear()
+        checkpoint._suggest_kernels(paged, torch.device("cpu"))
+        assert "hybrid" not in caplog.text
+        checkpoint._suggest_kernels(paged, cuda)
+        lacks[family] = "pip install 'rayfin[hybrid]'" in caplog.text
+    assert lacks == {"qwen3_next": True, "mamba2": False, "llama": False}
+    paged = load(engine_args(tiny_model("qwen3_next").folder, attention="torch")).decoder
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "fla" or None)
+    assert not paged.recurrent.lacks_kernels
 
 
 def test_restart_forgets_states(tiny_model: Make, served: Make, request_of: Make) -> None:
