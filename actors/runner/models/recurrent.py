@@ -36,8 +36,8 @@ _CALLS = {
 }
 
 
-_BY_FLA = ("chunk_gated_delta_rule", "chunk_kda")
-"""What transformers takes from flash-linear-attention (the package ``fla``) where it finds it."""
+_BY_FLA = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+"""What transformers replaces by flash-linear-attention (the package ``fla``) where it finds it."""
 
 
 @dataclass(slots=True)
