@@ -105,7 +105,7 @@ PARKED_SECONDS = 300.0
 PARKED_IDLE_SECONDS = 20.0
 PAGES_HELD_SECONDS = 60.0
 FORGOTTEN_SESSION_SECONDS = 3600.0
-RANKED_SECONDS = 1e-3
+RANKED_SECONDS = 2e-3
 
 # Events of pages (--kv-events-config) begin again so long after an engine's start, for readers that
 # had fewer of the one before it; and their thread looks so often for readers that ask.

@@ -35,6 +35,10 @@ class PageClaims:
         """All that claim something."""
         return list(self._pages)
 
+    def among(self, pages: Sequence[int]) -> list[int]:
+        """Those of ``pages`` that are claimed."""
+        return [page for page in pages if page in self._claimants]
+
     def pages(self, claimant: Hashable) -> list[int]:
         """The pages that it claims."""
         return list(self._pages.get(claimant, ()))
@@ -42,6 +46,10 @@ class PageClaims:
     def count(self, claimant: Hashable) -> int:
         """How many pages it claims."""
         return len(self._pages.get(claimant, ()))
+
+    def last(self, claimant: Hashable) -> int | None:
+        """The last page that it claims."""
+        return next(reversed(self._pages.get(claimant, {})), None)
 
     def num_alone(self, claimant: Hashable) -> int:
         """How many of them no other claims."""
@@ -51,15 +59,18 @@ class PageClaims:
         """Claims ``pages`` instead of what it claimed; returns pages without a claim now."""
         before, after = self._pages.get(claimant, {}), dict.fromkeys(pages)
         lost = [page for page in before if page not in after and self._remove(claimant, page)]
-        for page in after:
-            if page not in before:
-                self._add(claimant, page)
+        self._add(claimant, [page for page in after if page not in before])
         if after:
             self._pages[claimant] = after
         else:
             self._pages.pop(claimant, None)
             self._alone.pop(claimant, None)
         return lost
+
+    def extend(self, claimant: Hashable, pages: Sequence[int]) -> None:
+        """Claims ``pages`` behind those that it claims."""
+        self._add(claimant, pages)
+        self._pages.setdefault(claimant, {}).update(dict.fromkeys(pages))
 
     def end(self, claimant: Hashable) -> list[int]:
         """Ends its claim; returns pages without a claim now."""
@@ -81,12 +92,19 @@ class PageClaims:
             book.clear()
         return pages
 
-    def _add(self, claimant: Hashable, page: int) -> None:
-        others = self._claimants.get(page, ())
-        self._claimants[page] = (*others, claimant)
-        self._alone[claimant] = self._alone.get(claimant, 0) + (not others)
-        if len(others) == 1:
-            self._alone[others[0]] -= 1
+    def _add(self, claimant: Hashable, pages: Sequence[int]) -> None:
+        claimants, alone = self._claimants, self._alone
+        alone.setdefault(claimant, 0)
+        its = (claimant,)  # one object for all pages that it alone claims
+        for page in pages:
+            if page not in claimants:
+                claimants[page] = its
+                alone[claimant] += 1
+                continue
+            others = claimants[page]
+            claimants[page] = (*others, claimant)
+            if len(others) == 1:
+                alone[others[0]] -= 1
 
     def _remove(self, claimant: Hashable, page: int) -> bool:
         """Returns whether the page has no claim now."""

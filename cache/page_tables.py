@@ -211,6 +211,25 @@ class PageTables:
         for page in pages:
             self.pool.keep(page)
 
+    def extend_claim(self, claimant: Hashable, pages: Sequence[int]) -> None:
+        """Claims ``pages`` of the index behind those that it claims."""
+        self.claims.extend(claimant, pages)
+        for page in pages:
+            self.pool.keep(page)
+
+    def find(self, claimant: Hashable, hashes: Sequence[bytes]) -> tuple[int, list[int]]:
+        """The longest prefix in the index by its hashes: how many pages at its start are the whole
+        claim of ``claimant``, which need no look each, and the pages behind those."""
+        if self.index is None:
+            return 0, []
+        count = self.claims.count(claimant)
+        # A hash stands for all tokens before it, so the last one is enough.
+        if not 0 < count <= len(hashes) or (
+            self.index.page(hashes[count - 1]) != self.claims.last(claimant)
+        ):
+            count = 0
+        return count, self.index.find(hashes[count:])
+
     def unclaim(self, claimant: Hashable) -> None:
         """Ends a claim; pages that are free and that no other claims are like all others."""
         self._unkeep(self.claims.end(claimant))
@@ -292,7 +311,7 @@ class PageTables:
         if pages is not None and self.index is not None:
             self.evicting(pages)
             evicted = sum(self.index.drop(page, keeps=lent) for page in pages)
-            for page in pages if len(self.claims) else ():
+            for page in self.claims.among(pages):
                 self.claims.drop(page)
             self.num_cached -= evicted
             self.num_evicted += evicted

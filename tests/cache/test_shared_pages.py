@@ -440,6 +440,25 @@ class SharedPagesMachine(RuleBasedStateMachine):
         before, self.claims[name] = self.claims.get(name, []), pages
         self._unkeep([page for page in before if not self._is_claimed(page)])
 
+    @rule(slot=st.integers(0, 3), name=st.sampled_from("abc"))
+    def claim_prefix(self, slot: int, name: str) -> None:
+        """As a turn does: what is behind its claim, or another prefix instead of it."""
+        hashes, before = self.chains[slot % self.slots].hashes, self.claims.get(name, [])
+        assert self.tables.index is not None
+        every = self.tables.index.find(hashes)
+        claimed, pages = self.tables.find(name, hashes)
+        assert claimed == (len(before) if every[: len(before)] == before else 0)
+        assert every[:claimed] + pages == every
+        if claimed:
+            self.tables.extend_claim(name, pages)
+        else:
+            self.tables.claim(name, pages)
+        self.claims[name] = every
+        kept = [page for page in every if page in self.free]
+        self.free[:] = [page for page in self.free if page not in kept]
+        self.kept += kept
+        self._unkeep([page for page in before if not self._is_claimed(page)])
+
     @rule(name=st.sampled_from("abc"))
     def unclaim(self, name: str) -> None:
         self.tables.unclaim(name)

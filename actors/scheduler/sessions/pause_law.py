@@ -51,7 +51,7 @@ class PauseLaw:
 
     def index(self, age: float) -> float:
         """Returns a second, at best, of a pause that has lasted ``age`` seconds."""
-        return self._index[bucket(age)]
+        return self._index[bisect_right(STARTS, age, 1) - 1]  # bucket(age), of many sessions
 
     def rate(self, place: int) -> float:
         """Returns a second in a bucket; at first 0.4 / (age + 0.5 s)."""

@@ -144,17 +144,18 @@ class Seats:
 
     def left(self, request: Request, slot: int, *, share: bool) -> None:
         """The request has ended; its slot still holds what it computed, for others if ``share``."""
-        session, index = self.sessions.end(request), self._tables.index
+        session = self.sessions.end(request)
         self._freed = self._freed or (session is not None and not session.turns)
-        if not share or index is None:
+        if not share:
             return
         self.sessions.note(request, session)
         if session is None or session.seated is None:
             return
         count = int(self._tables.published[slot])
-        pages = index.find(request.chain.hashes[:count])
-        if self.sessions.claim(session, request, pages):
-            session.from_files = self._tier.seconds_to_read(pages)
+        claimed, pages = self._tables.find(session, request.chain.hashes[:count])
+        if self.sessions.claim(session, request, claimed, pages):
+            every = self._tables.claims.pages(session)
+            session.from_files = self._tier.seconds_to_read(every)
 
     def forget(self) -> None:
         """Paused sessions have nothing to keep, as after a reset of the prefix cache."""
@@ -223,10 +224,11 @@ class Seats:
 
     def _missing(self, request: Request) -> int:
         """Pages that the request takes of those that are free and without a claim."""
-        tables, index = self._tables, self._tables.index
-        assert index is not None
-        pages = index.find(request.chain.hashes[: (request.num_tokens - 1) // tables.page_size])
-        there = sum(tables.pool.references[page] > 0 or page in tables.claims for page in pages)
+        tables, references = self._tables, self._tables.pool.references
+        hashes = request.chain.hashes[: (request.num_tokens - 1) // tables.page_size]
+        claimed, pages = tables.find(self.sessions.turns.get(request), hashes)
+        free = [page for page in pages if not references[page]]
+        there = claimed + len(pages) - len(free) + len(tables.claims.among(free))
         return tables.pages_for(request.num_tokens + 1) - there
 
     def _has_room(self, head: Request, *, late: bool = False) -> bool:

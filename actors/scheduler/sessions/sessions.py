@@ -176,8 +176,9 @@ class SessionTable:
         self._known[key] = session
         self._forget_old(self._clock())
 
-    def claim(self, session: Session, request: Request, pages: Sequence[int]) -> bool:
-        """A turn has left ``pages``: the session claims them if they go on from what it has.
+    def claim(self, session: Session, request: Request, claimed: int, pages: Sequence[int]) -> bool:
+        """A turn has left ``claimed`` pages, which are the session's claim, and ``pages`` behind
+        them: it claims these too; or other ``pages``, if they go on from what it has.
 
         A title or a probe takes no context away: only the second turn in a row that does not go on,
         as after a compaction, drops the claim before it.
@@ -185,24 +186,21 @@ class SessionTable:
         Returns:
             Whether it claims them.
         """
-        before, reference = self._tables.claims.pages(session), request.source.session
-        shared = next(
-            (
-                place
-                for place, (old, new) in enumerate(zip(before, pages, strict=False))
-                if old != new
-            ),
-            min(len(before), len(pages)),
-        )
-        fresh = reference is not None and reference.fresh
-        # Templates leave out what a model has thought, so the end of an answer may not come back.
-        if 2 * shared < len(before) and not fresh and not session.strays:
-            session.strays += 1
-            return False
+        if claimed:
+            self._tables.extend_claim(session, pages)
+        else:
+            before, reference = self._tables.claims.pages(session), request.source.session
+            fresh = reference is not None and reference.fresh
+            # Templates leave out what a model has thought, so the end of an answer may not come
+            # back.
+            half = -(-len(before) // 2)
+            if before[:half] != pages[:half] and not fresh and not session.strays:
+                session.strays += 1
+                return False
+            self._tables.claim(session, pages)
         session.strays = 0
-        session.tokens = len(pages) * self._tables.page_size
+        session.tokens = (claimed + len(pages)) * self._tables.page_size
         session.from_files = None
-        self._tables.claim(session, pages)
         return True
 
     def seat(self, session: Session) -> None:
