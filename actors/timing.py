@@ -107,6 +107,12 @@ PAGES_HELD_SECONDS = 60.0
 FORGOTTEN_SESSION_SECONDS = 3600.0
 RANKED_SECONDS = 2e-3
 
+# `rayfin bench agents --kill` waits so long for an engine that starts again, looks so often, and
+# asks a scheduler for its runners for so long.
+VICTIM_SECONDS = 60.0
+VICTIM_POLL_SECONDS = 0.5
+VICTIM_ANSWER_SECONDS = 10.0
+
 # Events of pages (--kv-events-config) begin again so long after an engine's start, for readers that
 # had fewer of the one before it; and their thread looks so often for readers that ask.
 KV_EVENTS_AGAIN_SECONDS = 60.0

@@ -16,12 +16,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import log
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from rayfin.actors.errors import InvalidConfig, ServerError
 from rayfin.deployments.bench.endpoint import chat_body, stream_pieces
+
+if TYPE_CHECKING:
+    from rayfin.deployments.bench.kills import Kills
 
 Draw = Callable[[random.Random], float]
 """Draws seconds."""
@@ -307,12 +310,35 @@ def _taken(session: AgentSession) -> float:
 SYLLABLES = ("ba", "do", "fi", "ga", "ka", "lo", "mi", "ne", "po", "ra", "su", "ti")
 
 
-class AgentClient:
-    """Drives a load at a server's chats. Turns that fail are counted, and their sessions go on."""
+@dataclass(slots=True)
+class _Answer:
+    """A turn's, and when it was under way."""
 
-    def __init__(self, client: httpx.AsyncClient, model: str, load: AgentLoad) -> None:
+    session: str
+    body: dict[str, Any]
+    text: str
+    sent: float
+    ended: float
+
+
+class AgentClient:
+    """Drives a load at a server's chats. Turns that fail are counted, and their sessions go on.
+
+    Args:
+        kills: amid the run. Answers that were under way then are asked for again after it, of
+            which a greedy one is the same.
+    """
+
+    def __init__(
+        self, client: httpx.AsyncClient, model: str, load: AgentLoad, kills: "Kills | None" = None
+    ) -> None:
         self.load = load
         self.errors: Counter[str] = Counter()
+        self.failed: set[str] = set()  # sessions with a turn that failed, ...
+        self.wrong: set[str] = set()  # ... and with an answer that is another one without a kill
+        self.amid = 0  # answers that were under way at a kill
+        self._kills = kills
+        self._answers: list[_Answer] = []
         self._client = client
         self._model = model
         self._waits: list[tuple[bool, float]] = []
@@ -322,10 +348,15 @@ class AgentClient:
     async def run(self) -> None:
         """Runs all sessions to their ends."""
         self._started = time.perf_counter()
+        killing = None if self._kills is None else asyncio.create_task(self._kills.run(self._now))
         async with asyncio.TaskGroup() as group:
             for turn in self.load.start():
                 group.create_task(self._take(turn, group))
         self._ended = self._now()
+        if self._kills is not None and killing is not None:
+            if not killing.cancel():
+                killing.result()
+            await self._check(self._kills.struck)
 
     def figures(self) -> AgentFigures:
         """The figures of the run.
@@ -335,6 +366,29 @@ class AgentClient:
         """
         share = self._cached / max(self._prompts, 1)
         return agent_figures(self.load, self._waits, share, self._ended)
+
+    def killed_line(self, struck: list[float]) -> str:
+        """What kills at these times have cost, as text."""
+        return (
+            f"{len(struck)} kills, at {', '.join(f'{at:.0f}' for at in struck)} s"
+            f" · {len(self.failed)} of {len(self.load.sessions)} sessions failed"
+            f" · {len(self.wrong)} wrong, by {self.amid} answers asked for again"
+        )
+
+    async def _check(self, struck: list[float]) -> None:
+        """Asks again for what was under way at a kill."""
+        for each in self._answers:
+            if not any(each.sent <= at <= each.ended for at in struck):
+                continue
+            self.amid += 1
+            again = ""
+            try:
+                async for piece in stream_pieces(self._client, "/chat/completions", each.body):
+                    again += piece.text
+            except ServerError as error:
+                self.errors[str(error)] += 1
+            if again != each.text:
+                self.wrong.add(each.session)
 
     def _now(self) -> float:
         return time.perf_counter() - self._started
@@ -356,8 +410,12 @@ class AgentClient:
                 answer += piece.text
                 self._prompts += piece.prompt_tokens or 0
                 self._cached += piece.cached_tokens or 0
+            if self._kills is not None:
+                asked_for = body | {"messages": list(messages)}
+                self._answers.append(_Answer(session.name, asked_for, answer, sent, self._now()))
         except ServerError as error:
             self.errors[str(error)] += 1
+            self.failed.add(session.name)
         if first is not None:
             self._waits.append((session.asked == 1, first))
         messages.append({"role": "assistant", "content": answer or "-"})
@@ -382,20 +440,15 @@ def _words(rng: random.Random, tokens: int) -> str:
 
 
 def run_agents(
-    connection: dict[str, Any], model: str, plan: AgentPlan
-) -> tuple[AgentFigures, Counter[str]]:
-    """Runs a plan at a server (``client_settings``); the figures, and the turns that failed.
-
-    Raises:
-        InvalidConfig: no session has ended.
-    """
+    connection: dict[str, Any], model: str, plan: AgentPlan, kills: "Kills | None" = None
+) -> AgentClient:
+    """Runs a plan at a server (``client_settings``); returns the client, which has the figures."""
 
     async def run() -> AgentClient:
         unlimited = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(**connection, limits=unlimited) as client:
-            agents = AgentClient(client, model, AgentLoad(plan))
+            agents = AgentClient(client, model, AgentLoad(plan), kills)
             await agents.run()
             return agents
 
-    agents = asyncio.run(run())
-    return agents.figures(), agents.errors
+    return asyncio.run(run())

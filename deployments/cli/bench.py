@@ -385,6 +385,13 @@ def serve_bench(
     "1 s or 150 s, half of people, 1 s",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="seed of the sessions")
+@click.option(
+    "--kill",
+    multiple=True,
+    metavar="ROLE@SECONDS",
+    help="kill a scheduler, a runner or an engine so many seconds after the start; may be "
+    "repeated; needs the server's Ray cluster (RAY_ADDRESS)",
+)
 @JSON
 def agents(
     url: str,
@@ -397,25 +404,29 @@ def agents(
     sessions: int,
     pauses: str,
     seed: int,
+    kill: tuple[str, ...],
     json_file: IO[str] | None,
 ) -> int:
     """Measure sessions of agents: turns that go on from all before them, with pauses between.
 
-    Each agent runs one session after another. The headline is how long a session takes.
+    Each agent runs one session after another. The headline is how long a session takes. Answers
+    that were under way at a --kill are asked for again after the run, and must be the same.
 
     \b
-    Example:
+    Examples:
       rayfin bench agents --profile small --agents 8 --pauses tools
+      rayfin bench agents --profile small --kill runner@20 --kill scheduler@40
     """
     import httpx
 
     from rayfin.deployments.bench.agents import PAUSES, PROFILES, AgentPlan, run_agents
     from rayfin.deployments.bench.endpoint import client_settings, context_length, find_model
+    from rayfin.deployments.bench.kills import EngineKiller, Kills, read_kill
     from rayfin.deployments.bench.traces import read_sessions
 
     above, _, below = scale.partition("/")
     share = _positive("scale", above) / _positive("scale", below or "1")
-    connection = client_settings(url, api_key)
+    connection, kills = client_settings(url, api_key), [read_kill(each) for each in kill]
     with httpx.Client(**connection) as asking:
         name = find_model(asking, model)
         longest = context_length(asking, name)
@@ -429,13 +440,19 @@ def agents(
         longest=None if longest is None else longest * 9 // 10,
         seed=seed,
     )
-    figures, errors = run_agents(connection, name, plan)
-    print("\n".join(figures.lines()))
-    for error, times in errors.most_common(5):
+    killing = Kills(kills, EngineKiller()) if kills else None
+    client = run_agents(connection, name, plan, killing)
+    figures = asdict(client.figures()) | {"errors": client.errors}
+    print("\n".join(client.figures().lines()))
+    if killing is not None:
+        print(client.killed_line(killing.struck))
+        ends = {"failed": sorted(client.failed), "wrong": sorted(client.wrong)}
+        figures |= {"killed": killing.struck, **ends}
+    for error, times in client.errors.most_common(5):
         print(f"failed {times} x: {error}")
     if json_file is not None:
-        _write(json_file, asdict(figures) | {"errors": errors})
-    return int(bool(errors))
+        _write(json_file, figures)
+    return int(bool(client.errors or client.wrong))
 
 
 class _Engine:

@@ -3,6 +3,7 @@
 import asyncio
 import heapq
 import itertools
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -19,8 +20,10 @@ from rayfin.deployments.bench.agents import (
     ScriptTurn,
     agent_figures,
 )
+from rayfin.deployments.bench.kills import Kill, Kills
 
 SMALL = PROFILES["small"]
+TINY = AgentPlan(profile=SMALL, agents=2, sessions=1, scale=1 / 64, pauses=lambda _: 0.0)
 
 
 def played(plan: AgentPlan, seconds: float = 2.0) -> tuple[AgentLoad, list[AgentTurn]]:
@@ -99,17 +102,21 @@ def test_no_turn_is_longer_than_the_model_takes() -> None:
     assert max(turn.session.tokens for turn in turns) <= 2000 + SMALL.output
 
 
-def test_it_drives_a_server(fake_server: FakeServer) -> None:
-    """Each turn sends all messages before it, under its session's name."""
-    plan = AgentPlan(profile=SMALL, agents=2, sessions=1, scale=1 / 64, pauses=lambda _: 0.0)
+def driven(server: FakeServer, kills: Kills | None = None) -> AgentClient:
+    """The client after it has run TINY."""
 
     async def drive() -> AgentClient:
-        async with httpx.AsyncClient(base_url=fake_server.url) as http:
-            client = AgentClient(http, "tiny", AgentLoad(plan))
+        async with httpx.AsyncClient(base_url=server.url) as http:
+            client = AgentClient(http, "tiny", AgentLoad(TINY), kills)
             await client.run()
             return client
 
-    client = asyncio.run(drive())
+    return asyncio.run(drive())
+
+
+def test_it_drives_a_server(fake_server: FakeServer) -> None:
+    """Each turn sends all messages before it, under its session's name."""
+    client = driven(fake_server)
     assert not client.errors
     figures = client.figures()
     assert figures.sessions == 2 and figures.longest_wait > 0
@@ -119,3 +126,68 @@ def test_it_drives_a_server(fake_server: FakeServer) -> None:
     assert [message["role"] for message in longest[:3]] == ["user", "assistant", "user"]
     assert longest[1]["content"] == "You said " + longest[0]["content"]
     assert set(PAUSES) >= {"mixed", "slow"}
+
+
+class KillAmid(Kills):
+    """Kills once when a turn is under way."""
+
+    def __init__(self, server: FakeServer, kill: Callable[[str], None]) -> None:
+        super().__init__([], kill)
+        self._server = server
+
+    async def run(self, now: Callable[[], float]) -> None:
+        while not self._server.at_once:
+            await asyncio.sleep(0.001)
+        self.struck.append(now())
+        self.kill("runner")
+
+
+@pytest.mark.parametrize("harm", [False, True])
+def test_what_was_under_way_at_a_kill_is_asked_again(harm: bool) -> None:
+    """An answer that is another one then is wrong, and its session with it."""
+
+    class Server(FakeServer):
+        lost = ""
+
+        async def _events(self, said: str) -> AsyncIterator[str]:
+            async for event in super()._events(said + self.lost):
+                yield event
+
+    server, killed = Server(), list[str]()
+
+    def kill(role: str) -> None:
+        killed.append(role)
+        server.lost = " and more" if harm else ""
+
+    with server.running():
+        client = driven(server, KillAmid(server, kill))
+    turns = sum(session.turns for session in client.load.sessions)
+    assert killed == ["runner"] and len(server.bodies) == turns + client.amid
+    assert 1 <= client.amid <= 2 and not client.errors and not client.failed
+    assert len(client.wrong) == (client.amid if harm else 0)
+    asked_again = [body["messages"] for body in server.bodies[turns:]]
+    assert all(messages[-1]["role"] == "user" for messages in asked_again)
+    line = client.killed_line([3.2])
+    assert line.startswith("1 kills, at 3 s") and f"{len(client.wrong)} wrong" in line
+
+
+def test_a_session_with_a_failed_turn_has_failed() -> None:
+    class Server(FakeServer):
+        asked = 0
+
+        async def _events(self, said: str) -> AsyncIterator[str]:
+            self.asked += 1
+            async for event in super()._events(said + " error" * (self.asked == 3)):
+                yield event
+
+    with (server := Server()).running():
+        client = driven(server)
+    assert len(client.failed) == 1 and sum(client.errors.values()) == 1
+    assert all(session.ended is not None for session in client.load.sessions)
+
+
+def test_kills_come_in_their_order() -> None:
+    killed: list[str] = []
+    kills = Kills([Kill("engine", 0.02), Kill("scheduler", 0.0)], killed.append)
+    asyncio.run(kills.run(iter([0.0, 0.1, 0.1, 0.2]).__next__))
+    assert killed == ["scheduler", "engine"] and kills.struck == [0.1, 0.2]

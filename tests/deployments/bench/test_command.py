@@ -26,6 +26,8 @@ from rayfin.deployments.cli.main import main
         ("serve --find-rate 0 --goodput ttft:500", "--find-rate"),
         ("serve --find-rate 90% --goodput ttft:500 --plot x.png", "--plot"),
         ("serve --find-rate 120 --goodput ttft:500", "--find-rate"),
+        ("agents --kill scheduler", "--kill"),
+        ("agents --kill proxy@3", "--kill"),
     ],
 )
 def test_wrong_flags(flags: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
