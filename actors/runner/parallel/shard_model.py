@@ -114,7 +114,7 @@ class GatheredHead(nn.Module):
 
 
 def bare_share(module: Any) -> Any:
-    """The share in a module that sums or gathers and does nothing else; another module itself."""
+    """Returns the share in a module that only sums or gathers; another module itself."""
     biased = isinstance(module, RowParallel) and module.bias is not None
     if biased or not isinstance(module, Summed | RowParallel | GatheredHead):
         return module

@@ -3,6 +3,7 @@
 Ranks are threads with real Gloo between them. Triton's interpreter runs one kernel at a time.
 """
 
+import copy
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -59,7 +60,7 @@ def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def in_two_ranks(engine_args: Make) -> Make:
-    """What a function of the share and its peers gives in each of two ranks of a model."""
+    """Runs a function of the share and its peers in each of two ranks of a model."""
 
     def run(tiny: Any, work: Callable[[PagedModel, ProcessGroups], Any]) -> list[Any]:
         store, args = open_store(), engine_args(tiny.folder)
@@ -90,7 +91,7 @@ def test_a_share_is_fused(family: str, tiny_model: Make, in_two_ranks: Make) -> 
         return [plain, probe_logits(fused, paged)]
 
     one, other = in_two_ranks(tiny, logits)
-    whole = PagedModel(tiny.model, paged_attention)
+    whole = PagedModel(copy.deepcopy(tiny.model), paged_attention)  # other tests have the model too
     expected = probe_logits(whole, whole)
     for given, same in zip(one, other, strict=True):
         torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)
@@ -120,9 +121,9 @@ def test_ranks_go_one_way(
 
     def build(paged: PagedModel, peers: ProcessGroups) -> GpuDecoder | None:
         def agree(yes: bool) -> bool:
-            return own(yes and peers.place.rank == 0)
+            return all_agree(yes and peers.place.rank == 0)
 
-        own, peers.all_agree = peers.all_agree, agree  # type: ignore[method-assign]
+        all_agree, peers.all_agree = peers.all_agree, agree  # type: ignore[method-assign]
         built = build_gpu_decoder(paged, TritonAttention(CPU), peers=peers)
         probe_logits(paged, paged)
         peers.agree(1)
