@@ -78,12 +78,13 @@ def test_the_name_follows_the_content(copy: Path, tmp_path: Path, engine_args: M
     (elsewhere / "README.md").write_text("a copy")
     assert name(elsewhere) == first, "a copy that is cut otherwise has the same tensors"
     others = {first, name(copy, hf_overrides={"rms_norm_eps": 0.1})}
+    others |= {name(copy, page_size=8), name(copy, dtype="bfloat16")}
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
     others.add(name(copy))
     change_weights(copy)
     others.add(name(copy))
-    assert len(others) == 4
+    assert len(others) == 6
 
 
 def test_a_model_that_is_written_anew_is_another_one(

@@ -61,6 +61,19 @@ def test_what_was_read_can_be_read_here(h: Any) -> None:
     assert stream.ended.cached_tokens == 20
 
 
+def test_a_scheduler_that_dies_amid_a_read(h: Any) -> None:
+    """The next one computes the prompt, keeps nothing lent, and what comes late is not taken."""
+    h.executor.disk_seconds = 0.2
+    stream = h.add(PROMPT, 6, pages_at=THERE)
+    assert len(h.engine.lifecycle.tier) == 1
+    h.lose_scheduler()
+    assert h.engine.lifecycle.state.tables.pool.num_free == h.config.num_pages
+    h.run()
+    h.check()
+    assert stream.ended.error is None and stream.ended.cached_tokens in (0, 20)
+    h.executor.check_names()
+
+
 @pytest.mark.parametrize(
     "hint", [None, PagesAt("gone", 5), PagesAt("other", 0), PagesAt("other", 1000)]
 )

@@ -4,20 +4,30 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rayfin.actors import failpoints
 from rayfin.actors.failpoints import Failpoints
 from rayfin.actors.messages import PageTransfer
 from rayfin.actors.runner.page_names import PageNames
 from rayfin.actors.runner.pages import peers
-from rayfin.actors.runner.pages.peers import MOST_HASHES, NO, QUESTION, YES, PageServer, Peers
+from rayfin.actors.runner.pages.peers import (
+    MISSING,
+    MOST_HASHES,
+    NO,
+    QUESTION,
+    YES,
+    PageServer,
+    Peers,
+)
 from rayfin.actors.runner.pages.peers import PAGES as KIND
 from rayfin.actors.runner.pages.records import head_of
 from rayfin.actors.runner.pages.transfers import PageTransfers
@@ -257,6 +267,25 @@ def test_faults_on_purpose(
     assert reader.read([3, 4, 5], [0, 1, 2]) == 1
     assert not any(held[[4, 5]].any() for held in reader.tensors)
     assert reader.read([3, 4, 5], [0, 1, 2]) == 3
+
+
+@given(said=st.lists(st.binary(max_size=80), max_size=4), greets=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_source_hears_anything(said: list[bytes], greets: bool) -> None:
+    """It gives no page that was not asked for by its name, and goes on serving others."""
+    source = Runner()
+    source.fill(0)
+    with connect(source.server.address()) as connected:
+        connected.settimeout(0.01)
+        with suppress(OSError):
+            connected.sendall(b"".join([GREETING if greets else b"", *said]))
+            connected.shutdown(socket.SHUT_WR)
+        heard = b""
+        with suppress(OSError):
+            while piece := connected.recv(4096):
+                heard += piece
+    assert len(heard) <= 1 + len(said) * 80 * len(MISSING) // QUESTION.size
+    assert Runner(lambda engine: source.server.address()).read([0], [0]) == 1
 
 
 def test_a_slow_source_ends_with_the_time_of_the_read() -> None:
