@@ -281,6 +281,7 @@ def test_backlogged_tenants_are_served_alike(
     h = harness(
         policy="fair",
         tenant_weights={"x": x, "y": y},
+        sessions=False,  # turns without a seat wait beside the queue, by pages
         steps_in_flight=steps_in_flight,
         num_pages=num_pages,
         max_model_len=MOST_PROMPT + MOST_OUTPUT,
