@@ -34,6 +34,9 @@ FORMS = {WIDE: torch.float32, HALF: torch.float16, BRAIN: torch.bfloat16}
 DEPTH = 128
 """Inputs of a block: a program multiplies so many at once."""
 
+SHALLOW = 64
+"""The same where groups are half as long as those of `DEPTH` may be: 16 inputs of 4 bits."""
+
 MIDDLES = {4: 8, 8: 128}
 """Zero points of codes that need none of their own, by bits."""
 
@@ -124,6 +127,7 @@ class CodedWeight:
     table: torch.Tensor | None = None  # [16] fp32
     order: torch.Tensor | None = None  # [K] int64: input i of the kernel is x[:, order[i]]
     parted: bool = False  # codes are in the order of `coded_columns` (`_in_parts`)
+    depth: int = DEPTH  # inputs of a block
     scaled: ScaledWeight | None = None  # for products of many rows that are rounded to fp8
 
     @property
@@ -143,9 +147,9 @@ class CodedWeight:
         def equal(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
             return one is two or (one is not None and two is not None and torch.equal(one, two))
 
-        mine, theirs = ((w.kind, w.bits, w.group, w.inputs) for w in (self, other))
-        if self.parted != other.parted:
-            return False
+        mine, theirs = (
+            (w.kind, w.bits, w.group, w.inputs, w.parted, w.depth) for w in (self, other)
+        )
         return mine == theirs and equal(self.order, other.order) and equal(self.table, other.table)
 
     def part(self, start: int, count: int) -> "CodedWeight":
@@ -175,20 +179,26 @@ def pack_weight(weight: Grouped, dtype: torch.dtype = torch.float32) -> CodedWei
     group = weight.group if weight.group < inputs else padded
     if math.gcd(group, DEPTH) % each:
         return None
-    part = DEPTH * bits // 16
+    depth = DEPTH if group % (DEPTH * bits // 16) == 0 else SHALLOW
+    part = depth * bits // 16
     parted = dtype.itemsize == 2 and group % part == 0
     table = None if weight.table is None else weight.table.float().contiguous()
-    if table is not None:
-        parted = parted and table.tolist() == list(E2M1_TABLE)
-        kind, table = (E2M1, None) if parted else (TABLE, table)
+    factor = None if table is None else _factor_of_e2m1(table)
+    if parted and factor is not None:
+        kind, table = E2M1, None
+    elif table is not None:
+        parted = False
+    depth = depth if parted else DEPTH
     codes = torch.nn.functional.pad(codes, (0, padded - inputs))
-    codes = (_in_parts(codes, part) if parted else codes).view(outputs, -1, each)
+    codes = (_in_parts(codes, depth, part) if parted else codes).view(outputs, -1, each)
     words = codes[:, :, 0].int()
     for i in range(1, each):
         words |= codes[:, :, i].int() << (bits * i)
     scales = weight.scale.float()
     if kind == E4M3:
         scales = scales * E4M3_FACTOR
+    if kind == E2M1 and factor is not None and factor != 1.0:
+        scales = scales * factor
     form, groups, zeros = _groups_of(_turned(scales), _turned(zero), bits, kind)
     return CodedWeight(
         words,
@@ -203,15 +213,23 @@ def pack_weight(weight: Grouped, dtype: torch.dtype = torch.float32) -> CodedWei
         table=table,
         order=weight.order,
         parted=parted,
+        depth=depth,
     )
 
 
-def _in_parts(codes: torch.Tensor, part: int) -> torch.Tensor:
+def _factor_of_e2m1(table: torch.Tensor) -> float | None:
+    """By what E2M1's numbers are multiplied in a table (NVFP4's scale of all), or None."""
+    factor = 2.0 * float(table[1])
+    wanted = torch.tensor(E2M1_TABLE, device=table.device) * factor
+    return factor if torch.allclose(table, wanted, rtol=1e-6, atol=0.0) else None
+
+
+def _in_parts(codes: torch.Tensor, depth: int, part: int) -> torch.Tensor:
     """Codes [N, K] in an order in which those of a half word are ``part`` inputs apart.
 
     So `coded_columns` takes successive inputs of a block from one place of its half words.
     """
-    parts = codes.view(len(codes), -1, DEPTH // part, part)
+    parts = codes.view(len(codes), -1, depth // part, part)
     return parts.transpose(2, 3).reshape(codes.shape)
 
 
@@ -316,7 +334,7 @@ def widened(weight: CodedWeight, dtype: torch.dtype) -> torch.Tensor:
         **_constants(weight),
         OUTPUTS=weight.outputs,
         ROW_CODES=codes.shape[1],
-        PART=DEPTH * weight.bits // 16 if weight.parted else 1,
+        PART=weight.depth * weight.bits // 16 if weight.parted else 1,
         ROWS=rows,
         COUNT=count,
         num_warps=4,
@@ -359,7 +377,7 @@ def _launch(
         return
     shape = shape or shape_for(rows, weight, x.dtype, shared_bytes(x.device))
     assert out.shape == (rows, weight.outputs) and out.is_contiguous()
-    blocks, row_blocks = -(-inputs // DEPTH), triton.cdiv(rows, shape.rows)
+    blocks, row_blocks = -(-inputs // weight.depth), triton.cdiv(rows, shape.rows)
     tiles = triton.cdiv(weight.outputs, shape.columns)
     if split is None:
         split = parts_of(tiles, blocks, _cores(x.device) * shape.programs)
@@ -418,7 +436,8 @@ def shape_for(
             return EIGHT
         shapes = next((pair for pair in COLUMNS if rows <= pair[0].rows), COLUMNS[-1])
         small = COLUMNS[2][0]
-        spills = shapes is COLUMNS[2] or (shapes is COLUMNS[3] and weight.kind == E2M1)
+        narrow = weight.kind == E2M1 or shared < WIDE_BYTES
+        spills = shapes is COLUMNS[2] or (shapes is COLUMNS[3] and narrow)
         if spills and weight.group < DEPTH // 2:  # many scales, for which no registers are left
             shapes = (small, small)
         if shared < WIDE_BYTES:
@@ -461,8 +480,8 @@ def block_constants(weight: CodedWeight) -> dict[str, Any]:
     return {
         **_constants(weight),
         "GROUPS": len(weight.groups),
-        "DEPTH": DEPTH,
-        "SPANS": DEPTH // math.gcd(weight.group, DEPTH),
+        "DEPTH": weight.depth,
+        "SPANS": weight.depth // math.gcd(weight.group, weight.depth),
     }
 
 

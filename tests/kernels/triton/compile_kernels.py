@@ -205,6 +205,10 @@ def coded(shared: int) -> Iterator[Kernel]:
         ("fp16", 64, 28672, 4, quantized.E2M1, 32, quantized.EXPONENT),
         ("bf16", 65, 28672, 4, quantized.E2M1, 32, quantized.EXPONENT),
         ("bf16", 64, 28672, 4, quantized.INTEGER, 32, quantized.HALF),
+        ("bf16", 1, 4096, 4, quantized.E2M1, 16, quantized.WIDE),
+        ("bf16", 64, 28672, 4, quantized.E2M1, 16, quantized.WIDE),
+        ("bf16", 65, 28672, 8, quantized.INTEGER, 32, quantized.HALF),
+        ("bf16", 64, 28672, 8, quantized.INTEGER, 32, quantized.HALF),
         ("bf16", 1, 4096, 8, quantized.E4M3, 128, quantized.WIDE),
         ("bf16", 64, 28672, 8, quantized.E4M3, 128, quantized.WIDE),
         ("fp16", 65, 4096, 8, quantized.E4M3, 128, quantized.WIDE),
@@ -213,11 +217,14 @@ def coded(shared: int) -> Iterator[Kernel]:
         ("fp32", 1, 4096, 4, quantized.INTEGER, 128, quantized.HALF),
     ):
         torchs = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-        depth, part = quantized.DEPTH, quantized.DEPTH * bits // 16
+        halved = group % (quantized.DEPTH * bits // 16) != 0
+        depth = quantized.SHALLOW if halved else quantized.DEPTH
+        part = depth * bits // 16
         parted = kind != quantized.TABLE and dtype != "fp32" and group % part == 0
+        depth = depth if parted else quantized.DEPTH
         nothing = torch.empty(outputs, 0)
         weight = quantized.CodedWeight(
-            *(nothing, nothing, nothing, 4096, group, bits, kind, form), parted=parted
+            *(nothing, nothing, nothing, 4096, group, bits, kind, form), parted=parted, depth=depth
         )
         shape = quantized.shape_for(rows, weight, torchs, shared)
         shape = quantized.EIGHT if rows == 8 else shape
@@ -298,7 +305,11 @@ def coded_experts() -> Iterator[Kernel]:
         ("fp16", 4, integer, quantized.HALF, 32, 2048, 768),
         ("bf16", 4, e2m1, quantized.EXPONENT, 32, 2880, 2880),
         ("fp16", 4, e2m1, quantized.EXPONENT, 32, 2880, 2880),
+        ("bf16", 4, e2m1, quantized.WIDE, 16, 2048, 768),
+        ("bf16", 8, integer, quantized.HALF, 32, 2048, 768),
     ):
+        deep = group % (quantized.DEPTH * bits // 16) == 0
+        depth = quantized.DEPTH if deep else quantized.SHALLOW
         types |= dict.fromkeys(("x", "bias", "inner", "parts", "shares"), f"*{dtype}")
         types |= {"groups": forms[form]}
         clamped = ClampedSwish(1.702, 7.0) if kind == e2m1 else "silu"
@@ -309,6 +320,7 @@ def coded_experts() -> Iterator[Kernel]:
                     torch.empty(-(-inputs // group), outputs, device="meta"),
                     *(torch.empty(0), inputs, group, bits, kind, form),
                     parted=True,
+                    depth=depth,
                 )
             )
             for outputs, inputs in ((128 * 2 * inner, hidden), (128 * hidden, inner))

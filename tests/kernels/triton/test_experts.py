@@ -199,7 +199,10 @@ def packed(weights: list[Grouped], device: torch.device) -> CodedWeight:
 @pytest.mark.parametrize("shape", [CODED_FEW, CODED_MANY])
 @pytest.mark.parametrize(
     ("kind", "group"),
-    [("4 bits", 32), ("4 bits", 128), ("8 bits", 64), ("e4m3", 128), ("e2m1", 32)],
+    [
+        *(("4 bits", 32), ("4 bits", 128), ("8 bits", 64), ("e4m3", 128), ("e2m1", 32)),
+        *(("8 bits", 32), ("e2m1", 16)),  # blocks of half as many inputs
+    ],
 )
 @pytest.mark.parametrize(("rows", "hidden", "inner"), [(3, 256, 96), (40, 160, 128)])
 def test_codes(

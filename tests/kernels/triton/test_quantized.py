@@ -262,6 +262,20 @@ def test_exponents_of_scales(device: torch.device, close: Close) -> None:
         close(product(x.to(device), both, None)[:, :40], wanted(x, weight))
 
 
+def test_a_scale_of_all(device: torch.device, close: Close) -> None:
+    """NVFP4's lies in the table; layers of several ones are one weight."""
+    weights = [drawn("e2m1", 40, 192, 16, seed=seed) for seed in (0, 1)]
+    assert weights[0].table is not None
+    tables = (weights[0].table * 0.37, weights[0].table / 2.9)
+    weights = [replace(one, table=table) for one, table in zip(weights, tables, strict=True)]
+    coded = [packed(weight, device, torch.float16) for weight in weights]
+    assert [(one.kind, one.depth) for one in coded] == [(quantized.E2M1, quantized.SHALLOW)] * 2
+    whole, x = stack_weights(coded), rows_of(3, 192, torch.float16)
+    assert whole is not None
+    close(product(x.to(device), whole, None), torch.cat([wanted(x, one) for one in weights], dim=1))
+    torch.testing.assert_close(widened(coded[1], torch.float32).cpu(), weights[1].dense())
+
+
 def test_an_order_of_inputs(device: torch.device, close: Close) -> None:
     weight = drawn("4 bits", 40, 96, 32, order=True)
     x = rows_of(3, 96, torch.float16)
