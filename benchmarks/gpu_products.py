@@ -293,6 +293,29 @@ def _experts(bench: Bench) -> None:
         )
         read = int(chosen.unique().numel()) * 3 * inner * hidden * bench.dtype.itemsize
         table.add(tokens, f"{took * 1e6:.1f}", f"{read / took / bench.bandwidth:.2f}")
+    _routers(bench, experts, choices)
+
+
+def _routers(bench: Bench, experts: int, choices: int) -> None:
+    from rayfin.kernels.shapes import Routing
+    from rayfin.kernels.triton.experts import choose_experts, map_assignments
+
+    def by_torch(logits: torch.Tensor) -> torch.Tensor:
+        shares, _ = logits.softmax(dim=1, dtype=torch.float32).topk(choices)
+        return (shares / shares.sum(dim=1, keepdim=True)).to(bench.dtype)
+
+    columns = ("tokens", "us of torch", "us of the kernel", "us of the map")
+    table = bench.table("kernels", "the choice of 8 of 128 experts by logits, its map", columns)
+    routing = Routing(choices, normed=True)
+    for tokens in (1, 64, 512, 2048, 16384):
+        logits = _random(tokens, experts, bench)
+        _, chosen = choose_experts(logits, None, routing, bench.dtype)
+        took = (
+            bench.seconds(partial(by_torch, logits)),
+            bench.seconds(partial(choose_experts, logits, None, routing, bench.dtype)),
+            bench.seconds(partial(map_assignments, chosen, None, experts, 16)),
+        )
+        table.add(tokens, *(f"{each * 1e6:.1f}" for each in took))
 
 
 def _weight(shape: tuple[int, int], bench: Bench) -> torch.Tensor:

@@ -19,7 +19,7 @@ from rayfin.kernels.reference_pages import (
     partial_attention,
     split_and_write_kv,
 )
-from rayfin.kernels.shapes import PagedBatch, SamplingRows, TokenBits
+from rayfin.kernels.shapes import PagedBatch, Routing, SamplingRows, TokenBits
 
 __all__ = [
     "adjusted",
@@ -48,6 +48,7 @@ __all__ = [
     "round_int8",
     "round_levels",
     "rotary",
+    "route",
     "sample",
     "short_conv",
     "silu_mul",
@@ -217,6 +218,26 @@ def experts(
                 last = down[expert] @ inner
                 out[row] += weight * (last if down_bias is None else last + down_bias[expert])
     return out
+
+
+def route(
+    logits: torch.Tensor,  # [T, E]
+    correction: torch.Tensor | None,  # [E], added to scores for the choice alone
+    routing: Routing,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The shares [T, K] fp32 of a row's experts and their ids [T, K], highest first."""
+    scores = logits.float().sigmoid() if routing.sigmoid else logits.float().softmax(dim=1)
+    ranks = scores if correction is None else scores + correction.float()
+    groups = ranks.view(len(ranks), routing.groups, ranks.shape[1] // routing.groups)
+    best = groups.sort(dim=2, descending=True).values[:, :, : 2 if routing.pairs else 1].sum(dim=2)
+    kept = best.sort(dim=1, descending=True, stable=True).indices[:, : routing.kept]
+    allowed = torch.zeros_like(best, dtype=torch.bool).scatter(1, kept, True)
+    ranks = groups.masked_fill(~allowed[:, :, None], NEVER).flatten(1)
+    chosen = ranks.sort(dim=1, descending=True, stable=True).indices[:, : routing.choices]
+    shares = scores.gather(1, chosen)
+    if routing.normed:
+        shares = shares / shares.sum(dim=1, keepdim=True)
+    return shares * routing.scale, chosen
 
 
 def low_rank(

@@ -222,6 +222,19 @@ class TokenBits:
     words: torch.Tensor  # [N, W] int32, W >= ceil(V / 32)
 
 
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a mixture chooses a row's experts by the logits of its router."""
+
+    choices: int  # K
+    sigmoid: bool = False  # scores are sigmoids; else a softmax
+    normed: bool = False  # shares of the chosen sum to ``scale``
+    scale: float = 1.0
+    groups: int = 1
+    kept: int = 1  # groups whose experts may be chosen
+    pairs: bool = False  # a group is as good as its two best experts; else as its best one
+
+
 def staged(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """The array as a host tensor to copy to ``device``, pinned if that is a GPU.
 

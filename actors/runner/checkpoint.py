@@ -264,9 +264,12 @@ def _on_triton(
     from rayfin.actors.runner.gpu.decoder import build_gpu_decoder  # Triton is not everywhere
     from rayfin.actors.runner.gpu.experts import group_experts
     from rayfin.actors.runner.gpu.graph_model import build_graph_model
+    from rayfin.actors.runner.gpu.routers import fuse_routers
 
     group_experts(paged, args.page_size, bool if peers is None else peers.all_agree)
-    if peers is not None and peers.place.stages > 1:
+    if peers is None:  # a rank that stays with its module might choose another expert
+        fuse_routers(paged.transformer, paged.dtype)
+    elif peers.place.stages > 1:
         return None
     fold = not any(part.hooks_layers for part in parts)
     decoder = None

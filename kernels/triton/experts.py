@@ -1,4 +1,4 @@
-"""Runs a mixture of experts, of plain weights or of codes."""
+"""Runs a mixture of experts, of plain weights or of codes, and chooses those of a row."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,12 +7,35 @@ import torch
 import triton
 
 from rayfin.kernels.cpu.experts import ClampedSwish, ExpertBiases
+from rayfin.kernels.shapes import Routing
 from rayfin.kernels.triton.device import expert_kernels as kernels
+from rayfin.kernels.triton.device import router_kernels
 from rayfin.kernels.triton.device.activation import ACTIVATIONS, CLAMPED_SWISH
 from rayfin.kernels.triton.quantized import CodedWeight, block_constants, has_ptx
 
-MAP_BLOCK = 1024
 SUM_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class MapSizes:
+    """The sizes of programs that sort assignments by expert."""
+
+    most_read: int = (
+        4096  # assignments that each program reads; more are counted by a launch before
+    )
+    small_share: int = 32  # assignments of a program, where all are read
+    share: int = 1024
+    block: int = 256
+    sorted: int = 32
+    at_once: int = 16
+
+    def constants(self, experts: int, *, counted: bool) -> dict[str, Any]:
+        """Returns what the kernels know of them."""
+        share = self.share if counted else self.small_share
+        return {"EXPERTS": experts, "BINS": triton.next_power_of_2(experts + 1), "SHARE": share}
+
+
+MAP_SIZES = MapSizes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +85,8 @@ def run_experts(
 ) -> torch.Tensor:
     """The weighted sum of the chosen experts' outputs [T, H], in the order of ``chosen``.
 
-    It takes four launches and does not wait for the device: the tile map is computed there, for the
-    largest possible number of tiles.
+    It takes four launches, or five, and does not wait for the device: the tile map is computed
+    there, for the largest possible number of tiles.
     """
     (tokens, choices), hidden = chosen.shape, x.shape[1]
     count, intermediate = _sizes(experts, hidden)
@@ -72,24 +95,7 @@ def run_experts(
     if not assignments:
         return out.zero_()
     shape = shape_for(assignments, count, coded=isinstance(experts.down, CodedWeight))
-    max_tiles = max_tiles_for(assignments, count, shape.rows)
-    order = torch.empty(assignments, dtype=torch.int32, device=x.device)
-    tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=x.device)
-    kernels.map_tiles[(count,)](
-        chosen,
-        chosen if slots is None else slots,
-        order,
-        tiles,
-        assignments,
-        max_tiles,
-        CHOICES=choices,
-        MASKED=slots is not None,
-        EXPERTS=count,
-        BINS=triton.next_power_of_2(count + 1),
-        ROWS=shape.rows,
-        BLOCK=MAP_BLOCK,
-        num_warps=4,
-    )
+    order, tiles = map_assignments(chosen, slots, count, shape.rows)
     inner = x.new_empty(assignments, intermediate)
     parts = x.new_empty(assignments, hidden)
     constants = gate_constants(experts) | {"CHOICES": choices, "INTERMEDIATE": intermediate}
@@ -97,8 +103,8 @@ def run_experts(
     gate_up_bias, down_bias = (x, x) if biases is None else (biases.gate_up, biases.down)
     shared: dict[str, Any] = {"BIAS": biases is not None}
     shared |= {"ROWS": shape.rows, "COLUMNS": shape.columns, "num_warps": shape.warps}
-    first = (triton.cdiv(intermediate, shape.columns), max_tiles)
-    last = (triton.cdiv(hidden, shape.columns), max_tiles)
+    first = (triton.cdiv(intermediate, shape.columns), len(tiles))
+    last = (triton.cdiv(hidden, shape.columns), len(tiles))
     gate_up, down = experts.gate_up, experts.down
     if isinstance(gate_up, CodedWeight) and isinstance(down, CodedWeight):
         assert x.dtype.itemsize == 2 and gate_up.order is down.order is None
@@ -133,6 +139,83 @@ def run_experts(
         num_warps=4,
     )
     return out
+
+
+def choose_experts(
+    logits: torch.Tensor,  # [T, E]
+    correction: torch.Tensor | None,  # [E], added to scores for the choice alone
+    routing: Routing,
+    dtype: torch.dtype,  # of shares
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The shares [T, K] of a row's experts and their ids [T, K] int64, in one launch."""
+    (rows, count), choices = logits.shape, routing.choices
+    chosen = torch.empty(rows, choices, dtype=torch.int64, device=logits.device)
+    shares = torch.empty(rows, choices, dtype=dtype, device=logits.device)
+    if rows:
+        router_kernels.choose_experts[(rows,)](
+            logits.contiguous(),
+            logits if correction is None else correction,
+            chosen,
+            shares,
+            routing.scale,
+            CORRECTED=correction is not None,
+            **routing_constants(routing, count),
+            num_warps=1,
+        )
+    return shares, chosen
+
+
+def routing_constants(routing: Routing, count: int) -> dict[str, int | bool]:
+    """Returns what the kernel knows of a router of ``count`` experts."""
+    return {
+        "SIGMOID": routing.sigmoid,
+        "NORMED": routing.normed,
+        "PAIRS": routing.pairs,
+        "EXPERTS": count,
+        "CHOICES": routing.choices,
+        "GROUPS": routing.groups,
+        "KEPT": routing.kept,
+        "GROUPS_WIDTH": triton.next_power_of_2(routing.groups),
+        "WIDTH": triton.next_power_of_2(count // routing.groups),
+        "CHOICES_WIDTH": triton.next_power_of_2(routing.choices),
+    }
+
+
+def map_assignments(
+    chosen: torch.Tensor,  # [T, K] int64
+    slots: torch.Tensor | None,  # [T] int64, negative in rows that choose nothing
+    experts: int,
+    rows: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sorts the assignments of rows to experts, stably, and cuts them into tiles of ``rows``.
+
+    Returns:
+        The assignments [T * K] int32 in order, and the tiles [N, 3] int32: expert (-1: no tile),
+        first place in the order, number of assignments.
+    """
+    sizes, assignments = MAP_SIZES, chosen.numel()
+    counted = assignments > sizes.most_read
+    constants = sizes.constants(experts, counted=counted)
+    constants |= {"CHOICES": chosen.shape[1], "MASKED": slots is not None, "num_warps": 4}
+    where: dict[str, Any] = {"dtype": torch.int32, "device": chosen.device}
+    order = torch.empty(assignments, **where)
+    max_tiles = max_tiles_for(assignments, experts, rows)
+    tiles = torch.empty(max_tiles, 3, **where)
+    read, grid = chosen if slots is None else slots, (triton.cdiv(assignments, constants["SHARE"]),)
+    counts = order
+    if counted:
+        counts = torch.empty(*grid, constants["BINS"], **where)
+        kernels.count_assignments[grid](chosen, read, counts, assignments, **constants)
+    kernels.map_tiles[grid](
+        *(chosen, read, counts, order, tiles, assignments, max_tiles),
+        **constants,
+        COUNTED=counted,
+        ROWS=rows,
+        BLOCK=sizes.block,
+        SORTED=sizes.sorted,
+        AT_ONCE=sizes.at_once,
+    )
+    return order, tiles
 
 
 def _sizes(experts: Experts, hidden: int) -> tuple[int, int]:

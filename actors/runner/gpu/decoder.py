@@ -85,7 +85,7 @@ class GpuDecoder:
     Weights of codes (`kernels/triton/quantized.py`) have products of their own, which add to the
     stream too. Norms are not folded into codes: with two launches more, nine, for any rows.
 
-    An MLP may be a mixture of experts: the model's router around `GroupedExperts`.
+    An MLP may be a mixture of experts: the model's module around `GroupedExperts` and its router.
 
     With ``pdl`` the kernels of few rows start while the ones before them end
     (`rayfin.kernels.triton.pdl`). The embedding is torch's and is launched without it: whatever a

@@ -1,9 +1,9 @@
 """Replaces transformers' mixtures of experts by grouped products on a GPU.
 
-The model's router and shared experts stay. Only the loop over experts is replaced, which waits for
-the device to learn the router's choice; the kernels read the choice on the device. Experts of a
-quantised checkpoint stay codes: they are read and packed one after the other, so that the device
-never holds plain ones.
+Shared experts stay; routers have a kernel of their own (`routers`). Only the loop over experts is
+replaced, which waits for the device to learn the router's choice; the kernels read the choice on
+the device. Experts of a quantised checkpoint stay codes: they are read and packed one after the
+other, so that the device never holds plain ones.
 """
 
 import logging

@@ -7,59 +7,110 @@ from rayfin.kernels.triton.device.activation import gated
 from rayfin.kernels.triton.device.quant_kernels import add_block
 
 
-@triton.jit(do_not_specialize=["assignments", "max_tiles"])
-def map_tiles(
+@triton.jit
+def experts_of(
     chosen,  # [A] int64, the expert of each assignment; ids that do not exist are ignored
     slots,  # [T] int64, negative in rows to ignore; any pointer without MASKED
+    assignment,
+    end,
+    CHOICES: tl.constexpr,  # assignments of a row
+    MASKED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """The experts int32 of assignments below ``end``; EXPERTS of the others, and where ignored."""
+    known = assignment < end
+    expert = tl.load(chosen + assignment, mask=known, other=EXPERTS)
+    exists = (expert >= 0) & (expert < EXPERTS)
+    if MASKED:
+        exists &= tl.load(slots + assignment // CHOICES, mask=known, other=-1) >= 0
+    return tl.where(exists, expert, EXPERTS).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["assignments"])
+def count_assignments(
+    chosen,  # [A] int64, as are slots, for `experts_of`
+    slots,
+    counts,  # [shares, BINS] int32, written
+    assignments,
+    CHOICES: tl.constexpr,
+    MASKED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,  # a power of two over EXPERTS
+    SHARE: tl.constexpr,
+):
+    """Program (share of the assignments): how many each expert has."""
+    share = tl.program_id(0)
+    i = share * SHARE + tl.arange(0, SHARE)
+    expert = experts_of(chosen, slots, i, assignments, CHOICES, MASKED, EXPERTS)
+    tl.store(counts + share * BINS + tl.arange(0, BINS), tl.histogram(expert, BINS))
+
+
+@triton.jit(do_not_specialize=["assignments", "max_tiles"])
+def map_tiles(
+    chosen,  # [A] int64, as are slots, for `experts_of`
+    slots,
+    counts,  # [shares, BINS] int32; any pointer without COUNTED
     order,  # [A] int32, written: assignments, stably sorted by expert
     tiles,  # [N, 3] int32, written: expert (-1: none), first place in ``order``, assignments
     assignments,
     max_tiles,
-    CHOICES: tl.constexpr,  # assignments of a row
+    CHOICES: tl.constexpr,
     MASKED: tl.constexpr,
+    COUNTED: tl.constexpr,  # else each program reads all assignments, which are few
     EXPERTS: tl.constexpr,
-    BINS: tl.constexpr,  # a power of two over EXPERTS
+    BINS: tl.constexpr,
     ROWS: tl.constexpr,  # of a tile
-    BLOCK: tl.constexpr,  # assignments read at once
+    SHARE: tl.constexpr,  # assignments of a program
+    BLOCK: tl.constexpr,  # assignments counted at once
+    SORTED: tl.constexpr,  # assignments sorted at once
+    AT_ONCE: tl.constexpr,  # tiles, or other programs' counts
 ):
-    """Program (expert): counts all experts' assignments, then sorts its own (MegaBlocks).
+    """Program (share of the assignments): sorts them by expert, and writes some of the tiles.
 
-    Each program counts everything, so that no program waits and no atomics are needed.
+    As vLLM's ``moe_align_block_size``, but without atomics, so that the order is always the same.
     """
-    expert = tl.program_id(0)
-    bins = tl.arange(0, BINS)
-    i = tl.arange(0, BLOCK)
-    counts = tl.zeros([BINS], tl.int32)
-    for start in range(0, assignments, BLOCK):
-        known = start + i < assignments
-        expert_ids = tl.load(chosen + start + i, mask=known, other=EXPERTS)
-        exists = (expert_ids >= 0) & (expert_ids < EXPERTS)
-        if MASKED:
-            exists &= tl.load(slots + (start + i) // CHOICES, mask=known, other=-1) >= 0
-        counts += tl.histogram(tl.where(exists, expert_ids, EXPERTS).to(tl.int32), BINS)
-    counts = tl.where(bins < EXPERTS, counts, 0)
-    filled = (counts + ROWS - 1) // ROWS
-    place = tl.sum(tl.where(bins < expert, counts, 0))
-    count = tl.sum(tl.where(bins == expert, counts, 0))
-    tile = tl.sum(tl.where(bins < expert, filled, 0))
+    share, shares = tl.program_id(0), tl.num_programs(0)
+    bins, some = tl.arange(0, BINS), tl.arange(0, AT_ONCE)
+    counted = tl.zeros([BINS], tl.int32)
+    before = tl.zeros([BINS], tl.int32)  # of the shares before this one
+    if COUNTED:
+        for start in range(0, shares, AT_ONCE):
+            other = (start + some)[:, None]
+            read = tl.load(counts + other * BINS + bins[None, :], mask=other < shares, other=0)
+            counted += tl.sum(read, 0)
+            before += tl.sum(tl.where(other < share, read, 0), 0)
+    else:
+        for start in range(0, assignments, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            expert = experts_of(chosen, slots, i, assignments, CHOICES, MASKED, EXPERTS)
+            counted += tl.histogram(expert, BINS)
+            before += tl.histogram(tl.where(i < share * SHARE, expert, EXPERTS), BINS)
+    counted = tl.where(bins < EXPERTS, counted, 0)
+    first = tl.cumsum(counted, 0) - counted  # place of each expert
+    filled = (counted + ROWS - 1) // ROWS
+    tile = tl.cumsum(filled, 0) - filled
 
-    for done in range(0, count, ROWS):
-        target = tiles + (tile + done // ROWS) * 3
-        tl.store(target, expert)
-        tl.store(target + 1, place + done)
-        tl.store(target + 2, tl.minimum(count - done, ROWS))
-    if expert == 0:
-        for first in range(tl.sum(filled), max_tiles, BLOCK):
-            tl.store(tiles + (first + i) * 3, -1, mask=first + i < max_tiles)
+    for start in range(share * AT_ONCE, max_tiles, shares * AT_ONCE):
+        number = start + some
+        within = number[:, None] - tile[None, :]
+        owned = (within >= 0) & (within < filled[None, :])
+        target = tiles + number * 3
+        expert = tl.sum(tl.where(owned, bins[None, :] + 1, 0), 1) - 1
+        place = tl.sum(tl.where(owned, first[None, :] + within * ROWS, 0), 1)
+        left = tl.sum(tl.where(owned, counted[None, :] - within * ROWS, 0), 1)
+        tl.store(target, expert, mask=number < max_tiles)
+        tl.store(target + 1, place, mask=number < max_tiles)
+        tl.store(target + 2, tl.minimum(left, ROWS), mask=number < max_tiles)
 
-    for start in range(0, assignments, BLOCK):
-        known = start + i < assignments
-        is_chosen = tl.load(chosen + start + i, mask=known, other=-1) == expert
-        if MASKED:
-            is_chosen &= tl.load(slots + (start + i) // CHOICES, mask=known, other=-1) >= 0
-        rank = tl.cumsum(is_chosen.to(tl.int32), 0)
-        tl.store(order + place + rank - 1, start + i, mask=is_chosen)
-        place += tl.sum(is_chosen.to(tl.int32))
+    next_place = first + before
+    j = tl.arange(0, SORTED)
+    for start in range(0, SHARE, SORTED):
+        i = share * SHARE + start + j
+        expert = experts_of(chosen, slots, i, assignments, CHOICES, MASKED, EXPERTS)
+        earlier = (expert[:, None] == expert[None, :]) & (j[:, None] > j[None, :])
+        place = tl.gather(next_place, expert, 0) + tl.sum(earlier.to(tl.int32), 1)
+        tl.store(order + place, i, mask=expert < EXPERTS)
+        next_place += tl.histogram(expert, BINS)
 
 
 @triton.jit

@@ -31,6 +31,7 @@ from rayfin.kernels.attention.triton_backend import (
     width,
 )
 from rayfin.kernels.cpu.experts import ClampedSwish
+from rayfin.kernels.shapes import Routing
 from rayfin.kernels.triton import quantized, scaled
 from rayfin.kernels.triton.device import (
     adjust_kernels,
@@ -40,6 +41,7 @@ from rayfin.kernels.triton.device import (
     logprob_kernels,
     low_rank_kernels,
     quant_kernels,
+    router_kernels,
     row_kernels,
     sample_kernels,
 )
@@ -49,9 +51,10 @@ from rayfin.kernels.triton.experts import (
     CODED_MANY,
     FEW,
     MANY,
-    MAP_BLOCK,
+    MAP_SIZES,
     Experts,
     gate_constants,
+    routing_constants,
     weight_constants,
 )
 from rayfin.kernels.triton.low_rank import INPUTS_AT_ONCE, OUTPUTS_AT_ONCE, RANKS_AT_ONCE
@@ -271,10 +274,18 @@ def used(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
 def experts() -> Iterator[Kernel]:
     types = {"chosen": "*i64", "slots": "*i64", "order": "*i32", "tiles": "*i32"}
     masked = {"CHOICES": 8, "MASKED": True}
-    types |= {"assignments": "i32", "max_tiles": "i32"}
-    for count, bins in ((8, 16), (128, 256)):
-        constants = {"EXPERTS": count, "BINS": bins, "ROWS": 16, "BLOCK": MAP_BLOCK, **masked}
-        yield f"map {count} experts", expert_kernels.map_tiles, types, constants, {"num_warps": 4}
+    types |= {"counts": "*i32", "assignments": "i32", "max_tiles": "i32"}
+    for count in (8, 128, 256):
+        for counted in (False, True):
+            constants = masked | MAP_SIZES.constants(count, counted=counted)
+            kernel, options = expert_kernels.count_assignments, {"num_warps": 4}
+            if counted:
+                yield f"count {count} experts", kernel, dict(types), constants, options
+            constants = {**constants, "COUNTED": counted, "ROWS": 16, "BLOCK": MAP_SIZES.block}
+            constants |= {"SORTED": MAP_SIZES.sorted, "AT_ONCE": MAP_SIZES.at_once}
+            name = f"map {count} experts{', counted' * counted}"
+            yield name, expert_kernels.map_tiles, dict(types), constants, options
+    yield from routers()
     sizes = {"HIDDEN": 2048, "INTERMEDIATE": 768, "BIAS": False}
     types = dict.fromkeys(("order", "tiles"), "*i32")
     for dtype, shape in (("bf16", FEW), ("bf16", MANY), ("fp32", FEW), ("fp32", MANY)):
@@ -292,6 +303,20 @@ def experts() -> Iterator[Kernel]:
     types = {"parts": "*bf16", "chosen": "*i64", "slots": "*i64", "out": "*bf16"}
     constants = {**masked, "EXPERTS": 128, "HIDDEN": 2048, "BLOCK": 1024}
     yield "add choices", expert_kernels.add_choices, types, constants, {"num_warps": 4}
+
+
+def routers() -> Iterator[Kernel]:
+    """Those of Qwen3-30B-A3B and DeepSeek V3."""
+    deepseek = Routing(8, sigmoid=True, normed=True, scale=2.5, groups=8, kept=4, pairs=True)
+    for name, dtype, count, routing in (
+        ("softmax", "bf16", 128, Routing(8, normed=True)),
+        ("groups", "fp32", 256, deepseek),
+    ):
+        types = {"logits": f"*{dtype}", "correction": "*fp32", "chosen": "*i64"}
+        types |= {"shares": f"*{dtype}", "scale": "fp32"}
+        constants = {"CORRECTED": routing.sigmoid, **routing_constants(routing, count)}
+        options = {"num_warps": 1}
+        yield f"router {name}", router_kernels.choose_experts, types, constants, options
 
 
 def coded_experts() -> Iterator[Kernel]:

@@ -17,6 +17,8 @@ from rayfin.kernels.triton.experts import (
     CODED_MANY,
     Experts,
     ExpertTileShape,
+    MapSizes,
+    map_assignments,
     max_tiles_for,
     run_experts,
 )
@@ -25,13 +27,14 @@ from rayfin.kernels.triton.quantized import EXPONENT, CodedWeight, pack_weight, 
 Close = Callable[[torch.Tensor, torch.Tensor], None]
 Run = Callable[..., torch.Tensor]
 SMALL = ExpertTileShape(rows=16, columns=16, depth=16, warps=1, stages=1)
+SIZES = MapSizes(most_read=40, small_share=8, share=16, block=16, sorted=8, at_once=4)
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny shapes then take several tiles of each kind, and the interpreter little time."""
     monkeypatch.setattr(module, "shape_for", lambda *_, coded: SMALL)
-    monkeypatch.setattr(module, "MAP_BLOCK", 16)
+    monkeypatch.setattr(module, "MAP_SIZES", SIZES)
     monkeypatch.setattr(module, "SUM_BLOCK", 16)
 
 
@@ -134,6 +137,41 @@ def test_other_activations(run: Run, close: Close) -> None:
 def test_no_choice_takes_more_tiles(counts: list[int]) -> None:
     needed = sum(-(-count // 16) for count in counts)
     assert needed <= max_tiles_for(sum(counts), len(counts), 16)
+
+
+def mapped(
+    chosen: torch.Tensor, slots: torch.Tensor | None, experts: int, rows: int
+) -> tuple[list[int], list[list[int]]]:
+    """The order of assignments, and the tiles, in plain words."""
+    used = torch.ones(len(chosen), dtype=torch.bool) if slots is None else slots >= 0
+    order, tiles = list[int](), list[list[int]]()
+    for expert in range(experts):
+        own = ((chosen == expert) & used[:, None]).flatten().nonzero().flatten().tolist()
+        for start in range(0, len(own), rows):
+            tiles.append([expert, len(order) + start, min(len(own) - start, rows)])
+        order += own
+    return order, tiles
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "experts", "top_k"),
+    [
+        *((1, 1, 1), (1, 9, 2), (20, 4, 2)),  # all are read by each program
+        *((21, 4, 2), (90, 7, 3), (64, 2, 1), (150, 31, 4)),  # counted before
+    ],
+)
+def test_map(device: torch.device, rows: int, experts: int, top_k: int, masked: bool) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    chosen = torch.randint(-1, experts + 1, (rows, top_k), generator=generator)
+    slots = torch.randint(-1, 2, (rows,), generator=generator) if masked else None
+    order, tiles = mapped(chosen, slots, experts, 16)
+    given, given_tiles = map_assignments(
+        chosen.to(device), None if slots is None else slots.to(device), experts, 16
+    )
+    assert given[: len(order)].tolist() == order
+    assert given_tiles[: len(tiles)].tolist() == tiles
+    assert (given_tiles[len(tiles) :, 0] == -1).all()
 
 
 CLAMPED = ClampedSwish(1.7, 0.6)

@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 from rayfin.actors.runner.gpu import decoder as gpu_decoder
 from rayfin.actors.runner.gpu.decoder import build_gpu_decoder
 from rayfin.actors.runner.gpu.experts import TOLERANCE, GroupedExperts, group_experts
+from rayfin.actors.runner.gpu.routers import FusedRouter
 from rayfin.kernels.attention.triton_backend import TritonAttention
 
 Make = Callable[..., Any]
@@ -185,7 +186,9 @@ def test_tokens_of_a_mixture(
     engine = served(
         tiny.folder, attention="triton", max_lease=3, max_decoding_batch=2, device=DEVICE.type
     )
-    assert engine.runner._loaded.gpu_model is not None
+    decoder = engine.runner._loaded.gpu_model
+    routers = [each for each in decoder._paged.transformer.modules() if type(each) is FusedRouter]
+    assert len(routers) == 3
     engine.runner._model.forward = engine._forward
     engine.runner._forward.run = engine._advance
     prompt = [5, 9, 3, 100, 7]
