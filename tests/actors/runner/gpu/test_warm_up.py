@@ -61,7 +61,7 @@ def coded_weights() -> list[CodedWeight]:
     for outputs in (8, quantized.SHORT + 1):
         codes = torch.zeros(outputs, 128, dtype=torch.uint8)
         plain = Grouped(codes, torch.ones(outputs, 1), 128, 4)
-        for weight in (plain, replace(plain, table=torch.zeros(16))):
+        for weight in (plain, replace(plain, table=torch.linspace(-1, 1, 16))):
             coded = pack_weight(weight, torch.bfloat16)
             assert coded is not None
             made.append(coded)
