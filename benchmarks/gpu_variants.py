@@ -12,6 +12,7 @@ takes cases that have all of these words. ``--toy`` runs tiny shapes on any devi
 import argparse
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,17 @@ FORMS = {
         "two loops, per key": Forms(two_loops=True, per_key=True),
         "per key": Forms(per_key=True),
         "two loops": Forms(two_loops=True),
+        "by page": Forms(by_page=True),
+        "by page, two loops, per key": Forms(two_loops=True, per_key=True, by_page=True),
     },
     "fp8": {
         "now": Forms(),
         "PTX, two loops, per key": Forms(two_loops=True, per_key=True, fp8=PTX),
         "PTX, per key": Forms(per_key=True, fp8=PTX),
         "PTX": Forms(fp8=PTX),
+        "PTX, by page, two loops, per key": Forms(
+            two_loops=True, per_key=True, fp8=PTX, by_page=True
+        ),
         "pairs, two loops, per key": Forms(two_loops=True, per_key=True, fp8=PAIRS),
     },
 }
@@ -123,7 +129,7 @@ def attend_in_forms(
     for form, how in forms.items():
         attention = Tiled(cases.bench.device)
         words = OCTETS if how.fp8 == PTX and not cases.bench.on_gpu else how.fp8
-        attention.forms = Forms(how.two_loops, how.per_key, words)
+        attention.forms = replace(how, fp8=words)
         layer.batch.scratch.clear()
         given = cases.row(case, form, partial(layer.run, attention), wanted, floor)
         wanted = given if wanted is None else wanted
@@ -159,6 +165,7 @@ def prompts(cases: Cases, name: str, dtype: str) -> None:
     layer = Layer(make_batch([tokens], tokens, bench), bench, FP8 if dtype == "fp8" else None)
     floor = 4 * tokens * (tokens + 1) / 2 * layer.heads * layer.dim / bench.flops
     forms = {"now": Forms(), "two loops": Forms(two_loops=True)}
+    forms["by page, two loops"] = Forms(two_loops=True, by_page=True)
     if dtype == "fp8":
         forms["PTX, two loops"] = Forms(two_loops=True, fp8=PTX)
     wanted = attend_in_forms(cases, f"{name} {dtype}", layer, forms, floor)

@@ -12,12 +12,13 @@ from rayfin.kernels.triton.device.attention_kernels import attend_tiles
 from rayfin.kernels.triton.layers import store_kv
 from rayfin.kernels.triton.pdl import launch_options
 from rayfin.kernels.triton.tile_map import TileMap, make_tile_map
-from rayfin.kernels.triton.trials import PER_KEY, TWO_LOOPS, WORDS, trials
+from rayfin.kernels.triton.trials import BY_PAGE, PER_KEY, TWO_LOOPS, WORDS, trials
 
 PROGRAMS_PER_CORE = 2  # target of each launch; four take a fifth longer for 8 rows on an H200
 DECODE_ROWS = 16  # the smallest number that a tensor core multiplies
 DECODE_KEYS = 32  # a block of keys; narrow ones leave room for more of them in flight
 MERGED_AHEAD = 4
+MOST_PAGE_IDS = 4  # that a program reads one by one for a block of keys
 PREFILL_TILE = 128  # queries times heads of a tile of another prefill kernel
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CAST, PAIRS, OCTETS, PTX = (
@@ -65,13 +66,15 @@ class Forms:
     two_loops: bool = False
     per_key: bool = False  # of decode tiles
     fp8: int = CAST  # of fp8 pages beside queries of 16 bits
+    by_page: bool = False  # where blocks hold whole pages, or pages whole blocks
 
     @classmethod
     def tried(cls, on_gpu: bool) -> "Forms":
         """Those that the environment names."""
         tried = trials()
         words = PTX if on_gpu else OCTETS
-        return cls(TWO_LOOPS in tried, PER_KEY in tried, words if WORDS in tried else CAST)
+        fp8 = words if WORDS in tried else CAST
+        return cls(TWO_LOOPS in tried, PER_KEY in tried, fp8, BY_PAGE in tried)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +209,7 @@ class TritonAttention:
                 TWO_LOOPS=self.forms.two_loops,
                 PER_KEY=self.forms.per_key and shape.queries == 1,
                 FORM=form,
+                BY_PAGE=self._reads_by_page(shape.keys, batch.page_size, window),
                 num_warps=shape.warps,
                 num_stages=shape.stages,
                 **launch_options(launch.pdl),
@@ -226,6 +230,12 @@ class TritonAttention:
     def _form_of(self, pages: torch.dtype, sizes: Sizes) -> int:
         fits = sizes.dtype.itemsize == 2 and not (sizes.key_dim % 4 or sizes.value_dim % 4)
         return self.forms.fp8 if pages == torch.float8_e4m3fn and fits else CAST
+
+    def _reads_by_page(self, keys: int, page_size: int, window: int | None) -> bool:
+        # Items behind a window begin anywhere, all others with a block.
+        even = not max(keys, page_size) % min(keys, page_size)
+        few = keys <= MOST_PAGE_IDS * page_size
+        return self.forms.by_page and even and few and window is None
 
     def decode_shape(self, sizes: Sizes) -> TileShape:
         """The tile shape of decode rows."""

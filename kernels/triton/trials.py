@@ -11,13 +11,16 @@ PER_KEY = "per_key"
 WORDS = "words"
 """fp8 pages are read by words and multiplied in fp16, which holds their numbers exactly."""
 
+BY_PAGE = "by_page"
+"""Attention reads one page id for each page of a block of keys, not one for each key."""
+
 EIGHT_ROWS = "eight_rows"
 """Products with codes have a tile for up to 8 rows."""
 
 MORE_PARTS = "more_parts"
 """Their inputs are cut into parts by a quotient that is rounded up."""
 
-NAMES = (TWO_LOOPS, PER_KEY, WORDS, EIGHT_ROWS, MORE_PARTS)
+NAMES = (TWO_LOOPS, PER_KEY, WORDS, BY_PAGE, EIGHT_ROWS, MORE_PARTS)
 
 
 def trials() -> frozenset[str]:

@@ -170,6 +170,28 @@ def read_values(
 
 
 @triton.jit
+def read_page_ids(
+    table,  # of the row
+    start,  # a multiple of PAGE_SIZE with BY_PAGE
+    end_key,
+    KEYS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BY_PAGE: tl.constexpr,  # one load for each page of the block, not for each key
+):
+    """The page of each key of a block [KEYS]."""
+    key = tl.arange(0, KEYS)
+    if BY_PAGE:
+        first = table + start // PAGE_SIZE
+        page = tl.zeros([KEYS], tl.int32) + tl.load(first, mask=start < end_key, other=0)
+        for number in tl.static_range(1, KEYS // PAGE_SIZE):
+            later = tl.load(first + number, mask=start + number * PAGE_SIZE < end_key, other=0)
+            page = tl.where(key < number * PAGE_SIZE, page, later)
+    else:
+        page = tl.load(table + (start + key) // PAGE_SIZE, mask=start + key < end_key, other=0)
+    return page
+
+
+@triton.jit
 def attend_block(
     q,  # [ROWS, KEY_WIDTH]
     k_pages,
@@ -196,11 +218,17 @@ def attend_block(
     MASKED: tl.constexpr,  # some query does not see some key
     PER_KEY: tl.constexpr,
     FORM: tl.constexpr,
+    BY_PAGE: tl.constexpr,
 ):
     """Adds a block of keys; returns highest, total and summed."""
     key = start + tl.arange(0, page.shape[0])
     inside = key < end_key
-    slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
+    within = key % PAGE_SIZE
+    if BY_PAGE:
+        within = tl.arange(0, page.shape[0]) % PAGE_SIZE
+        if PAGE_SIZE > page.shape[0]:
+            within += start % PAGE_SIZE
+    slot = page.to(tl.int64) * PAGE_SIZE + within
     k = read_keys(
         k_pages, slot, kv_head, inside, q.dtype, KV_HEADS, KEY_DIM, KEY_WIDTH, MASKED, FORM
     )
@@ -268,6 +296,7 @@ def attend_tiles(
     TWO_LOOPS: tl.constexpr = False,  # blocks that all queries see come first, without a mask
     PER_KEY: tl.constexpr = False,  # sums of weights are added up behind the loop
     FORM: tl.constexpr = 0,
+    BY_PAGE: tl.constexpr = False,  # of `read_page_ids`; items begin with a block
     PDL: tl.constexpr = False,
 ):
     """One tile of queries with all heads of one group, over one part of the keys.
@@ -307,8 +336,7 @@ def attend_tiles(
     # The pages of a block are read while the block before it is computed. A read of them within the
     # block would keep its keys and values from being read ahead.
     table = tables + row * table_stride
-    ahead = first_key + tl.arange(0, KEYS)
-    page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end_key, other=0)
+    page = read_page_ids(table, first_key, end_key, KEYS, PAGE_SIZE, BY_PAGE)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -343,8 +371,7 @@ def attend_tiles(
         masked_from += tl.maximum(seen, 0) // KEYS * KEYS
         for start in range(first_key, masked_from, KEYS):
             whole_page = page
-            ahead = start + KEYS + tl.arange(0, KEYS)
-            page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end_key, other=0)
+            page = read_page_ids(table, start + KEYS, end_key, KEYS, PAGE_SIZE, BY_PAGE)
             highest, total, summed = attend_block(
                 q,
                 k_pages,
@@ -371,11 +398,11 @@ def attend_tiles(
                 False,
                 PER_KEY,
                 FORM,
+                BY_PAGE,
             )
     for start in range(masked_from, end_key, KEYS):
         block_page = page
-        ahead = start + KEYS + tl.arange(0, KEYS)
-        page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end_key, other=0)
+        page = read_page_ids(table, start + KEYS, end_key, KEYS, PAGE_SIZE, BY_PAGE)
         highest, total, summed = attend_block(
             q,
             k_pages,
@@ -402,6 +429,7 @@ def attend_tiles(
             True,
             PER_KEY,
             FORM,
+            BY_PAGE,
         )
     if PER_KEY:
         total = tl.sum(total, 1)

@@ -76,14 +76,16 @@ def attention() -> Iterator[Kernel]:
     backend.cores = 132
     plain = {"WINDOW": False, "SOFTCAP": False, "SINKS": False}
     every = {"WINDOW": True, "SOFTCAP": True, "SINKS": True}
-    for dtype, dim, flags, stored, form, two in (
-        (torch.bfloat16, 128, plain, "bf16", CAST, False),
-        (torch.bfloat16, 128, plain, FP8, CAST, False),
-        (torch.float16, 64, every, "fp16", CAST, False),
-        (torch.float32, 64, plain, "fp32", CAST, False),
-        (torch.bfloat16, 128, plain, "bf16", CAST, True),
-        (torch.bfloat16, 128, plain, FP8, PAIRS, True),
-        (torch.bfloat16, 128, plain, FP8, PTX, True),
+    for dtype, dim, flags, stored, form, two, by_page in (
+        (torch.bfloat16, 128, plain, "bf16", CAST, False, False),
+        (torch.bfloat16, 128, plain, FP8, CAST, False, False),
+        (torch.float16, 64, every, "fp16", CAST, False, False),
+        (torch.float32, 64, plain, "fp32", CAST, False, False),
+        (torch.bfloat16, 128, plain, "bf16", CAST, True, False),
+        (torch.bfloat16, 128, plain, FP8, PAIRS, True, False),
+        (torch.bfloat16, 128, plain, FP8, PTX, True, False),
+        (torch.bfloat16, 128, plain, "bf16", CAST, False, True),
+        (torch.bfloat16, 128, plain, FP8, PTX, True, True),
     ):
         sizes = Sizes(16, 8, dim, dim, dtype, None)
         types = dict.fromkeys(("query", "sinks", "out"), f"*{NAMES[dtype]}")
@@ -111,10 +113,12 @@ def attention() -> Iterator[Kernel]:
                 "TWO_LOOPS": two,
                 "PER_KEY": two and kind == "decode",
                 "FORM": form,
+                "BY_PAGE": by_page,
                 **flags,
             }
             options = {"num_warps": shape.warps, "num_stages": shape.stages}
             how = ", two loops" * two + (f", form {form}" if form != CAST else "")
+            how += ", by page" * by_page
             name = f"{kind} {NAMES[dtype]} {dim}, pages {stored}{how}"
             yield name, attend_tiles, types, constants, options
 

@@ -60,6 +60,8 @@ FORMS = {
     "two loops": Forms(two_loops=True, per_key=True),
     "pairs": Forms(fp8=PAIRS),
     "octets": Forms(two_loops=True, per_key=True, fp8=OCTETS),
+    "by page": Forms(by_page=True),
+    "octets by page": Forms(two_loops=True, per_key=True, fp8=OCTETS, by_page=True),
     "PTX": Forms(two_loops=True, per_key=True, fp8=PTX),
 }
 
@@ -134,6 +136,34 @@ def test_forms(
     rows = [(0, 1), (31, 1), (170, 1), (0, 5), (63, 2), (40, 70)]
     case = paged_case(rows, **shape)
     close(attend(attention, case, device, **options), expected(case, **options))
+
+
+@pytest.mark.parametrize("page_size", [3, 8, 16, 32, 64])
+def test_page_ids_are_read_by_page(
+    paged_case: Case,
+    device: torch.device,
+    page_size: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same bits, of rows that end within a page, with a block, and are split."""
+    seen: list[bool] = []
+    attention, plain = formed(device, "by page"), TritonAttention(device)
+    reads_by_page = attention._reads_by_page
+
+    def read(*sizes: Any) -> bool:
+        seen.append(reads_by_page(*sizes))
+        return seen[-1]
+
+    monkeypatch.setattr(attention, "_reads_by_page", read)
+    attention.cores = plain.cores = 16
+    rows = [(0, 1), (31, 1), (32, 1), (300, 1), (0, 5), (63, 2), (64, 70)]
+    case = paged_case(rows, page_size=page_size, dtype=torch.float16)
+    outs = [attend(each, case, device) for each in (attention, plain)]
+    assert torch.equal(*outs)
+    decodes, prompts = seen
+    assert decodes == (page_size != 3) and prompts == (page_size >= 16)
+    assert not torch.equal(outs[0], attend(attention, case, device, window=40))
+    assert seen[2:] == [False, False]
 
 
 @pytest.mark.parametrize("form", FORMS)

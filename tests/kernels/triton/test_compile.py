@@ -29,6 +29,8 @@ HELD = {
     "decode bf16 128, pages fp8e4nv, two loops, form 3": ([4, 4, 6], 128, 4),
     "prefill bf16 128, pages bf16, two loops": ([2, 2], 256, 1),
     "prefill bf16 128, pages fp8e4nv, two loops, form 3": ([2, 2], 256, 1),
+    "decode bf16 128, pages bf16, by page": ([4, 6], 128, 4),
+    "decode bf16 128, pages fp8e4nv, two loops, form 3, by page": ([4, 4, 6], 128, 4),
     "product bf16 2 x 1024 x 4096": ([], 128, 5),
     "added product bf16 1 x 3072 x 1024": ([], 128, 8),
     "gated product bf16 2 x 4096 x 14336": ([], 128, 4),
@@ -56,6 +58,10 @@ INSTRUCTIONS = {  # of the first loops at most; a warp issues one after the othe
     "decode bf16 128, pages fp8e4nv, two loops, form 3": [340],
     "prefill bf16 128, pages bf16, two loops": [460],
     "prefill bf16 128, pages fp8e4nv, two loops, form 3": [425],
+    "decode bf16 128, pages bf16, by page": [275],
+    "decode bf16 128, pages fp8e4nv, two loops, form 3, by page": [305],
+    "prefill bf16 128, pages bf16, by page": [575],
+    "prefill bf16 128, pages fp8e4nv, two loops, form 3, by page": [390],
     "coded product bf16 8 x 28672, 4 bits, kind 0, groups of 128": [350],
     # A choice; then the counts of 16 programs, 16 tiles, and 32 assignments.
     "router softmax": [100],
@@ -113,7 +119,7 @@ def test_weights_of_few_bits_fit_a_gpu_of_less_shared_memory(tmp_path: Path) -> 
 
 def test_loops_hold_few_instructions(tmp_path: Path) -> None:
     """fp8 pages are read by words and converted in pairs; tiles of 8 rows wait for no product."""
-    for part in ("two loops", "coded product bf16 8 x", "router", "map 128 experts"):
+    for part in ("two loops", "by page", "coded product bf16 8 x", "router", "map 128 experts"):
         kernels = compile_kernels(tmp_path, "--sass", "--only", part)
         for name in INSTRUCTIONS.keys() & kernels.keys():
             loops = kernels[name]["loops"]
@@ -123,6 +129,8 @@ def test_loops_hold_few_instructions(tmp_path: Path) -> None:
             loop = loops[0]
             slow = [each for each in loop if each.startswith(("F2F.", "LDS.U8", "WARPGROUP"))]
             assert not slow or "prefill" in name, f"{name}: {slow}"
+            if "by page" in name:
+                assert loop["LDG.E"] == (4 if "prefill" in name else 2), f"{name}: {loop}"
 
 
 def test_kernels_that_start_early_wait_before_they_read(tmp_path: Path) -> None:
