@@ -15,11 +15,14 @@ from rayfin.kernels.triton.logprobs import MAX_TOP_LOGPROBS, top_logprobs
 MAX_ENTRIES = 1 << 20
 """Entries in the lists of all rows (16 MiB); with more, steps run without graphs."""
 
+OUTPUTS = ((1 + MAX_TOP_LOGPROBS, torch.float32), (1 + MAX_TOP_LOGPROBS, torch.int32))
+"""Width and dtype of a row's values, and of its numbers: of the token, then of the likeliest."""
+
 
 class GraphExtras:
     """Inputs and outputs at fixed addresses, which ``load`` fills in for a multi-step call."""
 
-    def __init__(self, max_rows: int, max_num_steps: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, device: torch.device) -> None:
         kinds = dict.fromkeys(("repetition", "presence", "frequency", "bias"), torch.float32)
         kinds["banned_until"] = torch.int64
         self._rules = RuleTensors(
@@ -32,12 +35,10 @@ class GraphExtras:
                 for field in fields(RuleTensors)
             }
         )
-        shape = (max_rows, 1 + MAX_TOP_LOGPROBS)
         self._num_logprobs = torch.full((max_rows,), NO_LOGPROBS, dtype=torch.int32, device=device)
-        self._values = torch.zeros(shape, device=device)
-        self._numbers = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._all_values = torch.zeros(max_num_steps, *shape, device=device)
-        self._all_numbers = torch.zeros(max_num_steps, *shape, dtype=torch.int32, device=device)
+        self._outputs = [
+            torch.zeros(max_rows, width, dtype=dtype, device=device) for width, dtype in OUTPUTS
+        ]
 
     @staticmethod
     def fits(rules: RowTokenRules | None) -> bool:
@@ -67,23 +68,12 @@ class GraphExtras:
     ) -> None:
         """Computes log probabilities from raw logits [B, V], and counts sampled tokens [B]."""
         rows = len(sampled)
-        collect = self._values[:rows], self._numbers[:rows]
-        top_logprobs(logits, sampled, self._num_logprobs[:rows], *collect)
+        top_logprobs(logits, sampled, self._num_logprobs[:rows], *self.outputs(rows))
         count_sampled(sampled, self._rules.rows(rows), remaining)
 
-    def store(self, step: int) -> None:
-        """Saves the log probabilities of a step, which the next step overwrites."""
-        self._all_values[step].copy_(self._values)
-        self._all_numbers[step].copy_(self._numbers)
-
-    def collect(self, num_steps: int, num_logprobs: Int64Array) -> "GraphLogprobs":
-        """The saved log probabilities of the first steps."""
-        rows = slice(len(num_logprobs))
-        return GraphLogprobs(
-            num_logprobs,
-            self._all_values[:num_steps, rows].cpu().numpy(),
-            self._all_numbers[:num_steps, rows].cpu().numpy(),
-        )
+    def outputs(self, rows: int) -> list[torch.Tensor]:
+        """The values and numbers [rows, W] of a step, which the next step overwrites."""
+        return [each[:rows] for each in self._outputs]
 
 
 @dataclass(frozen=True, slots=True)

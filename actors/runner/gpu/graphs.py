@@ -137,7 +137,7 @@ class DecodeGraphs:
         self._state = DecodeState(
             slots, *sizes, device, model.starts_early, row_inputs, model.states
         )
-        self._extras = GraphExtras(max_rows, max_num_steps, device)
+        self._extras = GraphExtras(max_rows, device)
         self._rows = torch.arange(max_rows, device=device)
         on_gpu = device.type == "cuda"
         side = SideStream(device) if on_gpu else None
@@ -167,7 +167,7 @@ class DecodeGraphs:
         ]
         self._prompts: PromptSteps | None = None
         if whole and not wrapped and model.states is None:
-            self._prompts = PromptSteps(self._layers[0], self._state, record, max_rows, device)
+            self._prompts = PromptSteps(self._layers[0], self._state, self._extras, record)
 
     def _record_steps(self, names: Sequence[str]) -> None:
         """Records a step of each size, and two sizes with extras and with each row input."""
@@ -214,8 +214,12 @@ class DecodeGraphs:
 
     def supports(self, info: SchedulerInfo, rules: RowTokenRules | None) -> bool:
         """Returns whether graphs can run the step: not too many rows, and rules that they have;
-        beside prompts no rules and no log probabilities."""
+        beside prompts no rules."""
         rows = len(info.ids)
+        # Their slots may still tell what the requests before them ask for.
+        entering = (new.sampling.logprobs or 0 for new in info.new_requests)
+        if max(entering, default=0) > MAX_TOP_LOGPROBS:
+            return False
         if rows > info.decoding_batch:
             return rules is None and self._supports_prompts(info)
         return (
@@ -228,11 +232,10 @@ class DecodeGraphs:
         )
 
     def _supports_prompts(self, info: SchedulerInfo) -> bool:
-        silent = self._slots.logprobs[info.ids] == NO_LOGPROBS
         return (
             self._prompts is not None
             and info.num_steps == 1
-            and bool((silent & ~self.left_out(info.ids)).all())
+            and not self.left_out(info.ids).any()
             and self._slots.scored.keys().isdisjoint(info.ids.tolist())
             and self._prompts.holds(info)
         )
@@ -253,32 +256,37 @@ class DecodeGraphs:
     def begin(self, info: SchedulerInfo, rules: RowTokenRules | None) -> None:
         """Queues the steps of a call on the device, for ``collect``.
 
-        Behind a queued call only one without rules and log probabilities may come: the host knows
-        the tokens of neither.
+        Behind a queued call only one without rules may come: they need tokens that the host does
+        not know.
         """
         assert not self.is_full
         taken = [call.tokens for call in self.queued]
         tokens = next(each for each in self._tokens if each not in taken)
-        num_logprobs: Int64Array | None = None
+        sampling = info.last_pos >= 0
+        asked = np.where(sampling, self._slots.logprobs[info.ids], NO_LOGPROBS)
+        num_logprobs = asked if (asked != NO_LOGPROBS).any() else None
         if len(info.ids) > info.decoding_batch:
             assert self._prompts is not None and rules is None
-            tokens.store(0, self._prompts.run(info, self._slots, self._unread))
+            unread = self._unread
+            outputs = self._prompts.run(info, self._slots, unread, num_logprobs)
+            tokens.store(0, *outputs)
         else:
-            num_logprobs = self._decode(info, rules, tokens)
-        tokens.send(info.num_steps)
+            self._decode(info, rules, num_logprobs, tokens)
+        tokens.send(info.num_steps, logprobs=num_logprobs is not None)
         self.queued.append(QueuedCall(info, rules, num_logprobs, tokens, time.perf_counter()))
         self._unread[info.ids] = True
 
     def _decode(
-        self, info: SchedulerInfo, rules: RowTokenRules | None, tokens: GraphTokens
-    ) -> Int64Array | None:
-        """Queues decode steps; returns how many log probabilities rows ask for, if one does."""
+        self,
+        info: SchedulerInfo,
+        rules: RowTokenRules | None,
+        num_logprobs: Int64Array | None,
+        tokens: GraphTokens,
+    ) -> None:
+        """Queues decode steps, of which ``num_logprobs`` [R] log probabilities are asked for."""
         bucket = bucket_of(len(info.ids), self._sizes)
-        assert bucket is not None
-        num_logprobs = self._slots.logprobs[info.ids]
-        any_logprobs = bool((num_logprobs != NO_LOGPROBS).any())
-        extras = any_logprobs or rules is not None
-        assert not (extras and self.queued)
+        assert bucket is not None and not (rules is not None and self.queued)
+        extras = num_logprobs is not None or rules is not None
         numbers = self._state.numbers_of(info.ids)
         # Before the load: to record runs the step.
         replay = self._replay(bucket, extras, tuple(numbers))
@@ -286,13 +294,12 @@ class DecodeGraphs:
         self._state.load(info, steps, bucket, self._unread[info.ids])
         self._state.load_numbers(numbers, bucket)
         if extras:
-            self._extras.load(rules, num_logprobs, bucket)
+            asked = self._slots.logprobs[info.ids] if num_logprobs is None else num_logprobs
+            self._extras.load(rules, asked, bucket)
+        logprobs = [] if num_logprobs is None else self._extras.outputs(bucket)
         for step in range(info.num_steps):
             replay()
-            tokens.store(step, self._state.sampled[:bucket])
-            if any_logprobs:
-                self._extras.store(step)
-        return num_logprobs if any_logprobs else None
+            tokens.store(step, self._state.sampled[:bucket], *logprobs)
 
     @torch.inference_mode()
     def collect(self) -> MultiStepOutput | None:
@@ -312,7 +319,7 @@ class DecodeGraphs:
             return None
         logprobs = None
         if call.num_logprobs is not None:
-            logprobs = self._extras.collect(info.num_steps, call.num_logprobs)
+            logprobs = call.tokens.logprobs(info.num_steps, call.num_logprobs)
         return MultiStepOutput(tokens, logprobs)
 
     def _replay(self, bucket: int, extras: bool, names: tuple[str, ...] = ()) -> Callable[[], None]:

@@ -2,10 +2,14 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
+from rayfin.actors.messages import NO_TOKEN
+from rayfin.actors.runner.gpu.graph_extras import OUTPUTS
 from rayfin.actors.runner.gpu.graph_tokens import GraphTokens
+from rayfin.actors.runner.request_slots import NO_LOGPROBS
 
 
 class LateCopies:
@@ -31,3 +35,32 @@ def test_every_step_keeps_its_tokens(aside: bool) -> None:
     assert [array.dtype for array in taken] == ["int32", "int32"]
     assert taken[0].tolist() == [[300, 301, 302], [310, 311, 312], [320, 321, 322]]
     assert taken[1].tolist() == [[200], [210]]
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_every_call_keeps_its_log_probabilities(aside: bool) -> None:
+    """Of two queued calls, the second one ahead of what the first one's copies wait for."""
+    side = LateCopies() if aside else None
+    calls = [GraphTokens(2, 3, torch.device("cpu"), side) for _ in range(2)]  # type: ignore[arg-type]
+    sampled = torch.zeros(3, dtype=torch.int64)
+    outputs = [torch.zeros(3, width, dtype=dtype) for width, dtype in OUTPUTS]
+    for number, tokens in enumerate(calls):
+        for step in range(2):
+            sampled.fill_(10 * number + step)
+            for each in outputs:
+                each.copy_(torch.arange(3).unsqueeze(1) + 100 * number + 10 * step)
+            tokens.store(step, sampled, *outputs)
+        tokens.send(2, logprobs=True)
+    asked = np.array([2, NO_LOGPROBS, 0], np.int64)
+    kept = []
+    for tokens in calls:
+        assert (tokens.collect(2, 3) // 10 == len(kept)).all()
+        kept.append(tokens.logprobs(2, asked))
+    rows = np.arange(3)
+    for number, logprobs in enumerate(kept):  # still theirs, whatever was collected since
+        for step in range(2):
+            given = logprobs.logprobs(step, rows, np.zeros(3, np.int32))
+            assert given is not None and given.at.tolist() == [0, 2]
+            base = 100 * number + 10 * step
+            assert given.chosen.tolist() == [base, base + 2]
+            assert given.ids.tolist() == [[base, base], [NO_TOKEN, NO_TOKEN]]

@@ -4,6 +4,7 @@ On a CPU the steps are not recorded and run in Triton's interpreter; all else is
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayfin.actors.messages import Sampling
+from rayfin.actors.messages import BeamParams, Sampling
 from rayfin.actors.runner import checkpoint
 from rayfin.actors.scheduler.policy import multi_step
 from rayfin.kernels.attention import select as attention_select
@@ -166,6 +167,106 @@ def test_slots_that_are_taken_while_a_step_still_has_them(
     new, again, chunks = (sum(column) for column in zip(*behind, strict=True))
     assert new and chunks and (again or lease > 1), (new, again, chunks)
     assert not engine.runner._graphs.queued
+
+
+@pytest.mark.parametrize("lease", [1, 3])
+def test_log_probabilities_of_queued_steps(
+    lease: int, two_layers: Any, served: Make, request_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decodes, and prompts in chunks: each step's are its own, though another one is behind it."""
+    behind: list[tuple[bool, int, bool]] = []  # prompts, rows that ask, new ones among them
+    begin = DecodeGraphs.begin
+
+    def seen(self: DecodeGraphs, info: Any, rules: Any) -> None:
+        if self.queued:
+            asking = int((self._slots.logprobs[info.ids] >= 0).sum())
+            new = any(each.sampling.logprobs is not None for each in info.new_requests)
+            behind.append((len(info.ids) > info.decoding_batch, asking, new))
+        begin(self, info, rules)
+
+    for module in MODULES:
+        monkeypatch.setattr(module, "can_use_triton", lambda device: True)
+    monkeypatch.setattr(multi_step, "CALL_SECONDS", 1e6)
+    monkeypatch.setattr(DecodeGraphs, "begin", seen)
+    results = []
+    for attention in ("torch", "triton"):
+        random = Random(2)
+        engine = served(
+            two_layers.folder,
+            attention=attention,
+            max_decoding_batch=2,
+            max_batch_tokens=8,
+            max_lease=lease,
+            num_pages=24,
+            device=DEVICE,
+        )
+        engine.runner._model.forward = engine._forward
+        engine.runner._forward.run = engine._advance
+        for key in range(9):
+            prompt = [random.randrange(3, 60) for _ in range(random.choice([1, 2, 5, 13]))]
+            sampling = Sampling(random.choice([0.0, 1.2]), seed=key, logprobs=(None, 0, 3)[key % 3])
+            stops = random.sample(range(128), 40)
+            length = random.randrange(2, 7)
+            engine.engine.add(request_of(key, prompt, length, eos=stops, sampling=sampling))
+        tokens: dict[int, list[int]] = {key: [] for key in range(9)}
+        chosen: dict[int, list[float]] = {key: [] for key in range(9)}
+        likeliest: dict[int, list[float]] = {key: [] for key in range(9)}
+        while engine.engine.has_work:
+            for deltas in engine.engine.step().values():
+                for key, token in zip(deltas.keys.tolist(), deltas.tokens.tolist(), strict=True):
+                    tokens[key].append(token)
+                if (given := deltas.logprobs) is None:
+                    continue
+                for number, at in enumerate(given.at.tolist()):
+                    key = int(deltas.keys[at])
+                    chosen[key].append(float(given.chosen[number]))
+                    likeliest[key] += given.values[number, : 3 * (key % 3 == 2)].tolist()
+        results.append((tokens, chosen, likeliest))
+        assert attention == "triton" or not behind
+    (wanted, *expected), (got, *logprobs) = results
+    assert got == wanted
+    for each, other in zip(logprobs, expected, strict=True):
+        assert each.keys() == other.keys()
+        for key in each:
+            assert each[key] == pytest.approx(other[key], abs=1e-4), key
+    assert all(len(logprobs[0][key]) == len(got[key]) * (key % 3 > 0) for key in got)
+    kinds = {(prompts, asking > 0) for prompts, asking, _ in behind}
+    assert kinds >= {(False, True), (True, True)}, behind
+    assert any(new for *_, new in behind)
+    assert not engine.runner._graphs.queued
+
+
+def test_forks_of_beams_behind_a_queued_step(
+    two_layers: Any, served: Make, request_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They enter as decode rows; a search with many stop tokens asks for more than graphs give."""
+    behind: set[tuple[bool, bool]] = set()  # (many, forks) of steps with beams behind another
+    begin = DecodeGraphs.begin
+
+    def seen(self: DecodeGraphs, info: Any, rules: Any) -> None:
+        begin(self, info, rules)
+        call = self.queued[-1]
+        if len(self.queued) > 1 and call.num_logprobs is not None:
+            many = bool((call.num_logprobs > MAX_TOP_LOGPROBS).any())
+            behind.add((many, bool(info.new_requests) and len(info.ids) == info.decoding_batch))
+
+    for module in MODULES:
+        monkeypatch.setattr(module, "can_use_triton", lambda device: True)
+    monkeypatch.setattr(DecodeGraphs, "begin", seen)
+    found: dict[str, list[Any]] = {"torch": [], "triton": []}
+    for attention in found:
+        engine = served(
+            two_layers.folder, attention=attention, page_size=1, max_decoding_batch=3, device=DEVICE
+        )
+        engine.runner._model.forward = engine._forward
+        engine.runner._forward.run = engine._advance
+        for stops in (range(120, 123), range(90, 90 + MAX_TOP_LOGPROBS)):
+            search = replace(request_of(0, [7, 5], 4, eos=stops), beams=BeamParams(2))
+            tokens = engine.run(request_of(1, [9, 3], 9), search, stagger=2)[1]
+            found[attention].append((tokens, [each.tokens for each in engine.hypotheses[0]]))
+        assert attention == "triton" or not behind
+    assert found["torch"] == found["triton"]
+    assert (False, True) in behind and not any(many for many, _ in behind), behind
 
 
 def test_a_call_of_several_steps_keeps_its_slots() -> None:

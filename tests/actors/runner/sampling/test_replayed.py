@@ -44,10 +44,11 @@ def test_rows_whose_prompts_go_on_sample_nothing(
         {"allowed": (3, 4)},
         {"bad_words": ((3,),)},
         {"logprobs": 0},
+        {"logprobs": 2, "processed": True},
         {"prompt_logprobs": 0},
     ],
 )
-def test_a_request_that_enters_plain_has_a_plain_row(
+def test_a_request_that_enters_without_rules_has_a_row_without(
     changed: dict[str, Any], row: Callable[..., Any], step_of: Callable[..., Any]
 ) -> None:
     slots = RequestSlots(1, 2)
@@ -55,8 +56,8 @@ def test_a_request_that_enters_plain_has_a_plain_row(
     history = np.array([1, 2], np.int32)
     request = NewRequest(0, Sampling(**changed), cap=9, history=history, prompt_len=2)
     info = step_of(row(0, [1, 2]), new=[request])
-    plain = sampler.enters_plain(request)
+    free = sampler.enters_free(request)
     slots.apply(info)
     sampler.apply_diff(info)
-    assert plain == (sampler.is_plain(info.ids).all() and not slots.scored)
-    assert plain == (not changed or "seed" in changed)
+    assert free == (sampler.is_free(info.ids).all() and not slots.scored)
+    assert free == (not changed or "seed" in changed or changed == {"logprobs": 0})
