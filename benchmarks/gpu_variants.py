@@ -11,6 +11,7 @@ takes cases that have all of these words. ``--toy`` runs tiny shapes on any devi
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,10 @@ if not torch.cuda.is_available():
 
 from gpu_attention import PAGE_SIZE, Layer, lengths_of, make_batch
 from gpu_bench import Bench, Table
+from gpu_engine import running, shape_of
+from gpu_floors import Floors
+from gpu_paths import runner_of
+from gpu_steps import CONTEXT, load
 
 from rayfin.kernels.attention.triton_backend import (
     CAST,
@@ -254,6 +259,32 @@ def scaled(cases: Cases, name: str, rows: int) -> None:
             break
 
 
+def steps(cases: Cases) -> None:
+    """Decode steps of the 0.6B shape, whose kernels start early or not; on a GPU only."""
+    bench = cases.bench
+    if not bench.on_gpu:
+        return
+    with running(bench, "0.6b") as llm:
+        runner = runner_of(llm)
+        graphs = runner._graphs
+        assert graphs is not None and runner._loaded.gpu_model.pdl
+        floors = Floors.of(shape_of(bench, "0.6b")[1], bench.bandwidth, bench.flops)
+        for rows in (8, 16, 32, 64, 256):
+            wanted, floor = None, floors.decode([CONTEXT] * rows)
+            for form, early in (("now", 0), ("early", sys.maxsize)):
+                runner._loaded.gpu_model.early_rows = early
+                graphs._replays.clear()
+                replay = load(graphs, rows, runner)
+
+                def run(replay: Case = replay, rows: int = rows) -> torch.Tensor:
+                    replay()
+                    return graphs._state.sampled[:rows]
+
+                given = cases.row(f"steps rows{rows}", form, run, wanted, floor)
+                wanted = given if wanted is None else wanted
+        graphs.use(runner._slots)
+
+
 def all_cases(cases: Cases) -> Iterator[tuple[str, Case]]:
     """Words of each case, and what runs it; what decides most comes first."""
     for name, dtype in (
@@ -267,6 +298,7 @@ def all_cases(cases: Cases) -> Iterator[tuple[str, Case]]:
         yield f"{name} {dtype}", partial(decodes, cases, name, dtype)
     yield "gate_up int4", partial(coded, cases, "gate_up", "int4")
     yield "prefill bf16", partial(prompts, cases, "prefill", "bf16")
+    yield "steps", partial(steps, cases)
     yield "down int4", partial(coded, cases, "down", "int4")
     yield "prefill fp8", partial(prompts, cases, "prefill", "fp8")
     yield "scaled down", partial(scaled, cases, "down", 2048)

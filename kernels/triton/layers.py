@@ -185,6 +185,7 @@ def gate(
     *,
     eps: float = 0.0,
     behind: Behind | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """activation(gate) * up, by a name of `ACTIVATIONS`: [T, F].
 
@@ -203,6 +204,7 @@ def gate(
         BLOCK=at_once,
         num_warps=4 if behind is None else 8,
         **_end(gate_up, behind),
+        **launch_options(pdl),
     )
     return out
 

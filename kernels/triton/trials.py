@@ -14,13 +14,16 @@ WORDS = "words"
 BY_PAGE = "by_page"
 """Attention reads one page id for each page of a block of keys, not one for each key."""
 
+EARLY = "early"
+"""Kernels between torch's products start early too, in steps of any number of rows (`pdl`)."""
+
 EIGHT_ROWS = "eight_rows"
 """Products with codes have a tile for up to 8 rows."""
 
 MORE_PARTS = "more_parts"
 """Their inputs are cut into parts by a quotient that is rounded up."""
 
-NAMES = (TWO_LOOPS, PER_KEY, WORDS, BY_PAGE, EIGHT_ROWS, MORE_PARTS)
+NAMES = (TWO_LOOPS, PER_KEY, WORDS, BY_PAGE, EARLY, EIGHT_ROWS, MORE_PARTS)
 
 
 def trials() -> frozenset[str]:

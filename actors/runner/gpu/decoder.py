@@ -1,5 +1,6 @@
 """A recognized decoder on the Triton kernels: merged projections, fused kernels between them."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -44,6 +45,7 @@ from rayfin.kernels.triton.products import (
     product,
 )
 from rayfin.kernels.triton.quantized import CodedWeight
+from rayfin.kernels.triton.trials import EARLY, trials
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,8 @@ class GpuDecoder:
     With ``pdl`` the kernels of few rows start while the ones before them end
     (`rayfin.kernels.triton.pdl`). The embedding is torch's and is launched without it: whatever a
     step's inputs are copied or computed by is complete when the first layer starts. So is the
-    norm before the head, whose neighbours are torch's.
+    norm before the head, whose neighbours are torch's. With ``early_rows`` those between the
+    products of many rows start early too: each begins when the product before it has ended.
 
     Steps with embeddings of images, other rotary positions or tokens that see later ones run on the
     modules of ``paged``, which share the weights. Steps of some adapters have ten launches more in
@@ -130,6 +133,7 @@ class GpuDecoder:
         coded = any(layer.is_coded for layer in self._layers)
         self.few_rows = 0 if coded else few_rows(self._embedding.shape[1])
         self.pdl = False
+        self.early_rows = sys.maxsize if EARLY in trials() else 0
         self.states: StateTensors | None = None
         self.replay: Callable[[StepInputs], torch.Tensor | None] | None = None
         """The residual stream of a step by recorded layers, or None if they do not hold it."""
@@ -150,7 +154,7 @@ class GpuDecoder:
 
     def starts_early(self, rows: int) -> bool:
         """Whether the kernels of a step of so many rows start before the ones before them end."""
-        return self.pdl and rows <= self.few_rows
+        return self.pdl and rows <= max(self.few_rows, self.early_rows)
 
     def bind(self, cache: KVTensors) -> None:
         """Makes the layers keep their keys and values in ``cache``. What was recorded is over."""
@@ -245,16 +249,16 @@ class GpuDecoder:
         batch: PagedBatch,
     ) -> None:
         """One layer of many rows; ``hidden`` [T, hidden] in place."""
-        eps, mlp = self._shape.eps, layer.mlp
-        heads = self._attend(layer, pages, *self._project(layer.qkv, hidden), batch)
+        eps, mlp, pdl = self._shape.eps, layer.mlp, self.starts_early(len(hidden))
+        heads = self._attend(layer, pages, *self._project(layer.qkv, hidden, pdl), batch, pdl)
         out, out_bias = layer.attention_out, layer.attention_out_bias
-        self._add_many(heads, out, out_bias, layer.attention_out_norm, hidden)
+        self._add_many(heads, out, out_bias, layer.attention_out_norm, hidden, pdl)
         if not isinstance(mlp, GatedMlp):
             self._add_mixed(layer, mlp, hidden, batch)
             return
-        gate_up, behind = self._project(mlp.gate_up, hidden)
-        x = gate(gate_up, NAMES[self._shape.activation], eps=eps, behind=behind)
-        self._add_many(x, mlp.down, mlp.down_bias, layer.mlp_out_norm, hidden)
+        gate_up, behind = self._project(mlp.gate_up, hidden, pdl)
+        x = gate(gate_up, NAMES[self._shape.activation], eps=eps, behind=behind, pdl=pdl)
+        self._add_many(x, mlp.down, mlp.down_bias, layer.mlp_out_norm, hidden, pdl)
 
     def _run_adapted(self, number: int, hidden: torch.Tensor, batch: PagedBatch) -> None:
         """Layer ``number`` with the adapters of some rows; ``hidden`` [T, hidden] in place."""
@@ -277,11 +281,11 @@ class GpuDecoder:
         self._add_normed(y, layer.mlp_out_norm, hidden)
 
     def _project(
-        self, projection: Projection, hidden: torch.Tensor
+        self, projection: Projection, hidden: torch.Tensor, pdl: bool
     ) -> tuple[torch.Tensor, Behind | None]:
         """Many rows' product [T, N], and its unfinished part for the next kernel."""
         if projection.gain is None:
-            x = self._normed(projection.norm, hidden)
+            x = self._normed(projection.norm, hidden, pdl)
             return multiply(x, projection.weight, projection.bias), None
         left = Behind(hidden, projection.gain, projection.bias)
         return multiply(hidden, projection.weight, None), left
@@ -317,6 +321,7 @@ class GpuDecoder:
         bias: torch.Tensor | None,
         out_norm: torch.Tensor | None,
         hidden: torch.Tensor,
+        pdl: bool = False,
     ) -> None:
         """Adds many rows' product to the residual stream."""
         scale = self._shape.residual_scale
@@ -327,7 +332,7 @@ class GpuDecoder:
         elif out_norm is None and bias is None and isinstance(weight, torch.Tensor):
             hidden.addmm_(x, weight.t(), alpha=scale)
         else:
-            self._add_normed(multiply(x, weight, bias), out_norm, hidden)
+            self._add_normed(multiply(x, weight, bias), out_norm, hidden, pdl)
 
     def _add_mixed(
         self, layer: GpuLayer, mixture: nn.Module, hidden: torch.Tensor, batch: PagedBatch

@@ -233,6 +233,7 @@ def gate(
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """activation(gate) * up. Program (row, block of columns).
 
@@ -241,6 +242,9 @@ def gate(
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < size
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     x = tl.load(gate_up + row * 2 * size + d, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + d, mask=inside, other=0.0).to(tl.float32)
     if NORM:

@@ -138,6 +138,7 @@ def test_kernels_that_start_early_wait_before_they_read(tmp_path: Path) -> None:
     kernels = compile_kernels(tmp_path, "--pdl")
     assert {
         "norm",
+        "gate 0",
         "finish",
         "sample: draw_rows, logits bf16",
         "decode bf16 128, pages bf16",

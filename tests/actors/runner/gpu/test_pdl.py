@@ -32,6 +32,7 @@ NORMED_LAYER = [
     *("product", "rope_and_write_kv", "attend_tiles", "product", "add_and_norm"),
     *("gated_product", "product", "add_and_norm"),
 ]
+LAYER_OF_MORE = ["rope_and_write_kv", "attend_tiles", "add_and_norm", "gate", "add_and_norm"]
 SAMPLE = ["find_highest", "find_top", "weigh_blocks", "draw_rows"]
 
 
@@ -117,6 +118,34 @@ def test_steps_of_more_rows_wait(tiny_model: Make, served: Make, launches: Launc
         with launches:
             step()
         assert any(is_early for _, is_early in launches.kernels) == early
+
+
+def test_kernels_between_torchs_products_start_early_when_tried(
+    tiny_model: Make, served: Make, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The products end before the next kernel begins: so items and page tables are complete when
+    attention reads them, as those of few rows are behind the embedding."""
+    monkeypatch.setenv("RAYFIN_TRY", "early")
+    folder = tiny_model("gemma3_text").folder
+    engine = served(folder, attention="triton", max_lease=2, max_decoding_batch=4)
+    graphs, model = engine.runner._graphs, engine.runner._loaded.gpu_model
+    assert graphs is not None and model.pdl
+    model.few_rows = 2
+    step = graphs._step(4, False)
+    launches.kernels.clear()
+    with launches:
+        step()
+    names = [name for name, _ in launches.kernels]
+    early = [name for name, is_early in launches.kernels if is_early]
+    count = early.index("find_highest")
+    assert early[:count] == LAYER_OF_MORE * (count // len(LAYER_OF_MORE)) and count
+    assert early[count:] == [*SAMPLE, "finish_rows"]
+    first = names.index("linear.default")
+    assert {"prepare_rows", "place_items"} <= set(names[:first])
+    assert early[0] in names[first:] and not set(early) & set(names[:first])
+    for (before, _), (name, is_early) in zip(launches.kernels, launches.kernels[1:], strict=False):
+        assert not (is_early and before.startswith(("copy_", "zero_", "fill_"))), (before, name)
+        assert before == "linear.default" or name not in ("rope_and_write_kv", "gate")
 
 
 def test_layers_of_few_tokens_start_early(
