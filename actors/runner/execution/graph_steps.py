@@ -99,6 +99,6 @@ def make_graphs(
         device=loaded.device,
         draft=None if drafts is None else drafts.gpu_model,
         whole=not reads_states(args),
-        wrapped=loaded.model is not loaded.gpu_model,
+        drafts=drafts is not None,
         parts=loaded.parts,
     )

@@ -102,11 +102,11 @@ class DecodeGraphs:
     The layers of other steps, and those of a ``draft`` model, are graphs too (`prompt_graphs`), of
     the same recorder: they share its memory, and run one at a time. So are not those of models with
     states, of which each chunk of a prompt is computed alone. Head and sampling of steps with
-    prompts are graphs where nothing is around the model (`prompt_steps`).
+    prompts are graphs where no row has more than the model: adapters, images (`prompt_steps`).
 
     Args:
         whole: False records the layers alone, since a head has to see states between two steps.
-        wrapped: something around the model has a part in prompts.
+        drafts: layers that draft have to see prompts.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class DecodeGraphs:
         device: torch.device,
         draft: Recordable | None = None,
         whole: bool = True,
-        wrapped: bool = False,
+        drafts: bool = False,
         parts: Sequence[ModelPart] = (),
     ) -> None:
         self._model = model
@@ -166,7 +166,7 @@ class DecodeGraphs:
             if each is not None and each.states is None
         ]
         self._prompts: PromptSteps | None = None
-        if whole and not wrapped and model.states is None:
+        if whole and not drafts and model.states is None:
             self._prompts = PromptSteps(self._layers[0], self._state, self._extras, record)
 
     def _record_steps(self, names: Sequence[str]) -> None:
@@ -232,10 +232,12 @@ class DecodeGraphs:
         )
 
     def _supports_prompts(self, info: SchedulerInfo) -> bool:
+        altered = (part.alters(info.ids) for part in self._parts)
         return (
             self._prompts is not None
             and info.num_steps == 1
             and not self.left_out(info.ids).any()
+            and not any(mask is not None and mask.any() for mask in altered)
             and self._slots.scored.keys().isdisjoint(info.ids.tolist())
             and self._prompts.holds(info)
         )

@@ -12,7 +12,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import UnsupportedModel
 from rayfin.actors.media.part import ROWS, EmbedsFacts, EmbedsInput
 from rayfin.actors.media.virtual_ids import row_ids
-from rayfin.actors.messages import NewRequest, Sampling
+from rayfin.actors.messages import BoolArray, Int32Array, NewRequest, Sampling
 from rayfin.actors.runner.cpu.decoder import compiled_decoder
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, set_attention
 from rayfin.actors.runner.models.replace import chunked_logits
@@ -66,6 +66,9 @@ class EmbedsPart(ModelPart):
             set_attention(model, ATTENTION)
 
         self.facts = EmbedsFacts(size=self._rows.shape[-1])
+
+    def alters(self, slots: Int32Array) -> BoolArray | None:
+        return self.slots.alters(slots)
 
     def wrap(self, model: StepModel, decoder: Decoder) -> EmbedsModel:
         paged = decoder.paged

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from rayfin.actors.media.part import ROWS, VIRTUAL_TOKENS, EmbedsInput
-from rayfin.actors.messages import NewRequest, SchedulerInfo
+from rayfin.actors.messages import BoolArray, Int32Array, NewRequest, SchedulerInfo
 from rayfin.actors.parts import all_of
 from rayfin.actors.runner.batch import GivenInputs, StepInputs
 from rayfin.actors.runner.models.step_model import StepModel
@@ -18,6 +18,8 @@ from rayfin.cache.kv_tensors import KVLayout, KVTensors
 class EmbedsSlots(Observer):
     """The embeddings in prompts of running requests by slot, by the diffs of steps."""
 
+    in_turn = False  # no step with new embeddings is queued ahead
+
     def __init__(self) -> None:
         self._slots: dict[int, tuple[EmbedsInput, ...]] = {}
         # Of embeddings of which chunks are still to come, by their first position.
@@ -25,6 +27,10 @@ class EmbedsSlots(Observer):
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    def alters(self, slots: Int32Array) -> BoolArray | None:
+        """Which of the ``slots`` [R] have embeddings in their prompts; None: none."""
+        return np.isin(slots, list(self._slots)) if self._slots else None
 
     def before(self, info: SchedulerInfo) -> None:
         for slot in info.finished:

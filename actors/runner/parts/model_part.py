@@ -63,6 +63,13 @@ class ModelPart:
         """Which requests of ``slots`` [R] no CUDA graph computes; None: all are computed."""
         return None
 
+    def alters(self, slots: Int32Array) -> BoolArray | None:
+        """Which requests of ``slots`` [R] it computes otherwise than its model; None: none.
+
+        A request that enters without a part of its own may not be known yet.
+        """
+        return None
+
     def over(self, decoder: Decoder) -> None:
         """Takes the decoder over pages, whose layers are still modules with their sizes."""
 

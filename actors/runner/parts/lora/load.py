@@ -100,6 +100,9 @@ class AdaptersPart(ModelPart):
             return self.store.adapted(slots)
         return self._tables.left_out(slots)
 
+    def alters(self, slots: Int32Array) -> BoolArray | None:
+        return self.store.adapted(slots)
+
     def prepare(self, needs: Sequence[Need], *, at_once: bool = False) -> None:
         self.store.prepare(need.what for need in needs if isinstance(need.what, AdapterRef))
 

@@ -48,6 +48,8 @@ class AdapterStore(Observer):
         kernels: multiply by them, with the bits that a row has alone.
     """
 
+    in_turn = False  # no step with a new adapter is queued ahead
+
     def __init__(
         self,
         sizes: LayerSizes,

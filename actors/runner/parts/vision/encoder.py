@@ -31,6 +31,8 @@ class MediaEncoder(Observer):
         UnsupportedModel: it has no tower that can be run apart.
     """
 
+    in_turn = False  # it only counts
+
     def __init__(self, model: Any, max_bytes: int, kind: MediaKind = "image") -> None:
         self._model, self._tower = model, find_tower(model, kind)
         self.threads: int | None = None  # of torch while the tower runs; None: as they are

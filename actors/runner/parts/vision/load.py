@@ -23,7 +23,7 @@ from rayfin.actors.media.load import load_processor
 from rayfin.actors.media.part import MediaFacts, MediaInput
 from rayfin.actors.media.processed import WORDS, MediaProcessor, ProcessedMedia, put_media
 from rayfin.actors.media.virtual_ids import put_virtual_ids
-from rayfin.actors.messages import NewRequest, Sampling
+from rayfin.actors.messages import BoolArray, Int32Array, NewRequest, Sampling
 from rayfin.actors.model_files.pooling_recipe import PoolingRecipe
 from rayfin.actors.runner.batch import SHIFTS, RowInput
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
@@ -87,6 +87,9 @@ class VisionPart(ModelPart):
         self.facts = MediaFacts(
             token_id=processor.media_token_id, num_bytes=cache_bytes, front_tokens=front_tokens
         )
+
+    def alters(self, slots: Int32Array) -> BoolArray | None:
+        return self.slots.alters(slots)
 
     def wrap(self, model: StepModel, decoder: Decoder) -> VisionModel:
         if decoder.paged.recurrent is not None:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from rayfin.actors.media.part import VIRTUAL_TOKENS, MediaInput
-from rayfin.actors.messages import Int32Array, Int64Array, NewRequest, SchedulerInfo
+from rayfin.actors.messages import BoolArray, Int32Array, Int64Array, NewRequest, SchedulerInfo
 from rayfin.actors.parts import all_of
 from rayfin.actors.runner.observers import Observer
 from rayfin.actors.settings.choices import SeesAhead
@@ -58,6 +58,8 @@ class RopeIndex(Protocol):
 class MediaSlots(Observer):
     """Mirrors which running requests have images or clips, by the diffs of steps."""
 
+    in_turn = False  # no step with a new image is queued ahead
+
     def __init__(self, rope_index: RopeIndex | None) -> None:
         self._rope_index = rope_index
         self.ahead: SeesAhead = "nothing"  # which later tokens those of a prompt see
@@ -76,6 +78,12 @@ class MediaSlots(Observer):
         if all(one is None or one.rope is None for one in media):
             return None
         return np.array([0 if one is None else one.delta for one in media], np.int64)
+
+    def alters(self, slots: Int32Array) -> BoolArray | None:
+        """Which of the ``slots`` [R] compute otherwise than text does; None: none."""
+        if self.ahead == "prompt":
+            return np.ones(len(slots), np.bool_)
+        return np.isin(slots, list(self._slots)) if self._slots else None
 
     def before(self, info: SchedulerInfo) -> None:
         for slot in info.finished:

@@ -5,6 +5,7 @@ On a CPU the steps are not recorded and run in Triton's interpreter; all else is
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from rayfin.actors.media.part import ROWS, EmbedsInput
+from rayfin.actors.media.virtual_ids import row_ids
 from rayfin.actors.messages import BeamParams, Sampling
 from rayfin.actors.runner import checkpoint
+from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.scheduler.policy import multi_step
 from rayfin.kernels.attention import select as attention_select
 from rayfin.kernels.sampling import select as sampling_select
@@ -267,6 +271,71 @@ def test_forks_of_beams_behind_a_queued_step(
         assert attention == "triton" or not behind
     assert found["torch"] == found["triton"]
     assert (False, True) in behind and not any(many for many, _ in behind), behind
+
+
+@pytest.mark.parametrize("part", ["adapters", "images", "embeddings"])
+def test_requests_with_parts_beside_others(
+    part: str,
+    two_layers: Any,
+    served: Make,
+    request_of: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their decode rows are queued, and so are prompts of others where none of them decodes."""
+    behind: set[tuple[bool, bool]] = set()  # (prompts, a row with a part) of steps behind another
+    holders: dict[int, bool] = {}  # slot -> whether its request has a part
+    begin, enter = DecodeGraphs.begin, RequestSlots._enter
+
+    def entered(self: RequestSlots, new: Any) -> None:
+        holders[new.handle] = bool(new.parts)
+        enter(self, new)
+
+    def seen(self: DecodeGraphs, info: Any, rules: Any) -> None:
+        if self.queued:
+            with_part = any(holders[slot] for slot in info.ids.tolist())
+            behind.add((len(info.ids) > info.decoding_batch, with_part))
+        begin(self, info, rules)
+
+    for module in MODULES:
+        monkeypatch.setattr(module, "can_use_triton", lambda device: True)
+    monkeypatch.setattr(DecodeGraphs, "begin", seen)
+    monkeypatch.setattr(RequestSlots, "_enter", entered)
+    folder, ids, settings, parts = with_part(part, two_layers.folder, tmp_path)
+    tokens = []
+    for attention in ("torch", "triton"):
+        engine = served(
+            folder, attention=attention, max_decoding_batch=3, device=DEVICE, **settings
+        )
+        engine.runner._model.forward = engine._forward
+        engine.runner._forward.run = engine._advance
+        holder = request_of(0, ids, 9)
+        holder.parts = parts
+        late = [request_of(key, [key, 5], 9) for key in (2, 3, 4)]
+        alone = engine.run(request_of(1, [9, 8, 7], 12), late[0], stagger=4)
+        tokens.append(alone | engine.run(holder, *late[1:], stagger=4))
+        assert attention == "triton" or not behind
+    assert tokens[0] == tokens[1]
+    assert behind == {(False, False), (False, True), (True, False)}
+
+
+def with_part(part: str, folder: Path, tmp_path: Path) -> tuple[Path, list[int], Any, Any]:
+    """A model, and a prompt of it with a part: its folder, tokens, settings and parts."""
+    if part == "adapters":
+        pytest.importorskip("peft")
+        from peft_adapters import make_adapter, ref_of
+
+        adapter = make_adapter(folder, tmp_path)
+        return folder, [5, 9, 3], {"enable_lora": True}, (ref_of(adapter),)
+    if part == "images":
+        pytest.importorskip("PIL")
+        from vision_models import VisionModel, picture
+
+        ids, images = VisionModel("qwen2_vl", tmp_path).prompt([60, 61], picture(1), [70, 71])
+        return tmp_path, ids, {}, images
+    rows = np.random.default_rng(1).normal(0, 0.3, (5, 32)).astype(np.float32)
+    embeds = EmbedsInput({ROWS: rows}, len(rows), "float32")
+    return folder, row_ids(rows, "float32").tolist(), {"enable_prompt_embeds": True}, (embeds,)
 
 
 def test_a_call_of_several_steps_keeps_its_slots() -> None:
