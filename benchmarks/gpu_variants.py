@@ -42,6 +42,8 @@ from rayfin.kernels.attention.triton_backend import (
     TritonAttention,
 )
 from rayfin.kernels.grouped import Grouped
+from rayfin.kernels.triton.products import FEW_ROWS, MMA_ROWS
+from rayfin.kernels.triton.products import product as few_product
 from rayfin.kernels.triton.quantized import COLUMNS, EIGHT, pack_weight, product
 
 FP8 = torch.float8_e4m3fn
@@ -66,6 +68,7 @@ FORMS = {
     },
 }
 DECODES = {"attention8": "ragged 8", "attention80": [1024] * 80, "attention256": "ragged 256"}
+FEW = {"qkv": (4096, 1024), "o": (1024, 2048), "up": (6144, 1024), "down": (1024, 3072)}
 CODED = {"gate_up": (28672, 4096), "down": (4096, 14336), "qkv": (6144, 4096)}
 COLUMN_NAMES = ("case", "form", "us", "share of bandwidth or peak", "largest difference")
 Case = Callable[[], None]
@@ -259,8 +262,20 @@ def scaled(cases: Cases, name: str, rows: int) -> None:
             break
 
 
+def few(cases: Cases, name: str, rows: int) -> None:
+    """Products of few rows of the 0.6B shape: torch's, and ours on tensor cores."""
+    bench = cases.bench
+    outputs, inputs = (size // 32 for size in FEW[name]) if bench.toy else FEW[name]
+    weight = torch.randn(outputs, inputs, dtype=bench.dtype, device=bench.device) / inputs**0.5
+    x = torch.randn(rows, inputs, dtype=bench.dtype, device=bench.device)
+    case, floor = f"few {name} rows{rows}", weight.nbytes / bench.bandwidth
+    wanted = cases.row(case, "torch's", partial(F.linear, x, weight), None, floor)
+    cases.row(case, "sixteen rows", partial(few_product, x, weight, None), wanted, floor)
+
+
 def steps(cases: Cases) -> None:
-    """Decode steps of the 0.6B shape, whose kernels start early or not; on a GPU only."""
+    """Decode steps of the 0.6B shape: as they are, started early, with products of 16 rows; on a
+    GPU only."""
     bench = cases.bench
     if not bench.on_gpu:
         return
@@ -271,8 +286,14 @@ def steps(cases: Cases) -> None:
         floors = Floors.of(shape_of(bench, "0.6b")[1], bench.bandwidth, bench.flops)
         for rows in (8, 16, 32, 64, 256):
             wanted, floor = None, floors.decode([CONTEXT] * rows)
-            for form, early in (("now", 0), ("early", sys.maxsize)):
-                runner._loaded.gpu_model.early_rows = early
+            for form, early, few_rows in (
+                ("now", 0, FEW_ROWS),
+                ("early", sys.maxsize, FEW_ROWS),
+                ("sixteen rows", 0, MMA_ROWS),
+                ("sixteen rows, early", sys.maxsize, MMA_ROWS),
+            ):
+                model = runner._loaded.gpu_model
+                model.early_rows, model.few_rows = early, few_rows
                 graphs._replays.clear()
                 replay = load(graphs, rows, runner)
 
@@ -298,6 +319,9 @@ def all_cases(cases: Cases) -> Iterator[tuple[str, Case]]:
         yield f"{name} {dtype}", partial(decodes, cases, name, dtype)
     yield "gate_up int4", partial(coded, cases, "gate_up", "int4")
     yield "prefill bf16", partial(prompts, cases, "prefill", "bf16")
+    for name in FEW:
+        for rows in (5, 8, 16):
+            yield f"few {name}", partial(few, cases, name, rows)
     yield "steps", partial(steps, cases)
     yield "down int4", partial(coded, cases, "down", "int4")
     yield "prefill fp8", partial(prompts, cases, "prefill", "fp8")

@@ -2,6 +2,8 @@
 
 They are for decode rows, where a launch costs as much as a small product. For more rows torch's
 product is faster, and the next kernel does the rest (`layers`). ``pdl`` is `pdl.launch_options`'.
+Those of more than `FEW_ROWS` rows are on tensor cores (`mma_kernels`), of which no GPU has timed
+one: decoders ask for them if `trials` say so.
 """
 
 from typing import Any
@@ -11,10 +13,24 @@ import triton
 
 from rayfin.kernels.triton.device import row_kernels as kernels
 from rayfin.kernels.triton.device.activation import ACTIVATIONS
+from rayfin.kernels.triton.device.mma_kernels import mma_product
 from rayfin.kernels.triton.pdl import launch_options
+from rayfin.kernels.triton.trials import SIXTEEN_ROWS, trials
 
 FEW_ROWS = 4
-"""Rows that these products take at most."""
+"""Rows that products without tensor cores take at most."""
+
+MMA_ROWS = 16
+"""Rows that those on tensor cores take at most."""
+
+MMA_WARPS = 16
+"""Of a program; each multiplies a part of a block of inputs."""
+
+MMA_BLOCK, MMA_COLUMNS = 1024, 16
+"""Inputs and columns of a block of weights. A program has all its blocks in registers."""
+
+WIDEST_MMA_ROW = 4096
+"""Inputs of the widest weight of those on tensor cores."""
 
 NARROW = 2048
 """The largest hidden size of models whose ``FEW_ROWS`` rows are faster here than with torch."""
@@ -36,7 +52,18 @@ def few_rows(hidden: int) -> int:
     """
     if hidden > WIDEST_ROW:
         return 0
-    return FEW_ROWS if hidden <= NARROW else FEW_WIDE_ROWS
+    if hidden > NARROW:
+        return FEW_WIDE_ROWS
+    return MMA_ROWS if SIXTEEN_ROWS in trials() else FEW_ROWS
+
+
+def widest_row(rows: int) -> int:
+    """The most inputs that products of so many rows take."""
+    return WIDEST_MMA_ROW if _on_tensor_cores(rows) else WIDEST_ROW
+
+
+def _on_tensor_cores(rows: int) -> bool:
+    return FEW_ROWS < rows <= MMA_ROWS
 
 
 def product(
@@ -84,6 +111,10 @@ def gated_product(
     outputs = len(gate_up) // 2
     assert x.is_contiguous() and gate_up.is_contiguous()
     out = x.new_empty(len(x), outputs)
+    if _on_tensor_cores(len(x)):
+        gated = ACTIVATIONS[activation]
+        _launch_mma(x, gate_up, bias, out, gain, eps, 1.0, add=False, gated=gated, pdl=pdl)
+        return out
     grid, launch = _programs(len(x), outputs, x.shape[1], x.dtype, 2)
     kernels.gated_product[grid](
         x,
@@ -117,6 +148,9 @@ def _launch(
     pdl: bool,
 ) -> None:
     assert x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
+    if _on_tensor_cores(len(x)):
+        _launch_mma(x, weight, bias, out, gain, eps, scale, add=add, pdl=pdl)
+        return
     grid, launch = _programs(len(x), len(weight), x.shape[1], x.dtype)
     kernels.product[grid](
         x,
@@ -135,6 +169,50 @@ def _launch(
         **launch,
         **launch_options(pdl),
     )
+
+
+def _launch_mma(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    gain: float | None,
+    eps: float,
+    scale: float,
+    *,
+    add: bool,
+    gated: int | None = None,
+    pdl: bool,
+) -> None:
+    rows, inputs = x.shape
+    assert inputs <= WIDEST_MMA_ROW
+    mma_product[(triton.cdiv(len(weight), MMA_COLUMNS),)](
+        x,
+        weight,
+        x if bias is None else bias,
+        out,
+        rows,
+        eps,
+        1.0 if gain is None else gain,
+        scale,
+        INPUTS=inputs,
+        OUTPUTS=out.shape[1],
+        ACTIVATION=gated or 0,
+        NORM=gain is not None,
+        BIAS=bias is not None,
+        ADD=add,
+        GATED=gated is not None,
+        **mma_sizes(rows, inputs),
+        num_warps=MMA_WARPS,
+        **launch_options(pdl),
+    )
+
+
+def mma_sizes(rows: int, inputs: int) -> dict[str, int]:
+    """The constants of `mma_product`."""
+    sizes = {"ROWS": max(8, triton.next_power_of_2(rows)), "COLUMNS": MMA_COLUMNS}
+    depth, blocks = MMA_BLOCK // MMA_WARPS, triton.cdiv(inputs, MMA_BLOCK)
+    return sizes | {"PARTS": MMA_WARPS, "DEPTH": depth, "BLOCKS": blocks}
 
 
 def _programs(

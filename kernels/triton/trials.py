@@ -17,13 +17,16 @@ BY_PAGE = "by_page"
 EARLY = "early"
 """Kernels between torch's products start early too, in steps of any number of rows (`pdl`)."""
 
+SIXTEEN_ROWS = "sixteen_rows"
+"""Products of 5 to 16 rows of narrow models are `mma_kernels`', not torch's."""
+
 EIGHT_ROWS = "eight_rows"
 """Products with codes have a tile for up to 8 rows."""
 
 MORE_PARTS = "more_parts"
 """Their inputs are cut into parts by a quotient that is rounded up."""
 
-NAMES = (TWO_LOOPS, PER_KEY, WORDS, BY_PAGE, EARLY, EIGHT_ROWS, MORE_PARTS)
+NAMES = (TWO_LOOPS, PER_KEY, WORDS, BY_PAGE, EARLY, SIXTEEN_ROWS, EIGHT_ROWS, MORE_PARTS)
 
 
 def trials() -> frozenset[str]:

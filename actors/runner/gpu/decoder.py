@@ -38,11 +38,11 @@ from rayfin.kernels.triton import quantized
 from rayfin.kernels.triton.layers import Behind, add_and_norm, gate, rms_norm, rope_and_write_kv
 from rayfin.kernels.triton.pdl import can_use_pdl
 from rayfin.kernels.triton.products import (
-    WIDEST_ROW,
     add_product,
     few_rows,
     gated_product,
     product,
+    widest_row,
 )
 from rayfin.kernels.triton.quantized import CodedWeight
 from rayfin.kernels.triton.trials import EARLY, trials
@@ -304,7 +304,7 @@ class GpuDecoder:
         hidden: torch.Tensor,
     ) -> None:
         """Adds few rows' product to the residual stream; an ``out_norm`` takes another launch."""
-        if x.shape[1] > WIDEST_ROW or isinstance(weight, CodedWeight):
+        if x.shape[1] > widest_row(len(x)) or isinstance(weight, CodedWeight):
             self._add_many(x, weight, bias, out_norm, hidden)
         elif self._peers is not None:
             self._add_normed(self._peers.sum(product(x, weight, bias)), out_norm, hidden)

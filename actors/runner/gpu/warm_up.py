@@ -10,7 +10,7 @@ from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.sampling.sampler import Sampler
 from rayfin.actors.runner.speculation.draft_model import DraftedModel
 
-WARMED_TOKENS = (1, 2, 4, 17, 33, 65, 129)
+WARMED_TOKENS = (1, 2, 4, 8, 16, 17, 33, 65, 129)
 """The heights of products of few rows and of tiles of weights of few bits, and a step of many rows,
 for which these weights are made whole."""
 

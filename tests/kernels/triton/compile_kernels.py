@@ -46,6 +46,7 @@ from rayfin.kernels.triton.device import (
     sample_kernels,
 )
 from rayfin.kernels.triton.device.attention_kernels import attend_tiles
+from rayfin.kernels.triton.device.mma_kernels import mma_product
 from rayfin.kernels.triton.experts import (
     CODED_FEW,
     CODED_MANY,
@@ -58,7 +59,7 @@ from rayfin.kernels.triton.experts import (
     weight_constants,
 )
 from rayfin.kernels.triton.low_rank import INPUTS_AT_ONCE, OUTPUTS_AT_ONCE, RANKS_AT_ONCE
-from rayfin.kernels.triton.products import _programs
+from rayfin.kernels.triton.products import MMA_WARPS, _programs, mma_sizes
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 FP8 = "fp8e4nv"
@@ -193,6 +194,24 @@ def products() -> Iterator[Kernel]:
                 more = constants | {"ADD": add, "NORM": not add}
                 kind = "added product" if add else "product"
                 yield f"{kind} {name}", row_kernels.product, types, more, options
+
+
+def mma_products() -> Iterator[Kernel]:
+    """Those of the 0.6B shape."""
+    types = dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
+    types |= {"rows": "i32", "eps": "fp32", "gain": "fp32", "scale": "fp32"}
+    for rows in (8, 16):
+        for role, inputs, outputs in (
+            ("product", 1024, 4096),
+            ("gated product", 1024, 3072),
+            ("added product", 3072, 1024),
+        ):
+            added = role == "added product"
+            flags = {"INPUTS": inputs, "OUTPUTS": outputs, "NORM": not added, "BIAS": True}
+            flags |= {"ACTIVATION": 0, "ADD": added, "GATED": role == "gated product"}
+            constants = flags | mma_sizes(rows, inputs)
+            name = f"{role} by mma {rows} x {inputs} x {outputs}"
+            yield name, mma_product, types, constants, {"num_warps": MMA_WARPS}
 
 
 def coded(shared: int) -> Iterator[Kernel]:
@@ -502,6 +521,7 @@ def main() -> None:
         *layers(),
         *adapters(),
         *products(),
+        *mma_products(),
         *coded(SHARED_BYTES[args.arch]),
         *(rounds() if args.arch >= 89 else ()),
         *experts(),

@@ -8,12 +8,21 @@ import torch
 from rayfin.kernels import reference
 
 pytest.importorskip("triton")
-from rayfin.kernels.triton.products import add_product, few_rows, gated_product, product
+from rayfin.kernels.triton.products import (
+    add_product,
+    few_rows,
+    gated_product,
+    product,
+    widest_row,
+)
 
 Close = Callable[[torch.Tensor, torch.Tensor], None]
 EPS = 1e-5
 DTYPES = [torch.float32, torch.float16]
-SHAPES = [(1, 24, 20), (2, 16, 600), (3, 130, 17), (4, 8, 5)]  # rows, inputs, outputs
+SHAPES = [  # rows, inputs, outputs
+    *((1, 24, 20), (2, 16, 600), (3, 130, 17), (4, 8, 5)),
+    *((5, 1100, 17), (8, 24, 33), (16, 40, 5)),  # on tensor cores
+]
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -35,6 +44,16 @@ def test_product(
     on_device = x.to(device), weight.to(device)
     close(product(*on_device, bias.to(device), gain=2.0, eps=EPS), wanted)
     close(product(*on_device, None), x.float() @ weight.float().T)
+
+
+@pytest.mark.gpu
+def test_rows_do_not_depend_on_those_beside_them(device: torch.device) -> None:
+    """On tensor cores; of tiles of 8 rows and of 16, since graphs pad a step's rows. Without a GPU
+    NumPy multiplies."""
+    x, weight = normal(13, 1100).half().to(device), weight_of(20, 1100).half().to(device)
+    whole = product(x, weight, None)
+    assert torch.equal(product(x[:8], weight, None), whole[:8])
+    assert torch.equal(product(x[4:9], weight, None), whole[4:9])
 
 
 def test_rows_at_the_end_of_float16(device: torch.device, close: Close) -> None:
@@ -87,5 +106,9 @@ def test_gated_product(
         close(out, wanted)
 
 
-def test_the_wider_the_model_the_fewer_rows() -> None:
-    assert [few_rows(hidden) for hidden in (1024, 2048, 4096, 8192, 16384)] == [4, 4, 2, 2, 0]
+def test_the_wider_the_model_the_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = (1024, 2048, 4096, 8192, 16384)
+    assert [few_rows(hidden) for hidden in widths] == [4, 4, 2, 2, 0]
+    monkeypatch.setenv("RAYFIN_TRY", "sixteen_rows")
+    assert [few_rows(hidden) for hidden in widths] == [16, 16, 2, 2, 0]
+    assert [widest_row(rows) for rows in (4, 5)] == [8192, 4096]

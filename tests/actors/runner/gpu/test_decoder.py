@@ -101,7 +101,7 @@ def test_wide_rows_of_weights_are_left_to_torch(
     widths = [layer.mlp.down_proj.in_features for layer in paged.transformer.model.layers]
     hidden = paged.transformer.config.get_text_config().hidden_size
     assert min(widths) > hidden
-    monkeypatch.setattr(gpu_decoder, "WIDEST_ROW", hidden)
+    monkeypatch.setattr(gpu_decoder, "widest_row", lambda rows: hidden)
     wanted = probe_logits(paged, paged)
     fused = build_gpu_decoder(paged, TritonAttention(DEVICE))
     assert fused is not None and fused.few_rows == 4

@@ -21,7 +21,7 @@ from rayfin.actors.runner.gpu.warm_up import WARMED_TOKENS, warm_up
 from rayfin.actors.step_cost import StepCost
 from rayfin.kernels.grouped import Grouped
 from rayfin.kernels.triton import quantized
-from rayfin.kernels.triton.products import FEW_ROWS, _programs
+from rayfin.kernels.triton.products import FEW_ROWS, MMA_ROWS, _programs, mma_sizes
 from rayfin.kernels.triton.quantized import CodedWeight, most_rows, pack_weight, shape_for
 
 Make = Callable[..., Any]
@@ -76,6 +76,8 @@ def test_every_height_of_tiles_and_a_step_of_many_rows(monkeypatch: pytest.Monke
     few = [length for length in lengths if length <= FEW_ROWS]
     heights = [_programs(rows, 1024, 1024, torch.bfloat16)[1]["ROWS"] for rows in range(1, 5)]
     assert FEW_ROWS == 4 and set(few) == set(heights)
+    more = [mma_sizes(length, 1024) for length in lengths if FEW_ROWS < length <= MMA_ROWS]
+    assert [sizes["ROWS"] for sizes in more] == [8, 16]
 
     def way(rows: int, weight: CodedWeight) -> object:
         """The tile of a product with codes; "whole" where another kernel makes the weight so."""
@@ -91,7 +93,7 @@ def test_every_height_of_tiles_and_a_step_of_many_rows(monkeypatch: pytest.Monke
             assert met == wanted, "a tile of weights of few bits is not compiled"
             assert "whole" in met
     assert max(lengths) > FEW_ROWS and tuple(lengths) == WARMED_TOKENS
-    assert [step.batch.rows for step in steps] == [1, 2, 2, 2, 2, 2, 2]
+    assert [step.batch.rows for step in steps] == [1, *[2] * 8]
     for step in steps:  # tiles of decodes and of prompts
         assert step.batch.decoding == 1
         assert step.batch.slots.max() < 100 * 4
@@ -102,7 +104,7 @@ def test_no_step_is_longer_than_the_pages_or_what_is_allowed() -> None:
     def lengths(num_pages: int, most_tokens: int) -> list[int]:
         return [len(step.input_ids) for step in run(num_pages, most_tokens)[0]]
 
-    assert lengths(num_pages=9, most_tokens=1000) == [1, 2, 4, 17, 33]
+    assert lengths(num_pages=9, most_tokens=1000) == [1, 2, 4, 8, 16, 17, 33]
     assert lengths(num_pages=100, most_tokens=3) == [1, 2]
 
 
@@ -134,7 +136,10 @@ def test_a_draft_model_runs_the_steps_too() -> None:
     pair = DraftedModel(target, draft, 40)  # type: ignore[arg-type]
     warm_up(pair, None, 4, 100, 1000, CPU)
     lengths = [[len(step.input_ids) for step in model.steps] for model in (target, draft)]
-    assert lengths == [list(WARMED_TOKENS), [1, 2, 4, 17, 33, 1, 3, 16, 32]]
+    assert lengths == [
+        list(WARMED_TOKENS),
+        [1, 2, 4, 8, 16, 17, 33, 1, 3, 7, 15, 16, 32],
+    ]
 
 
 def test_steps_are_timed_when_their_kernels_are_compiled(
