@@ -42,6 +42,8 @@ from rayfin.kernels.attention.triton_backend import (
     TritonAttention,
 )
 from rayfin.kernels.grouped import Grouped
+from rayfin.kernels.triton.experts import Experts, map_assignments, run_experts
+from rayfin.kernels.triton.layers import gate
 from rayfin.kernels.triton.products import FEW_ROWS, MMA_ROWS
 from rayfin.kernels.triton.products import product as few_product
 from rayfin.kernels.triton.quantized import COLUMNS, EIGHT, pack_weight, product
@@ -273,6 +275,44 @@ def few(cases: Cases, name: str, rows: int) -> None:
     cases.row(case, "sixteen rows", partial(few_product, x, weight, None), wanted, floor)
 
 
+def experts(cases: Cases, tokens: int) -> None:
+    """128 plain experts of Qwen3-30B-A3B, 8 a token: our tiles, and torch's grouped product."""
+    bench = cases.bench
+    count, hidden, inner, choices = (8, 32, 16, 2) if bench.toy else (128, 2048, 768, 8)
+    tokens = tokens // 256 if bench.toy else tokens
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=bench.device).mul_(shape[-1] ** -0.5).to(bench.dtype)
+
+    mixture = Experts(drawn(count, 2, inner, hidden), drawn(count, hidden, inner), "silu")
+    x, chosen = drawn(tokens, hidden), torch.rand(tokens, count, device=bench.device)
+    weights, chosen = chosen.softmax(1).to(bench.dtype).topk(choices)
+    case, floor = f"experts tokens{tokens}", 6 * tokens * choices * hidden * inner / bench.flops
+    run = partial(run_experts, x, mixture, chosen, weights)
+    wanted = cases.row(case, "now", run, None, floor)
+    cases.row(case, "grouped_mm", partial(grouped, x, mixture, chosen, weights), wanted, floor)
+
+
+def grouped(
+    x: torch.Tensor, experts: Experts, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """`run_experts` of plain experts by torch's grouped product, whose offsets are on the device.
+
+    It takes numbers of 16 bits, and strides of multiples of 16 bytes.
+    """
+    gate_up, down = experts.gate_up, experts.down
+    assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
+    assert isinstance(experts.activation, str)
+    order = map_assignments(chosen, None, len(down), 128)[0].long()
+    numbers = torch.arange(len(down), device=x.device)
+    ends = torch.searchsorted(chosen.flatten()[order], numbers, right=True).int()
+    rows = x[order // chosen.shape[1]]
+    both = F.grouped_mm(rows, gate_up.flatten(1, 2).mT, offs=ends)
+    parts = F.grouped_mm(gate(both, experts.activation), down.mT, offs=ends)
+    parts = torch.empty_like(parts).index_copy_(0, order, parts * weights.flatten()[order, None])
+    return parts.view(*chosen.shape, -1).sum(1)
+
+
 def steps(cases: Cases) -> None:
     """Decode steps of the 0.6B shape: as they are, started early, with products of 16 rows; on a
     GPU only."""
@@ -323,6 +363,8 @@ def all_cases(cases: Cases) -> Iterator[tuple[str, Case]]:
         for rows in (5, 8, 16):
             yield f"few {name}", partial(few, cases, name, rows)
     yield "steps", partial(steps, cases)
+    for tokens in (1024, 2048, 8192):
+        yield "experts", partial(experts, cases, tokens)
     yield "down int4", partial(coded, cases, "down", "int4")
     yield "prefill fp8", partial(prompts, cases, "prefill", "fp8")
     yield "scaled down", partial(scaled, cases, "down", 2048)
