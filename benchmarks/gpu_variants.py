@@ -362,15 +362,15 @@ def all_cases(cases: Cases) -> Iterator[tuple[str, Case]]:
     for name in FEW:
         for rows in (5, 8, 16):
             yield f"few {name}", partial(few, cases, name, rows)
-    yield "steps", partial(steps, cases)
-    for tokens in (1024, 2048, 8192):
-        yield "experts", partial(experts, cases, tokens)
     yield "down int4", partial(coded, cases, "down", "int4")
     yield "prefill fp8", partial(prompts, cases, "prefill", "fp8")
     yield "scaled down", partial(scaled, cases, "down", 2048)
     yield "scaled down", partial(scaled, cases, "down", 128)
     yield "gate_up fp8_weights", partial(coded, cases, "gate_up", "e4m3")
     yield "qkv int4", partial(coded, cases, "qkv", "int4")
+    yield "steps", partial(steps, cases)
+    for tokens in (1024, 2048, 8192):
+        yield "experts", partial(experts, cases, tokens)
 
 
 def main() -> None:
