@@ -49,6 +49,15 @@ THOROUGH = {
     ),
     "tests/actors/runner/gpu/test_graphs.py::test_a_restarted": "many interpreted steps",
     "tests/actors/runner/gpu/test_graphs.py::test_rules_and": "test_device_slots.py has the rules",
+    "tests/actors/runner/gpu/test_overlap.py::test_log_probabilities_of_queued_steps[1": (
+        "several steps a call have more places to keep apart"
+    ),
+    "tests/actors/runner/gpu/test_overlap.py::test_requests_with_parts_beside_others[images": (
+        "test_media_slots.py has its rows, and embeddings go the same way"
+    ),
+    "tests/actors/runner/gpu/test_overlap.py::test_slots_that_are_taken[1": (
+        "several steps a call take slots later still"
+    ),
     "tests/actors/runner/gpu/test_overlap.py::test_the_tokens_of_an_engine": (
         "test_graphs.py compares tokens"
     ),

@@ -121,7 +121,7 @@ def test_the_tokens_of_an_engine_that_waits(
 
 
 @pytest.mark.parametrize("lease", [1, 3])
-def test_slots_that_are_taken_while_a_step_still_has_them(
+def test_slots_that_are_taken(
     lease: int, two_layers: Any, served: Make, request_of: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests end at stops and lengths, one step before the device knows; others enter behind.
