@@ -58,7 +58,7 @@ def few_rows(hidden: int) -> int:
 
 
 def widest_row(rows: int) -> int:
-    """The most inputs that products of so many rows take."""
+    """Returns the most inputs that products of so many rows take."""
     return WIDEST_MMA_ROW if _on_tensor_cores(rows) else WIDEST_ROW
 
 
@@ -209,7 +209,7 @@ def _launch_mma(
 
 
 def mma_sizes(rows: int, inputs: int) -> dict[str, int]:
-    """The constants of `mma_product`."""
+    """Returns the constants of `mma_product`."""
     sizes = {"ROWS": max(8, triton.next_power_of_2(rows)), "COLUMNS": MMA_COLUMNS}
     depth, blocks = MMA_BLOCK // MMA_WARPS, triton.cdiv(inputs, MMA_BLOCK)
     return sizes | {"PARTS": MMA_WARPS, "DEPTH": depth, "BLOCKS": blocks}

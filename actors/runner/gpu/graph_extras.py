@@ -72,7 +72,7 @@ class GraphExtras:
         count_sampled(sampled, self._rules.rows(rows), remaining)
 
     def outputs(self, rows: int) -> list[torch.Tensor]:
-        """The values and numbers [rows, W] of a step, which the next step overwrites."""
+        """Returns the values and numbers [rows, W] of a step, which the next step overwrites."""
         return [each[:rows] for each in self._outputs]
 
 

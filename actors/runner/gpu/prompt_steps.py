@@ -82,7 +82,7 @@ class PromptSteps:
         return [state.sampled[:rows], *logprobs]
 
     def _head(self, rows: int, *, logprobs: bool) -> Callable[[], None]:
-        """The recorded head; one with log probabilities is recorded at its first use."""
+        """Returns the recorded head; records one with log probabilities at its first use."""
         if (rows, logprobs) not in self._heads:
             self._state.empty(self._sizes[-1])  # to record samples for no slot
             self._heads[rows, logprobs] = self._record(self._step(rows, logprobs))

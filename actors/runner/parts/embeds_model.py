@@ -29,7 +29,7 @@ class EmbedsSlots(Observer):
         return len(self._slots)
 
     def alters(self, slots: Int32Array) -> BoolArray | None:
-        """Which of the ``slots`` [R] have embeddings in their prompts; None: none."""
+        """Finds which of the ``slots`` [R] have embeddings in their prompts; None: none."""
         return np.isin(slots, list(self._slots)) if self._slots else None
 
     def before(self, info: SchedulerInfo) -> None:

@@ -64,7 +64,7 @@ class ModelPart:
         return None
 
     def alters(self, slots: Int32Array) -> BoolArray | None:
-        """Which requests of ``slots`` [R] it computes otherwise than its model; None: none.
+        """Finds which requests of ``slots`` [R] it computes otherwise than its model; None: none.
 
         A request that enters without a part of its own may not be known yet.
         """

@@ -143,14 +143,14 @@ class Sampler:
         return silent & ~self._processors.has_rules(slots)
 
     def is_free(self, slots: Int32Array) -> BoolArray:
-        """[R] which rows have no rules on their tokens, nor log probabilities after rules."""
+        """Finds which rows [R] have no rules on their tokens, nor log probabilities after rules."""
         free: BoolArray = ~self._processors.has_rules(slots)
         if self._slots.processed:
             free &= ~np.isin(slots, list(self._slots.processed))
         return free
 
     def enters_free(self, request: NewRequest) -> bool:
-        """Whether the row of a request that enters is free of rules, and has no other part."""
+        """Tells whether the row of an entering request has no rules and no other part."""
         sampling = request.sampling
         drawn = {name: getattr(sampling, name) for name in (*DRAWN_BY, "logprobs")}
         return not request.parts and not self._processors.extra and sampling == Sampling(**drawn)

@@ -178,7 +178,7 @@ def read_page_ids(
     PAGE_SIZE: tl.constexpr,
     BY_PAGE: tl.constexpr,  # one load for each page of the block, not for each key
 ):
-    """The page of each key of a block [KEYS]."""
+    """Reads the page of each key of a block [KEYS]."""
     key = tl.arange(0, KEYS)
     if BY_PAGE:
         first = table + start // PAGE_SIZE

@@ -80,7 +80,7 @@ class MediaSlots(Observer):
         return np.array([0 if one is None else one.delta for one in media], np.int64)
 
     def alters(self, slots: Int32Array) -> BoolArray | None:
-        """Which of the ``slots`` [R] compute otherwise than text does; None: none."""
+        """Finds which of the ``slots`` [R] compute otherwise than text does; None: none."""
         if self.ahead == "prompt":
             return np.ones(len(slots), np.bool_)
         return np.isin(slots, list(self._slots)) if self._slots else None

@@ -32,6 +32,22 @@ MODULES = (checkpoint, attention_select, sampling_select)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def small_engine(served: Make, folder: Path, attention: str, lease: int) -> Any:
+    """Returns an engine of two rows, whose prompts are cut into chunks of 8 tokens."""
+    engine = served(
+        folder,
+        attention=attention,
+        max_decoding_batch=2,
+        max_batch_tokens=8,
+        max_lease=lease,
+        num_pages=24,
+        device=DEVICE,
+    )
+    engine.runner._model.forward = engine._forward
+    engine.runner._forward.run = engine._advance
+    return engine
+
+
 def drive(engine: Any, requests: dict[int, Any], abort: tuple[int, int]) -> dict[int, list[int]]:
     """Tokens by key. Requests come at the steps of ``requests``; (key, tokens) is aborted then."""
     engine.runner._model.forward = engine._forward
@@ -146,17 +162,7 @@ def test_slots_that_are_taken(
     tokens = []
     for attention in ("torch", "triton"):
         random = Random(1)
-        engine = served(
-            two_layers.folder,
-            attention=attention,
-            max_decoding_batch=2,
-            max_batch_tokens=8,
-            max_lease=lease,
-            num_pages=24,
-            device=DEVICE,
-        )
-        engine.runner._model.forward = engine._forward
-        engine.runner._forward.run = engine._advance
+        engine = small_engine(served, two_layers.folder, attention, lease)
         requests = []
         for key in range(12):
             prompt = [random.randrange(3, 60) for _ in range(random.choice([1, 2, 5, 13]))]
@@ -195,17 +201,7 @@ def test_log_probabilities_of_queued_steps(
     results = []
     for attention in ("torch", "triton"):
         random = Random(2)
-        engine = served(
-            two_layers.folder,
-            attention=attention,
-            max_decoding_batch=2,
-            max_batch_tokens=8,
-            max_lease=lease,
-            num_pages=24,
-            device=DEVICE,
-        )
-        engine.runner._model.forward = engine._forward
-        engine.runner._forward.run = engine._advance
+        engine = small_engine(served, two_layers.folder, attention, lease)
         for key in range(9):
             prompt = [random.randrange(3, 60) for _ in range(random.choice([1, 2, 5, 13]))]
             sampling = Sampling(random.choice([0.0, 1.2]), seed=key, logprobs=(None, 0, 3)[key % 3])
