@@ -247,21 +247,24 @@ class AgentFigures:
     p50: float
     p95: float
     alone: float  # mean of a session's pauses
-    longest_wait: float  # from a turn's sending to its first token
+    longest_wait: float  # from a turn's sending to its first token; 0: no answer had text
     later_ttft: float  # median of all turns but the first ones
     cached: float  # share of the prompts' tokens
     fairness: float  # Jain's index of the agents' speed: 1 is all alike
 
     def lines(self) -> list[str]:
-        """The figures as text, the headline first."""
+        """Returns the figures as text, the headline first."""
+        waits = "no answer had any text"
+        if self.longest_wait:
+            waits = f"first token of later turns: median {self.later_ttft:.2f} s"
+            waits += f" · longest wait {self.longest_wait:.1f} s"
         return [
             f"session: mean {self.mean:.1f} s, p50 {self.p50:.1f} s, p95 {self.p95:.1f} s"
             f" · {self.alone:.1f} s of it pauses",
             f"{self.sessions} sessions in {self.seconds:.1f} s"
             f" · {3600 * self.sessions / max(self.seconds, 1e-9):.1f} an hour"
             f" · Jain's index {self.fairness:.3f}",
-            f"first token of later turns: median {self.later_ttft:.2f} s"
-            f" · longest wait {self.longest_wait:.1f} s · {self.cached:.1%} of prompts cached",
+            f"{waits} · {self.cached:.1%} of prompts cached",
         ]
 
 

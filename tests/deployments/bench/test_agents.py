@@ -57,6 +57,9 @@ def test_each_agent_runs_its_sessions_one_after_another() -> None:
     figures = agent_figures(load, [(True, 9.0), (False, 1.0)], 0.5, 100.0)
     assert (figures.sessions, figures.longest_wait, figures.later_ttft) == (12, 9.0, 1.0)
     assert 0 < figures.fairness <= 1 and figures.p50 <= figures.p95
+    assert figures.lines()[-1].startswith("first token of later turns: median 1.00 s")
+    silent = agent_figures(load, [], 0.5, 100.0)
+    assert silent.lines()[-1] == "no answer had any text · 50.0% of prompts cached"
 
 
 def test_a_parent_waits_for_its_subagents() -> None:
